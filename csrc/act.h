@@ -1,7 +1,8 @@
 // The front ends of act_forward, act_backward, glu_forward and glu_backward; see front_end.h.
 //
-// Operands that lie alike and without gaps are one plane, whatever their shape; others are walked by their
-// strides, so that the halves of a packed Linear's output are not copied. Beyond 5 dimensions they are.
+// Operands with equal strides and no gaps are walked as one plane, whatever their shape. Others are walked by
+// their strides, so the halves of a packed Linear's output are not copied; beyond 5 dimensions they are
+// copied.
 #pragma once
 
 #include <tuple>
@@ -16,7 +17,7 @@ inline bool lies_like(const Tensor& t, const Tensor& other) {
   return true;
 }
 
-// y, or with dy dx and, where there is a gate b, its gradient.
+// Returns y, or with dy: dx, and the gradient of the gate b if there is one.
 inline std::tuple<Tensor, Optional> run_act(const char* op, Tensor x, Optional b, Optional dy,
                                             const std::string& activation, double param) {
   const char* const name = b ? "a" : "x";

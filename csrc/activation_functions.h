@@ -21,7 +21,7 @@ enum class Activation : int { identity, relu, relu6, leaky_relu, elu, gelu, gelu
 constexpr const char* kActivationNames[] = {"identity", "relu",      "relu6", "leaky_relu", "elu",
                                             "gelu",     "gelu_tanh", "silu",  "hardswish"};
 
-// Activations with an exponential, a logarithm or a quotient: their kernels wait for arithmetic.
+// Activations with an exponential, a logarithm or a quotient: their kernels are compute-bound.
 constexpr bool is_transcendental(Activation a) {
   return a == Activation::elu || a == Activation::gelu || a == Activation::gelu_tanh || a == Activation::silu;
 }

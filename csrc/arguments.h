@@ -1,5 +1,5 @@
-// What the front ends ask of a library's backend, CPU or CUDA, and its arguments: pointers, layouts and
-// numbers, checked and allocated by the front ends; see front_end.h.
+// The interface between the front ends and a backend (CPU or CUDA): checked arguments, and the functions that
+// a backend implements; see front_end.h.
 #pragma once
 
 #include "dtypes.h"
@@ -29,7 +29,7 @@ struct NormArgs {  // common to all normalising ops
   Layout layout;
   ScalarType dtype;
   int device;
-  bool in_place;  // the input of backward is y, and |gamma| has a floor
+  bool in_place;  // an abn_* op: |gamma| has a floor, and backward reads y
   const void* z;  // may be null
   Channels weight, bias;
   Activation activation;
@@ -39,7 +39,7 @@ struct NormArgs {  // common to all normalising ops
 struct ForwardArgs : NormArgs {  // operands 0: x, 1: y, 2: z
   const void* x = nullptr;
   void* y = nullptr;
-  // [2C + 2]; null: normalise with the running statistics, or in local_forward with x's own.
+  // [2C + 2]; null: normalise with the running statistics, or in forward_on_chip with x's own.
   const void* moments = nullptr;
   // [2C + 2]: `saved` of an earlier forward. Then moments and saved are null.
   const void* applied = nullptr;
@@ -65,12 +65,13 @@ struct BackwardArgs : GradientArgs {  // operands 0: x or y, 1: dy, 2: dx, 3: z,
   void* dx = nullptr;
   void* dz = nullptr;          // null without z
   const void* sums = nullptr;  // [2C], over all ranks; null: the statistics were constants
-  void* local_sums = nullptr;  // [2C], written by local_backward, which reads no sums
+  void* local_sums = nullptr;  // [2C], written by backward_on_chip, which reads no sums
 };
 
 struct LayerNormArgs {  // of rows of `columns` values, which lie side by side in x, y, dy and dx
   int64_t rows, columns;
-  ScalarType dtype, output_dtype;  // of x and dx, and of y and dy
+  ScalarType dtype;         // of x and dx
+  ScalarType output_dtype;  // of y and dy
   int device;
   const void* x;
   Channels weight, bias;
@@ -107,9 +108,9 @@ struct Backend {
   static void forward(const ForwardArgs& args);
   static void reduce(const ReduceArgs& args);
   static void backward(const BackwardArgs& args);
-  // Both passes over x, or over its gradient, in one launch; false where the backend does not do that.
-  static bool local_forward(const ForwardArgs& args);
-  static bool local_backward(const BackwardArgs& args);
+  // Statistics, or sums, and the op in one launch; false where the backend does not do that.
+  static bool forward_on_chip(const ForwardArgs& args);
+  static bool backward_on_chip(const BackwardArgs& args);
   static void layer_norm_forward(const LayerNormForwardArgs& args);
   static void layer_norm_backward(const LayerNormBackwardArgs& args);
   static void act(const ActArgs& args);

@@ -11,7 +11,7 @@ namespace fastvit {
 
 // The arguments of a backward kernel from what forward saved, without the layout.
 template <class Args>
-Args with_saved(const NormParams& norm, const Tensor& dy, const Tensor& saved) {
+Args gradient_args(const NormCall& norm, const Tensor& dy, const Tensor& saved) {
   Args args{checked(norm)};
   check_like(norm.op, "dy", dy, norm.input);
   check_packed(norm.op, "saved", saved, norm.input, 2 * norm.channels() + 2);
@@ -21,12 +21,11 @@ Args with_saved(const NormParams& norm, const Tensor& dy, const Tensor& saved) {
   return args;
 }
 
-inline Tensor sums_of(const NormParams& norm, const Tensor& dy, const Tensor& saved,
-                      const Optional& exchange) {
-  auto args = with_saved<ReduceArgs>(norm, dy, saved);
+inline Tensor sums_of(const NormCall& norm, const Tensor& dy, const Tensor& saved, const Optional& exchange) {
+  auto args = gradient_args<ReduceArgs>(norm, dy, saved);
   const int64_t numbers = 2 * norm.channels();
   Tensor sums = packed(norm.input, exchange ? 2 : 1, numbers);
-  const auto peers = exchange_of(norm.op, exchange, sums, numbers, peer::kSums);
+  const auto peers = optional_exchange(norm.op, exchange, sums, numbers, peer::kSums);
   args.layout = layout_of(norm.channel_dim, {&norm.input, &dy, pointer(norm.z)});
   args.sums = sums.data_ptr();
   args.exchange = peers ? &*peers : nullptr;
@@ -48,25 +47,25 @@ inline Tensor abn_reduce(const Tensor& y, const Tensor& dy, const Tensor& saved,
                  saved, exchange);
 }
 
-// Returns dx, dz, which is none without z, and the own sums, which are empty unless they were needed.
-inline std::tuple<Tensor, Optional, Tensor> gradients(const NormParams& norm, const Tensor& dy,
+// Returns dx; dz, or none without z; and this rank's sums, empty where `sums` were given or without training.
+inline std::tuple<Tensor, Optional, Tensor> gradients(const NormCall& norm, const Tensor& dy,
                                                       const Tensor& saved, const Optional& sums,
                                                       bool training) {
-  const bool local = training && !sums;
-  auto args = with_saved<BackwardArgs>(norm, dy, saved);
+  const bool makes_sums = training && !sums;
+  auto args = gradient_args<BackwardArgs>(norm, dy, saved);
   const int64_t numbers = 2 * norm.channels();
   if (sums) check_packed(norm.op, "sums", *sums, norm.input, numbers);
   require(!sums || training, norm.op, "sums", "are given; None expected without training");
-  Tensor dx = allocate_like(norm.input), own = packed(norm.input, local ? numbers : 0);
+  Tensor dx = allocate_like(norm.input), own = packed(norm.input, makes_sums ? numbers : 0);
   Optional dz;
   if (norm.z) dz = allocate_like(*norm.z);
   args.layout = layout_of(norm.channel_dim, {&norm.input, &dy, &dx, pointer(norm.z), pointer(dz)});
   args.dx = dx.data_ptr();
   args.dz = dz ? dz->data_ptr() : nullptr;
   args.sums = sums ? sums->data_ptr() : nullptr;
-  args.local_sums = local ? own.data_ptr() : nullptr;
-  if (!local || !Backend::local_backward(args)) {
-    if (local) {
+  args.local_sums = makes_sums ? own.data_ptr() : nullptr;
+  if (!makes_sums || !Backend::backward_on_chip(args)) {
+    if (makes_sums) {
       ReduceArgs reducing{args};
       reducing.layout = layout_of(norm.channel_dim, {&norm.input, &dy, pointer(norm.z)});
       reducing.sums = args.local_sums;

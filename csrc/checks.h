@@ -51,7 +51,7 @@ inline void check_device(const char* op, const char* argument, const Tensor& t, 
 }
 
 // The largest number of elements of a tensor, expanded or not. Products with it (bytes, slices) fit in int64.
-constexpr int64_t kMostElements = int64_t(1) << 48;
+constexpr int64_t kMaxElements = int64_t(1) << 48;
 
 // Called for every tensor before it is read: its storage may have been freed or shrunk (FSDP does that to
 // parameters), and its shape does not show it.
@@ -62,7 +62,7 @@ inline void check_memory(const char* op, const char* argument, const Tensor& t) 
   for (int64_t d = 0; d < dims; ++d) {
     empty = empty || sizes[d] == 0;
     const int64_t n = std::max<int64_t>(sizes[d], 1);
-    counted = counted && n <= kMostElements / elements;
+    counted = counted && n <= kMaxElements / elements;
     if (counted) elements *= n;
   }
   require(counted, op, argument, "has shape ", ShapeOf{t}, "; at most 2^48 elements expected");
@@ -101,7 +101,7 @@ inline void check_may_be_overwritten(const char* op, const char* argument, const
             "overwritten; a tensor that owns its memory expected");
 }
 
-// `t` is another activation: same shape and device as `x`; check_like: and dtype.
+// Check another activation `t`: check_shape requires x's shape and device, check_like also its dtype.
 inline void check_shape(const char* op, const char* argument, const Tensor& t, const Tensor& x) {
   bool same = t.dim() == x.dim();
   for (int64_t d = 0; same && d < x.dim(); ++d) same = t.size(d) == x.size(d);

@@ -24,20 +24,20 @@ inline Tensor bn_stats(const Tensor& x, int64_t channel_dim, const Optional& exc
   check_input("bn_stats", "x", x, channel_dim);
   const int64_t numbers = 2 * x.size(channel_dim) + 2;
   Tensor moments = packed(x, numbers);
-  const auto peers = exchange_of("bn_stats", exchange, moments, numbers, peer::kMoments);
+  const auto peers = optional_exchange("bn_stats", exchange, moments, numbers, peer::kMoments);
   write_moments(x, channel_dim, moments, peers ? &*peers : nullptr);
   return moments;
 }
 
-inline void set_operands(ForwardArgs& args, const NormParams& norm, const Tensor& y) {
+inline void set_operands(ForwardArgs& args, const NormCall& norm, const Tensor& y) {
   args.layout = layout_of(norm.channel_dim, {&norm.input, &y, pointer(norm.z)});
   args.x = norm.input.data_ptr();
   args.y = y.data_ptr();
 }
 
 // Writes y and the running statistics; returns `saved`.
-inline Tensor normalise(const Tensor& y, ForwardArgs& args, const NormParams& norm, const Optional& moments,
-                        const RunningParams& running) {
+inline Tensor normalise(const Tensor& y, ForwardArgs& args, const NormCall& norm, const Optional& moments,
+                        const RunningStats& running) {
   const int64_t numbers = 2 * norm.channels() + 2;
   if (moments) check_packed(norm.op, "moments", *moments, norm.input, numbers);
   set_running(args, norm, running);
@@ -54,7 +54,7 @@ inline Tensor normalise(const Tensor& y, ForwardArgs& args, const NormParams& no
   args.saved = saved.data_ptr();
   Optional used = moments;
   if (running.training && !moments) {
-    if (Backend::local_forward(args)) return saved;
+    if (Backend::forward_on_chip(args)) return saved;
     used = packed(norm.input, numbers);
     write_moments(norm.input, norm.channel_dim, *used, nullptr);
   }
@@ -63,8 +63,8 @@ inline Tensor normalise(const Tensor& y, ForwardArgs& args, const NormParams& no
   return saved;
 }
 
-inline std::tuple<Tensor, Tensor> normalised(const NormParams& norm, const Optional& moments,
-                                             const RunningParams& running) {
+inline std::tuple<Tensor, Tensor> normalised(const NormCall& norm, const Optional& moments,
+                                             const RunningStats& running) {
   ForwardArgs args{checked(norm)};
   Tensor y = allocate_like(norm.input);
   return {y, normalise(y, args, norm, moments, running)};
@@ -94,8 +94,7 @@ inline Tensor abn_forward_(const Tensor& x, const Optional& moments, const Optio
                            const Optional& bias, const Optional& mean, const Optional& var,
                            const Optional& batches, const Momentum& momentum, double eps,
                            const std::string& activation, double param, int64_t channel_dim, bool training) {
-  const NormParams norm{"abn_forward_", "x",        x,     kNoTensor,   weight,
-                        bias,           activation, param, channel_dim, true};
+  const NormCall norm{"abn_forward_", "x", x, kNoTensor, weight, bias, activation, param, channel_dim, true};
   ForwardArgs args{checked(norm)};
   check_may_be_overwritten(norm.op, norm.name, x);
   return normalise(x, args, norm, moments, {mean, var, batches, momentum, eps, training});
@@ -103,7 +102,7 @@ inline Tensor abn_forward_(const Tensor& x, const Optional& moments, const Optio
 
 inline Tensor bn_apply(const Tensor& x, const Tensor& saved, const Optional& weight, const Optional& bias,
                        const Optional& z, const std::string& activation, double param, int64_t channel_dim) {
-  const NormParams norm{"bn_apply", "x", x, z, weight, bias, activation, param, channel_dim, false};
+  const NormCall norm{"bn_apply", "x", x, z, weight, bias, activation, param, channel_dim, false};
   ForwardArgs args{checked(norm)};
   check_packed(norm.op, "saved", saved, x, 2 * norm.channels() + 2);
   Tensor y = allocate_like(x);

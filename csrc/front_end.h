@@ -1,4 +1,4 @@
-// What the ops' front ends share: parameters, the checks that make a backend's arguments of them, allocation.
+// What the front ends share: an op's arguments before and after their checks, and the allocation of results.
 //
 // A front end has the name and the arguments of a schema in ops.cpp: see forward.h, backward.h, layer_norm.h
 // and act.h. It calls the `Backend` of its library, _C or _cuda; both take the same plain structs of
@@ -36,7 +36,7 @@ inline Tensor allocate(const Tensor& x, IntHeaderOnlyArrayRef sizes, IntHeaderOn
   return Tensor(made);
 }
 
-// Numbers in the accumulation type, in one dimension, or in rows.
+// A new packed tensor in the accumulation type: `numbers` values, or `rows` rows of them.
 inline Tensor packed(const Tensor& x, int64_t numbers) {
   return allocate(x, {numbers}, {1}, accumulation_type(x.scalar_type()));
 }
@@ -61,7 +61,7 @@ inline const Tensor* pointer(const Optional& t) {
   return t ? &*t : nullptr;
 }
 
-// Of the operands that are not null, of which the first has the shape.
+// The layout of the operands that are not null; the first one gives the shape.
 inline Layout layout_of(int64_t channel_dim, std::initializer_list<const Tensor*> operands) {
   const Tensor& first = **operands.begin();
   const int64_t* strides[kMaxOperands];
@@ -72,35 +72,36 @@ inline Layout layout_of(int64_t channel_dim, std::initializer_list<const Tensor*
 }
 
 // The unchecked arguments of a normalising op; references, valid during the op's call.
-struct NormParams {
+struct NormCall {
   const char *op, *name;  // the op's name, and that of `input` in its schema
   const Tensor& input;    // x, or y in place
   const Optional &z, &weight, &bias;
   const std::string& activation;
   double activation_param;
   int64_t channel_dim;
-  bool in_place;  // an op in place, or its inverse
+  bool in_place;  // an abn_* op
 
   int64_t channels() const { return input.size(channel_dim); }
 };
 
 inline const Optional kNoTensor;  // the z of ops in place
 
-struct RunningParams {
+struct RunningStats {
   const Optional &mean, &var, &num_batches_tracked;
   const Momentum& momentum;
   double eps;
   bool training;
 };
 
-inline std::optional<peer::Exchange> exchange_of(const char* op, const Optional& exchange,
-                                                 const Tensor& result, int64_t numbers, peer::Kind kind) {
+inline std::optional<peer::Exchange> optional_exchange(const char* op, const Optional& exchange,
+                                                       const Tensor& result, int64_t numbers,
+                                                       peer::Kind kind) {
   if (!exchange) return std::nullopt;
   return peer::exchange_of(op, *exchange, numbers, result.scalar_type(), kind);
 }
 
 // Checks `norm`, and returns the arguments of all kernels, without the layout.
-inline NormArgs checked(const NormParams& norm) {
+inline NormArgs checked(const NormCall& norm) {
   const auto& [op, name, input, z, weight, bias, activation, activation_param, channel_dim, in_place] = norm;
   check_input(op, name, input, channel_dim);
   if (z) check_like(op, "z", *z, input);
@@ -119,7 +120,7 @@ inline NormArgs checked(const NormParams& norm) {
 }
 
 // Checks `running`, and adds it to the arguments of a forward op.
-inline void set_running(ForwardArgs& args, const NormParams& norm, const RunningParams& running) {
+inline void set_running(ForwardArgs& args, const NormCall& norm, const RunningStats& running) {
   const auto& [mean, var, batches, momentum, eps, training] = running;
   check_channels(norm.op, "running_mean", mean, norm.input, norm.channels());
   check_channels(norm.op, "running_var", var, norm.input, norm.channels());

@@ -38,16 +38,16 @@ struct Moments {
 };
 
 // The weights by which the moments of `other` values merge into those of `count`; the same for all channels.
-struct Joining {
-  double share = 0, weight = 0;
+struct ChanWeights {
+  double fraction = 0, weight = 0;
 
-  FASTVIT_INLINE static Joining of(double count, double other) {
-    const double share = other > 0 ? other / (count + other) : 0;
-    return {share, count * share};
+  FASTVIT_INLINE static ChanWeights of(double count, double other) {
+    const double fraction = other > 0 ? other / (count + other) : 0;
+    return {fraction, count * fraction};
   }
-  FASTVIT_INLINE void join(double& mean, double& m2, double other_mean, double other_m2) const {
+  FASTVIT_INLINE void merge(double& mean, double& m2, double other_mean, double other_m2) const {
     const double delta = other_mean - mean;
-    mean += delta * share;
+    mean += delta * fraction;
     m2 += other_m2 + delta * delta * weight;
   }
 };

@@ -1,7 +1,7 @@
 // The ops' schemas, and their CPU implementations. fastvit/ops.py documents the ops.
 //
-// abn_forward_ returns no alias of x: in this form, with mark_dirty(x), both autograd and torch.compile
-// handle it in eager mode. abn_forward returns a new tensor. Sums and moments are packed, so that ranks
+// abn_forward_ returns `saved` and not x: autograd learns of the write by mark_dirty(x). torch.compile traces
+// abn_forward, which returns a new tensor. Sums and moments are packed, so that ranks
 // exchange each with one collective.
 #include "cpu/kernels.h"
 #include "register.h"

@@ -16,8 +16,8 @@ GradientParams<Args> gradient_params(const Args& args, Tables<A>& table) {
   const A* saved = static_cast<const A*>(args.saved);
   for (int64_t c = 0; c < C; ++c) {
     table[0][c] =
-        A(number(args.weight, c, 1) * double(saved[C + c]));  // the floor applies to the inversion only
-    table[1][c] = A(number(args.bias, c, 0));
+        A(load_channel(args.weight, c, 1) * double(saved[C + c]));  // the floor applies to the inversion only
+    table[1][c] = A(load_channel(args.bias, c, 0));
     table[2][c] = A(1 / gamma_of(args, c));
   }
   const double limit = std::sqrt(std::max(load_count(saved + 2 * C) - 1, 0.0));
@@ -27,7 +27,7 @@ GradientParams<Args> gradient_params(const Args& args, Tables<A>& table) {
 }  // namespace
 
 // No launch to save on a CPU: two ops run one after the other.
-bool Backend::local_backward(const BackwardArgs&) {
+bool Backend::backward_on_chip(const BackwardArgs&) {
   return false;
 }
 

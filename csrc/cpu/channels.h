@@ -10,20 +10,20 @@
 
 namespace fastvit {
 
-inline double number(const Channels& t, int64_t c, double absent) {
+inline double load_channel(const Channels& t, int64_t c, double absent) {
   if (!t.data) return absent;
   return dispatch_dtype<c10::Half, c10::BFloat16>(
       t.dtype, [&]<class T>() { return double(Accumulation<T>(static_cast<const T*>(t.data)[c])); });
 }
 
-inline void set_number(const Channels& t, int64_t c, double value) {
+inline void store_channel(const Channels& t, int64_t c, double value) {
   dispatch_dtype<c10::Half, c10::BFloat16>(
       t.dtype, [&]<class T>() { static_cast<T*>(t.data)[c] = T(Accumulation<T>(value)); });
 }
 
 template <class Args>
 double gamma_of(const Args& args, int64_t c) {
-  return effective_gamma(number(args.weight, c, 1), number(args.bias, c, 0),
+  return effective_gamma(load_channel(args.weight, c, 1), load_channel(args.bias, c, 0),
                          gamma_floor<double>(args.in_place, args.dtype));
 }
 

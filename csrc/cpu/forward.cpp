@@ -1,4 +1,5 @@
-// bn_forward, bn_apply, abn_forward_ on the CPU: the O(C) part, in double: running statistics, tables.
+// bn_forward, bn_apply, abn_forward, abn_forward_ on the CPU: the O(C) part, in double: running statistics,
+// tables.
 #include <cmath>
 #include <limits>
 
@@ -8,7 +9,7 @@
 namespace fastvit {
 
 // No launch to save on a CPU: two ops run one after the other.
-bool Backend::local_forward(const ForwardArgs&) {
+bool Backend::forward_on_chip(const ForwardArgs&) {
   return false;
 }
 
@@ -38,18 +39,19 @@ void Backend::forward(const ForwardArgs& args) {
         variance = count == 0 ? 0 : m2 / count;  // NaN after a failed exchange
         if (args.running_mean.data && count > 0) {
           const double unbiased = m2 / std::max(count - 1, 1.0);
-          const double old_mean = number(args.running_mean, c, 0), old_var = number(args.running_var, c, 1);
-          set_number(args.running_mean, c, old_mean + factor * (mean - old_mean));
-          set_number(args.running_var, c, old_var + factor * (unbiased - old_var));
+          const double old_mean = load_channel(args.running_mean, c, 0),
+                       old_var = load_channel(args.running_var, c, 1);
+          store_channel(args.running_mean, c, old_mean + factor * (mean - old_mean));
+          store_channel(args.running_var, c, old_var + factor * (unbiased - old_var));
         }
       } else {
-        mean = number(args.running_mean, c, 0);
-        variance = number(args.running_var, c, 1);
+        mean = load_channel(args.running_mean, c, 0);
+        variance = load_channel(args.running_var, c, 1);
       }
       const A invstd = applied ? applied[C + c] : A(1 / std::sqrt(variance + args.eps));
       table[0][c] = A(mean);
       table[1][c] = A(gamma_of(args, c) * double(invstd));
-      table[2][c] = A(number(args.bias, c, 0));
+      table[2][c] = A(load_channel(args.bias, c, 0));
       if (!applied) saved[c] = A(mean), saved[C + c] = invstd;
     }
     if (moments) {

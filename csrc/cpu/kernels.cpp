@@ -13,7 +13,7 @@
 namespace fastvit {
 namespace {
 
-#define FASTVIT_KERNELS(capability)                                                                \
+#define FASTVIT_KERNELS_OF(capability)                                                             \
   Kernels {                                                                                        \
     #capability, capability::stats, capability::forward, capability::reduce, capability::backward, \
         capability::layer_norm_forward, capability::layer_norm_backward, capability::act           \
@@ -39,7 +39,7 @@ std::string best_capability() {
 Kernels choose_kernels() {
   const std::string best = best_capability();
 #define FASTVIT_COMPILED(capability) \
-  if (best == #capability) return FASTVIT_KERNELS(capability);
+  if (best == #capability) return FASTVIT_KERNELS_OF(capability);
   FASTVIT_SETS;  // such as FASTVIT_COMPILED(avx2)
   throw std::runtime_error("fastvit: this build has no CPU kernels for " + best +
                            "; build it on this machine, or with FASTVIT_CPU=all");
@@ -47,9 +47,10 @@ Kernels choose_kernels() {
 
 constexpr int64_t kValuesPerPartial = 1 << 8;  // so that partial results are far smaller than the activation
 constexpr int64_t kRowsPerPartial = 1 << 7;    // for rows, whose partial results stay in the cache
-constexpr int64_t kMostTasks = 256;
+constexpr int64_t kMaxTasks = 256;
 constexpr int64_t kLongPlane = 512;  // elements of a plane that is summed by itself
-constexpr int64_t kEnoughTasks = 8;  // with fewer, rows are divided into blocks of channels, read less fast
+constexpr int64_t kEnoughTasks =
+    8;  // with fewer, rows are divided into tiles too, which are read more slowly
 
 }  // namespace
 
@@ -66,17 +67,13 @@ Partition partition_of(const Layout& layout) {
   p.pieces = std::max<int64_t>(1, ceil_div(span, std::max<int64_t>(p.piece, 1)));
   p.planes = layout.S < kLongPlane ? kPiece / std::max<int64_t>(layout.S, 1) : 1;
   p.steps = layout.rows ? layout.N : layout.N * p.pieces;
-  const int64_t tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kTaskElements), 1, kMostTasks);
+  const int64_t tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kTaskElements), 1, kMaxTasks);
   const int64_t partials = layout.count() / (layout.rows ? kRowsPerPartial : kValuesPerPartial);
-  p.slices = std::clamp<int64_t>(std::min({p.steps, tasks, partials}), 1, kMostSlices);
+  p.slices = std::clamp<int64_t>(std::min({p.steps, tasks, partials}), 1, kMaxSlices);
   const int64_t wanted = layout.rows ? std::min(tasks, kEnoughTasks) : tasks;
-  p.blocks = std::clamp<int64_t>(ceil_div(wanted, p.slices), 1, std::max<int64_t>(layout.C, 1));
-  if (layout.rows) p.blocks = std::max(std::min(p.blocks, ceil_div(layout.C, 64)), p.pieces);
+  p.tiles = std::clamp<int64_t>(ceil_div(wanted, p.slices), 1, std::max<int64_t>(layout.C, 1));
+  if (layout.rows) p.tiles = std::max(std::min(p.tiles, ceil_div(layout.C, 64)), p.pieces);
   return p;
-}
-
-void Backend::act(const ActArgs& args) {
-  if (args.layout.numel() > 0) kernels().act({args, partition_of(args.layout)});
 }
 
 }  // namespace fastvit

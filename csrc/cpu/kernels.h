@@ -19,13 +19,13 @@ struct Partition {
   int64_t planes;  // short ones that a reduction sums together; 1 where planes are long
   int64_t steps;   // planes: N * pieces of each channel; rows: N
   int64_t slices;  // a slice is a range of steps, with one partial result per channel
-  int64_t blocks;  // a block is a range of channels; a task is a (slice, block)
+  int64_t tiles;   // a tile is a range of channels; a task is a (slice, tile)
 };
 
 Partition partition_of(const Layout& layout);
 
 constexpr int64_t kTaskElements = 1 << 16;  // fewest elements that are worth a task
-constexpr int64_t kMostSlices = 64;
+constexpr int64_t kMaxSlices = 64;
 
 // An op's arguments and what its O(C) part makes for the kernel. Tables are in the accumulation type.
 
@@ -61,10 +61,10 @@ struct LayerNormForwardParams : LayerNormForwardArgs {
 struct LayerNormBackwardParams : LayerNormBackwardArgs {
   int64_t slices;  // of rows
   const void* gamma;
-  // Of sum dy and sum dy*xhat, where they are needed.
-  int64_t stride;   // columns, rounded up to whole vectors
-  void* group;      // [slices][2][stride], accumulation type: of a few rows
-  double* partial;  // [slices][2][columns]
+  // Sums of dy and dy * xhat; null where args.sums is null.
+  int64_t stride;    // columns, rounded up to whole vectors
+  void* chunk_sums;  // [slices][2][stride], accumulation type: over kChunkRows rows
+  double* partial;   // [slices][2][columns]
 };
 
 struct ActParams : ActArgs {

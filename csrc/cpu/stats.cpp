@@ -14,13 +14,13 @@ void Backend::stats(const StatsArgs& args) {
   if (layout.numel() > 0) kernels().stats({args, partition, partial.data()});
   dispatch_accumulation(args.dtype, [&]<class A>() {
     A* moments = static_cast<A*>(args.moments);
-    double *mean = partial.data(), *m2 = mean + C;  // of the first slice, which the others join
+    double *mean = partial.data(), *m2 = mean + C;  // of the first slice, which the others merge
     for (int64_t s = 1; s < partition.slices; ++s) {
       const int64_t begin = values_before(layout, partition, partition.steps * s / partition.slices),
                     end = values_before(layout, partition, partition.steps * (s + 1) / partition.slices);
-      const Joining joining = Joining::of(double(begin), double(end - begin));
+      const ChanWeights weights = ChanWeights::of(double(begin), double(end - begin));
       const double* slice = mean + s * 2 * C;
-      for (int64_t c = 0; c < C; ++c) joining.join(mean[c], m2[c], slice[c], slice[C + c]);
+      for (int64_t c = 0; c < C; ++c) weights.merge(mean[c], m2[c], slice[c], slice[C + c]);
     }
     for (int64_t i = 0; i < 2 * C; ++i) moments[i] = A(mean[i]);
     store_count(moments + 2 * C, double(layout.count()));

@@ -24,12 +24,12 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const Work work(args.plan, blockIdx.x);
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U], dy[kBackward ? B::U : 1], b[kGated ? B::U : 1];
-    batch.template load<kLast>(x, args.x, 0);
-    if constexpr (kBackward) batch.template load<kLast>(dy, args.dy, 1);
-    if constexpr (kGated) batch.template load<kLast>(b, args.b, kBackward ? 3 : 2);
+    batch.template load<kStreaming>(x, args.x, 0);
+    if constexpr (kBackward) batch.template load<kStreaming>(dy, args.dy, 1);
+    if constexpr (kGated) batch.template load<kStreaming>(b, args.b, kBackward ? 3 : 2);
 #pragma unroll
     for (int j = 0; j < B::U; ++j)
-      with_activation<T, true>(args.activation, [&]<class Fn>(Fn) {
+      dispatch_activation_fn<T, true>(args.activation, [&]<class Fn>(Fn) {
         A v[B::V];
         [[maybe_unused]] A g[B::V], gate[B::V];
         x[j].unpack(v);
@@ -60,7 +60,7 @@ template <bool kBackward, bool kGated>
 void run_act(const ActArgs& args) {
   const Device device(args.device);
   if (args.layout.numel() == 0) return;
-  with_type(args.dtype, [&]<class T>() {
+  dispatch_type(args.dtype, [&]<class T>() {
     const auto kernel_of = [&]<bool kRows, int V>() { return act_kernel<T, kRows, V, kBackward, kGated>; };
     const void* forward[] = {args.x, args.out, args.b};
     const void* backward[] = {args.x, args.dy, args.out, args.b, args.db};

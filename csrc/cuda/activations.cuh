@@ -41,7 +41,7 @@ constexpr bool kInvertible = is_invertible(kActivation);
 // f(FnOf<T, ...>{}) for the activation chosen at run time. The branch is uniform and is taken once for a
 // vector or more. Without kAny only invertible activations are compiled.
 template <class T, bool kAny, class F>
-__device__ __forceinline__ void with_activation(Activation activation, const F& f) {
+__device__ __forceinline__ void dispatch_activation_fn(Activation activation, const F& f) {
   dispatch_activation(activation, [&]<Activation kActivation>() {
     if constexpr (kAny || kInvertible<kActivation>)
       f(FnOf<T, kActivation>{});

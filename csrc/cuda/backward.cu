@@ -13,46 +13,48 @@
 
 namespace fastvit {
 
-template <class T, bool kRows, int V, Kept kKept>
+template <class T, bool kRows, int V, Variant kVariant>
 __global__ void __launch_bounds__(kThreads, kResident)
     backward_kernel(const __grid_constant__ Launched<Planned<BackwardArgs>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
-  constexpr bool kResidual = kKept == Kept::input_and_residual;
+  constexpr bool kResidual = kVariant == Variant::residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
-  constexpr int K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
+  constexpr int K = kRows ? V : 1, kTile = kRows ? kMaxTile : 1;
   const Work work(args.plan, blockIdx.x);
-  __shared__ Constants<A, kKept> table[kTile];
+  __shared__ Constants<A, kVariant> table[kTile];
   __shared__ Correction<A> corrections[kTile];
   const int channels = work.channels(args.plan);
   const A* const sums = static_cast<const A*>(args.sums);
   for (int g = threadIdx.x; g < channels; g += kThreads) {
     const int64_t c = work.first_channel(args.plan) + g;
-    table[g] = Constants<A, kKept>::of(args, c);
+    table[g] = Constants<A, kVariant>::of(args, c);
     corrections[g] = {0, 0};
-    if (sums) corrections[g] = Correction<A>::template of<kKept>(args, c, {sums[c], sums[args.layout.C + c]});
+    if (sums)
+      corrections[g] = Correction<A>::template of<kVariant>(args, c, {sums[c], sums[args.layout.C + c]});
   }
   __syncthreads();
-  Constants<A, kKept> constants[K];
+  Constants<A, kVariant> constants[K];
   Correction<A> correction[K];
   pick<kRows, V>(constants, table, args.plan, work);
   pick<kRows, V>(correction, corrections, args.plan, work);
-  const A limit = largest_xhat<A, kKept>(args);
+  const A limit = largest_xhat<A, kVariant>(args);
 
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.input, [&]<class B>(const B& batch) {
-    Read<T, kKept, B> read;
-    read.template load<kLast, 3>(batch, args);
-    propagate<kRows>(batch, read, constants, correction, args, limit);
+    Inputs<T, kVariant, B> inputs;
+    inputs.template load<kStreaming, 3>(batch, args);
+    propagate<kRows>(batch, inputs, constants, correction, args, limit);
   });
 }
 
 void Backend::backward(const BackwardArgs& args) {
   const Device device(args.device);
   if (args.layout.numel() == 0) return;
-  with_type(args.dtype, [&]<class T>() {
+  dispatch_type(args.dtype, [&]<class T>() {
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
     const auto kernel_of = [&]<bool kRows, int V>() {
-      return with_kept(args, [&]<Kept kKept>() { return backward_kernel<T, kRows, V, kKept>; });
+      return dispatch_variant(args,
+                              [&]<Variant kVariant>() { return backward_kernel<T, kRows, V, kVariant>; });
     };
     const Plan plan = Planner{args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, 0}.plan(
         resident_blocks<T>(device, kernel_of));

@@ -16,8 +16,8 @@ constexpr unsigned kAhead = 8;  // results of slices that a thread loads togethe
 constexpr int64_t kSemaphoreWords = 2 * kSemaphores;
 constexpr int64_t kExchangeWords = 3;  // finished tiles, ended parts, failed parts: peer.cuh
 
-// The merging of a tile's slices: in `count` groups of `size`. Groups of one slice where a block merges all
-// slices as fast as one group.
+// How the slices of a tile merge: in `count` groups of `size`, which is 1 where one block merges all slices
+// as fast as it would merge one group.
 struct SliceGroups {
   unsigned size, count;
 
@@ -46,7 +46,7 @@ struct Sums {
 // A thread's running sums. The rounding error of each addition is carried into the next (Kahan, 1965), so the
 // error does not grow with the number of values.
 template <class A>
-struct RunningSums {
+struct KahanSums {
   Sums<A> sums, lost;
   __device__ __forceinline__ void add(const Sums<A>& more) {
     add(sums.first, lost.first, more.first);
@@ -73,21 +73,21 @@ __device__ __forceinline__ double quotient(double a, double b) {
 // Moments of one channel (Chan, Golub, LeVeque, see moments.h). The count is only a weight, and needs no more
 // digits than the mean.
 template <class A>
-struct WelfordState {
+struct PartialMoments {
   A count = 0, mean = 0, m2 = 0;
-  __device__ __forceinline__ void merge(const WelfordState& other) {
+  __device__ __forceinline__ void merge(const PartialMoments& other) {
     const A total = count + other.count, delta = other.mean - mean;
-    const A share = quotient(other.count, max(total, A(1)));  // 0 for two empty sets
-    m2 = added(m2, fused(delta * delta, count * share, other.m2));
-    mean = fused(delta, share, mean);
+    const A fraction = quotient(other.count, max(total, A(1)));  // 0 for two empty sets
+    m2 = added(m2, fused(delta * delta, count * fraction, other.m2));
+    mean = fused(delta, fraction, mean);
     count = total;
   }
 };
 
 // shared[g * group_stride + i * stride], i < length, merge into i = 0, for every g < groups.
 template <class R>
-__device__ __forceinline__ void merge_groups(R* shared, int groups, int group_stride, int length,
-                                             int stride) {
+__device__ __forceinline__ void merge_segments(R* shared, int groups, int group_stride, int length,
+                                               int stride) {
   for (int left = length; left > 1; left = (left + 1) / 2) {
     const int half = (left + 1) / 2;
     __syncthreads();
@@ -111,8 +111,8 @@ __device__ __forceinline__ int merge_block(R* shared, const Mine (&mine)[K], con
 #pragma unroll
     for (int k = 0; k < K; ++k) shared[(work.team * plan.lanes + work.lane) * K + k] = mine[k];
   }
-  merge_groups(shared, width, 1, teams, width);
-  if (plan.fold > 1) merge_groups(shared, plan.tile, plan.fold, plan.fold, 1);
+  merge_segments(shared, width, 1, teams, width);
+  if (plan.fold > 1) merge_segments(shared, plan.tile, plan.fold, plan.fold, 1);
   return plan.fold;
 }
 
@@ -136,8 +136,8 @@ struct Partials {
   SliceGroups groups;
 };
 
-// How many of `blocks` blocks have called before; this one sees all that they wrote before. All threads call.
-// `counter` is zero before the first and after the last.
+// The number of `blocks` blocks that called before this one, which sees all that they wrote before their
+// call. All threads call. `counter` is zero before the first call and after the last.
 __device__ __forceinline__ unsigned turn_of(unsigned* counter, unsigned blocks) {
   __shared__ unsigned turn;
   __syncthreads();  // collects the block's writes
@@ -154,7 +154,7 @@ __device__ __forceinline__ bool is_last(unsigned* counter, unsigned blocks) {
 template <class R, class Write>
 __device__ __forceinline__ void merge_rows(R* shared, const R* results, unsigned rows, int64_t stride,
                                            int channels, const Write& write) {
-  static_assert(kMostTile <= kThreads);
+  static_assert(kMaxTile <= kThreads);
   const unsigned teams = min(unsigned(kThreads / channels), rows), team = threadIdx.x / unsigned(channels);
   const int g = int(threadIdx.x - team * unsigned(channels));
   R total{};
@@ -174,7 +174,7 @@ __device__ __forceinline__ void merge_rows(R* shared, const R* results, unsigned
     total.merge(ahead[0]);
   }
   shared[threadIdx.x] = total;
-  merge_groups(shared, channels, 1, int(teams), channels);
+  merge_segments(shared, channels, 1, int(teams), channels);
   if (team == 0) write(g, shared[threadIdx.x]);
 }
 
@@ -197,20 +197,21 @@ __device__ __forceinline__ void await(unsigned* semaphore, unsigned blocks) {
   if (threadIdx.x == 0) atomicInc(semaphore, kPublished | (blocks - 1));  // no block waits for it
 }
 
-// Calls write(c, total) with the totals of the tile's channels over all slices, and returns true: in the last
-// block of the tile to finish; with kEverywhere in all its blocks, which wait for the last and must all be
-// resident. `shared` has room for kThreads * K results, and has those of merge_block, `step` apart.
+// Calls write(c, total) with the totals of the tile's channels over all slices, and returns true, in the last
+// block of the tile to finish, or with kEverywhere in every block of the tile. These wait for the last one,
+// so all must be resident. `shared` holds kThreads * K results, at first those of merge_block, `stride`
+// apart.
 template <bool kEverywhere = false, class R, class Write>
-__device__ __forceinline__ bool finish(R* shared, int step, const Partials<R>& partials, const Plan& plan,
+__device__ __forceinline__ bool finish(R* shared, int stride, const Partials<R>& partials, const Plan& plan,
                                        const Work& work, const Write& write) {
   const int channels = work.channels(plan), own = int(threadIdx.x);  // one channel per thread at most
   const int64_t first = work.first_channel(plan), C = plan.layout.C;
   if (plan.slices == 1) {
-    if (own < channels) write(first + own, shared[own * step]);
+    if (own < channels) write(first + own, shared[own * stride]);
     return true;
   }
   R* const results = partials.results + first;
-  if (own < channels) results[work.slice * C + own] = shared[own * step];
+  if (own < channels) results[work.slice * C + own] = shared[own * stride];
   unsigned *const tile = partials.semaphores + work.tile, *const published = tile + plan.tiles;
   const SliceGroups& groups = partials.groups;
   bool last = true;

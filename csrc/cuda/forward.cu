@@ -1,7 +1,7 @@
-// bn_forward, bn_apply, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd; the
-// running statistics are updated in the same launch.
-// Memory   reads x (and z) once, writes y once, over x or to a new tensor. Bandwidth-bound.
-// Mapping  block = (tile of channels, slice of their values), see plan.h; that of slice 0 updates running
+// bn_forward, bn_apply, abn_forward, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma *
+// invstd; the running statistics are updated in the same launch. Memory   reads x (and z) once, writes y
+// once, over x or to a new tensor. Bandwidth-bound. Mapping  block = (tile of channels, slice of their
+// values), see plan.h; that of slice 0 updates running
 //          statistics and writes `saved`. 16-byte loads and stores, a batch in flight.
 // Numerics fp32 arithmetic (fp64 for double), see normalise.cuh.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
@@ -12,7 +12,7 @@
 namespace fastvit {
 
 struct ForwardParams : Planned<ForwardArgs> {
-  bool apart;  // block 0 updates and saves for all channels
+  bool has_update_block;  // block 0 updates and saves for all channels, and normalises nothing
 };
 
 template <class A, class Count>
@@ -32,7 +32,7 @@ __device__ __forceinline__ Normaliser<A> normaliser(const ForwardArgs& args, int
 
 // Updates and saves one channel.
 template <class A>
-__device__ __forceinline__ void record(const ForwardArgs& args, int64_t c, double factor) {
+__device__ __forceinline__ void update_and_save(const ForwardArgs& args, int64_t c, double factor) {
   if (args.moments) update_running(args, c, measured<A, double>(args, c), factor);
   normaliser<A>(args, c).save(args, c);
 }
@@ -49,14 +49,14 @@ __device__ __forceinline__ void count_batch(const ForwardArgs& args) {
     ++*args.num_batches_tracked;
 }
 
-// A block of its own does this for all channels where a factor comes from the counter, which is counted up
-// after it was read, or where nothing else is to be done.
+// An extra block does this for all channels where the factor comes from the counter, which must be counted up
+// after it was read, or where the tensor is empty.
 template <class A>
-__device__ __forceinline__ void record_all(const ForwardArgs& args) {
+__device__ __forceinline__ void update_and_save_all(const ForwardArgs& args) {
   const double factor = args.moments && args.num_batches_tracked && args.cumulative
                             ? 1.0 / double(*args.num_batches_tracked + 1)
                             : args.momentum;
-  for (int64_t c = threadIdx.x; c < args.layout.C; c += kThreads) record<A>(args, c, factor);
+  for (int64_t c = threadIdx.x; c < args.layout.C; c += kThreads) update_and_save<A>(args, c, factor);
   __syncthreads();
   if (threadIdx.x == 0) count_batch<A>(args);
 }
@@ -67,25 +67,25 @@ __global__ void __launch_bounds__(kThreads, kResident)
     forward_kernel(const __grid_constant__ Launched<ForwardParams> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
-  if (args.apart && blockIdx.x == 0) return record_all<A>(args);
+  if (args.has_update_block && blockIdx.x == 0) return update_and_save_all<A>(args);
   constexpr int kOperands = kResidual ? 3 : 2;
   const Work work(args.plan, gridDim.x - 1 - blockIdx.x);
-  __shared__ Affine<A> table[kRows ? kMostTile : 1];
-  const bool records = work.slice == 0 && !args.apart && !args.applied;
+  __shared__ Affine<A> table[kRows ? kMaxTile : 1];
+  const bool updates = work.slice == 0 && !args.has_update_block && !args.applied;
   for (int g = threadIdx.x; g < work.channels(args.plan); g += kThreads) {
     const int64_t c = work.first_channel(args.plan) + g;
     table[g] = Affine<A>::of(args, c, normaliser<A>(args, c));
-    if (records) record<A>(args, c, args.momentum);
+    if (updates) update_and_save<A>(args, c, args.momentum);
   }
-  if (records && work.tile == 0 && threadIdx.x == 0) count_batch<A>(args);
+  if (updates && work.tile == 0 && threadIdx.x == 0) count_batch<A>(args);
   __syncthreads();
   Affine<A> affine[kRows ? V : 1];
   pick<kRows, V>(affine, table, args.plan, work);
 
   walk<kRows, V, kBatch, kOperands, true>(args.plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U], z[kResidual ? B::U : 1];
-    batch.template load<kLast>(x, args.x, 0);
-    if constexpr (kResidual) batch.template load<kLast>(z, args.z, 2);
+    batch.template load<kStreaming>(x, args.x, 0);
+    if constexpr (kResidual) batch.template load<kStreaming>(z, args.z, 2);
     apply<kRows, kResidual>(args, batch, x, z, affine);
     batch.store(x, args.y, 1);
   });
@@ -93,17 +93,18 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 void Backend::forward(const ForwardArgs& args) {
   const Device device(args.device);
-  with_type(args.dtype, [&]<class T>() {
+  dispatch_type(args.dtype, [&]<class T>() {
     const void* pointers[] = {args.x, args.y, args.z};
     const auto kernel_of = [&]<bool kRows, int V>() {
       return args.z ? forward_kernel<T, kRows, V, true> : forward_kernel<T, kRows, V, false>;
     };
     const Plan plan = Planner{args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 0}.plan(
         resident_blocks<T>(device, kernel_of));
-    const bool empty = args.layout.numel() == 0, apart = !args.applied && (empty || args.cumulative);
-    const int64_t blocks = apart + (empty ? 0 : plan.blocks());
+    const bool empty = args.layout.numel() == 0,
+               has_update_block = !args.applied && (empty || args.cumulative);
+    const int64_t blocks = has_update_block + (empty ? 0 : plan.blocks());
     if (blocks == 0) return;
-    launch_planned<T>(plan, kernel_of, {blocks, device}, ForwardParams{{args, plan}, apart});
+    launch_planned<T>(plan, kernel_of, {blocks, device}, ForwardParams{{args, plan}, has_update_block});
   });
 }
 

@@ -14,7 +14,7 @@
 
 namespace fastvit {
 
-enum class Kept { input, input_and_residual, output };
+enum class Variant { plain, residual, in_place };
 
 template <class A>
 __device__ __forceinline__ A saved_invstd(const GradientArgs& args, int64_t c) {
@@ -24,20 +24,20 @@ template <class A>
 __device__ __forceinline__ A saved_count(const GradientArgs& args) {
   return load_count<A>(static_cast<const A*>(args.saved) + 2 * args.layout.C);
 }
-template <class A, Kept kKept>
+template <class A, Variant kVariant>
 __device__ __forceinline__ A largest_xhat(const GradientArgs& args) {
-  return kKept == Kept::output ? std::sqrt(max(saved_count<A>(args) - 1, A(0))) : A(0);
+  return kVariant == Variant::in_place ? std::sqrt(max(saved_count<A>(args) - 1, A(0))) : A(0);
 }
 
-// The constants of one channel; their meaning depends on the saved operand.
-template <class A, Kept kKept>
+// The constants of one channel. `mean_or_inverse_gamma` is 1 / gamma in place, and the mean otherwise.
+template <class A, Variant kVariant>
 struct Constants {
   A mean_or_inverse_gamma, scale, beta;
 
   __device__ __forceinline__ static Constants of(const GradientArgs& args, int64_t c) {
-    const A beta = read(args.bias, c, A(0));
-    const A gamma = read(args.weight, c, A(1));  // the floor applies to the inversion only
-    const A first = kKept == Kept::output
+    const A beta = load_channel(args.bias, c, A(0));
+    const A gamma = load_channel(args.weight, c, A(1));  // the floor applies to the inversion only
+    const A first = kVariant == Variant::in_place
                         ? A(1) / effective_gamma(gamma, beta, gamma_floor<A>(true, args.dtype))
                         : static_cast<const A*>(args.saved)[c];
     return {first, gamma * saved_invstd<A>(args, c), beta};
@@ -49,58 +49,59 @@ struct Gradient {
   A dz, centred;
 };
 
-template <class Fn, Kept kKept, class A>
-__device__ __forceinline__ Gradient<A> gradient(A input, A dy, A z, const Constants<A, kKept>& k, A param,
+template <class Fn, Variant kVariant, class A>
+__device__ __forceinline__ Gradient<A> gradient(A input, A dy, A z, const Constants<A, kVariant>& k, A param,
                                                 A limit) {
-  if constexpr (kKept == Kept::output) {
+  if constexpr (kVariant == Variant::in_place) {
     return {Fn::backward_y(dy, input, param),
             recover_xhat(Fn::inverse(input, param), k.beta, k.mean_or_inverse_gamma, limit)};
   } else {
     const A centred = input - k.mean_or_inverse_gamma;
     A v = fused(centred, k.scale, k.beta);
-    if constexpr (kKept == Kept::input_and_residual) v = added(v, z);
+    if constexpr (kVariant == Variant::residual) v = added(v, z);
     return {Fn::backward(dy, v, param), centred};
   }
 }
 
 // The operands of a batch that are read: x or y, dy, and z where a residual is added before the activation.
-template <class T, Kept kKept, class B>
-struct Read {
-  static constexpr bool kResidual = kKept == Kept::input_and_residual;
+template <class T, Variant kVariant, class B>
+struct Inputs {
+  static constexpr bool kResidual = kVariant == Variant::residual;
   Vector<T, B::V> input[B::U], dy[B::U], z[kResidual ? B::U : 1];
 
   // z is operand kZ.
-  template <Reading kReading, int kZ>
+  template <CacheHint kHint, int kZ>
   __device__ __forceinline__ void load(const B& batch, const GradientArgs& from) {
-    batch.template load<kReading>(input, from.input, 0);
-    batch.template load<kReading>(dy, from.dy, 1);
-    if constexpr (kResidual) batch.template load<kReading>(z, from.z, kZ);
+    batch.template load<kHint>(input, from.input, 0);
+    batch.template load<kHint>(dy, from.dy, 1);
+    if constexpr (kResidual) batch.template load<kHint>(z, from.z, kZ);
   }
-  __device__ __forceinline__ Read<T, kKept, typename B::One> vector(int j) const {
+  __device__ __forceinline__ Inputs<T, kVariant, typename B::One> vector(int j) const {
     return {{input[j]}, {dy[j]}, {z[kResidual ? j : 0]}};
   }
 };
 
 // Adds a batch to the thread's sums of dz and dz * centred; at(j) reads its j-th vector. The branch on the
 // activation is inside the loop over vectors, here and below, which takes fewer registers than outside.
-template <class T, bool kRows, Kept kKept, class B, class A, int K, class At>
-__device__ __forceinline__ void add_gradients(RunningSums<A> (&running)[K], const B&,
-                                              const Constants<A, kKept> (&constants)[K],
+template <class T, bool kRows, Variant kVariant, class B, class A, int K, class At>
+__device__ __forceinline__ void add_gradients(KahanSums<A> (&running)[K], const B&,
+                                              const Constants<A, kVariant> (&constants)[K],
                                               const GradientArgs& args, A limit, const At& at) {
   Sums<A> sums[K];
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    with_activation<T, kKept != Kept::output>(args.activation, [&]<class Fn>(Fn) {
-      const Read<T, kKept, typename B::One> read = at(j);
+    dispatch_activation_fn<T, kVariant != Variant::in_place>(args.activation, [&]<class Fn>(Fn) {
+      const Inputs<T, kVariant, typename B::One> inputs = at(j);
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
-      read.input[0].unpack(in);
-      read.dy[0].unpack(g);
-      if constexpr (read.kResidual) read.z[0].unpack(r);
+      inputs.input[0].unpack(in);
+      inputs.dy[0].unpack(g);
+      if constexpr (inputs.kResidual) inputs.z[0].unpack(r);
 #pragma unroll
       for (int k = 0; k < B::V; ++k) {  // elements past the end have dy = 0
-        const Gradient<A> t = gradient<Fn, kKept>(in[k], g[k], read.kResidual ? r[k] : A(0),
-                                                  constants[kRows ? k : 0], A(args.activation_param), limit);
+        const Gradient<A> t =
+            gradient<Fn, kVariant>(in[k], g[k], inputs.kResidual ? r[k] : A(0), constants[kRows ? k : 0],
+                                   A(args.activation_param), limit);
         Sums<A>& sum = sums[kRows ? k : 0];
         sum.first = added(sum.first, t.dz);
         sum.second = fused(t.dz, t.centred, sum.second);
@@ -115,52 +116,53 @@ template <class A>
 struct Correction {
   A offset, slope;
 
-  template <Kept kKept>
+  template <Variant kVariant>
   __device__ __forceinline__ static Correction of(const GradientArgs& args, int64_t c, const Sums<A>& sums) {
     const A n = saved_count<A>(args);
     if (!(n > 0)) return {0, 0};
-    return {sums.first / n, sums.second / n * (kKept == Kept::output ? A(1) : saved_invstd<A>(args, c))};
+    return {sums.first / n,
+            sums.second / n * (kVariant == Variant::in_place ? A(1) : saved_invstd<A>(args, c))};
   }
 };
 
 // Operands 0: x or y, 1: dy, 2: dx, 3: z, 4: dz.
-// Writes a batch's dx and, where there is a residual, dz; in `read` they take the place of input and dy.
-template <bool kRows, Kept kKept, class T, class B, class A, int K>
-__device__ __forceinline__ void propagate(const B& batch, Read<T, kKept, B>& read,
-                                          const Constants<A, kKept> (&constants)[K],
+// Writes a batch's dx and, where there is a residual, dz; in `inputs` they take the place of input and dy.
+template <bool kRows, Variant kVariant, class T, class B, class A, int K>
+__device__ __forceinline__ void propagate(const B& batch, Inputs<T, kVariant, B>& inputs,
+                                          const Constants<A, kVariant> (&constants)[K],
                                           const Correction<A> (&correction)[K], const BackwardArgs& args,
                                           A limit) {
-  constexpr bool kResidual = Read<T, kKept, B>::kResidual;
+  constexpr bool kResidual = Inputs<T, kVariant, B>::kResidual;
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    with_activation<T, kKept != Kept::output>(args.activation, [&]<class Fn>(Fn) {
+    dispatch_activation_fn<T, kVariant != Variant::in_place>(args.activation, [&]<class Fn>(Fn) {
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
-      read.input[j].unpack(in);
-      read.dy[j].unpack(g);
-      if constexpr (kResidual) read.z[j].unpack(r);
+      inputs.input[j].unpack(in);
+      inputs.dy[j].unpack(g);
+      if constexpr (kResidual) inputs.z[j].unpack(r);
 #pragma unroll
       for (int k = 0; k < B::V; ++k) {
         const int i = kRows ? k : 0;
-        const Gradient<A> t = gradient<Fn, kKept>(in[k], g[k], kResidual ? r[k] : A(0), constants[i],
-                                                  A(args.activation_param), limit);
+        const Gradient<A> t = gradient<Fn, kVariant>(in[k], g[k], kResidual ? r[k] : A(0), constants[i],
+                                                     A(args.activation_param), limit);
         const A rest = added(t.dz, -correction[i].offset);
         in[k] = constants[i].scale * fused(-t.centred, correction[i].slope, rest);
         g[k] = t.dz;
       }
-      read.input[j].pack(in);
-      if constexpr (kResidual) read.dy[j].pack(g);
+      inputs.input[j].pack(in);
+      if constexpr (kResidual) inputs.dy[j].pack(g);
     });
-  batch.store(read.input, args.dx, 2);
-  if constexpr (kResidual) batch.store(read.dy, args.dz, 4);
+  batch.store(inputs.input, args.dx, 2);
+  if constexpr (kResidual) batch.store(inputs.dy, args.dz, 4);
 }
 
-// f.template operator()<kKept>() for the saved operands.
+// f.template operator()<kVariant>() for the op's variant.
 template <class F>
-auto with_kept(const GradientArgs& args, const F& f) {
-  if (args.in_place) return f.template operator()<Kept::output>();
-  if (args.z) return f.template operator()<Kept::input_and_residual>();
-  return f.template operator()<Kept::input>();
+auto dispatch_variant(const GradientArgs& args, const F& f) {
+  if (args.in_place) return f.template operator()<Variant::in_place>();
+  if (args.z) return f.template operator()<Variant::residual>();
+  return f.template operator()<Variant::plain>();
 }
 
 }  // namespace fastvit

@@ -18,29 +18,29 @@ std::tuple<Tensor, Tensor> ipc_memory(int64_t bytes, int64_t index) {
   STD_CUDA_CHECK(cudaMalloc(&data, size_t(ceil_div(bytes, kWhole) * kWhole)));
   STD_CUDA_CHECK(cudaMemset(data, 0, size_t(bytes)));
   STD_CUDA_CHECK(cudaDeviceSynchronize());
-  auto* const handle = new cudaIpcMemHandle_t;
+  auto* const opaque = new cudaIpcMemHandle_t;
   using torch::headeronly::DeviceType;
   const auto tensor = [](void* at, int64_t size, torch::stable::Device where, auto... deleter) {
     const int64_t stride = 1;
     return torch::stable::from_blob(at, {&size, 1}, {&stride, 1}, where, ScalarType::Byte, deleter...);
   };
-  Tensor name = tensor(handle, sizeof(*handle), torch::stable::Device(DeviceType::CPU),
-                       [](void* p) { delete static_cast<cudaIpcMemHandle_t*>(p); });
-  STD_CUDA_CHECK(cudaIpcGetMemHandle(handle, data));
+  Tensor handle = tensor(opaque, sizeof(*opaque), torch::stable::Device(DeviceType::CPU),
+                         [](void* p) { delete static_cast<cudaIpcMemHandle_t*>(p); });
+  STD_CUDA_CHECK(cudaIpcGetMemHandle(opaque, data));
   const torch::stable::Device gpu{DeviceType::CUDA, torch::stable::accelerator::DeviceIndex(index)};
-  return {tensor(data, bytes, gpu), name};
+  return {tensor(data, bytes, gpu), handle};
 }
 
-int64_t ipc_open(Tensor name, int64_t index) {
+int64_t ipc_open(Tensor handle, int64_t index) {
   const Device device{int(index)};
-  cudaIpcMemHandle_t handle;
-  require(name.is_cpu() && name.is_contiguous() && name.scalar_type() == ScalarType::Byte &&
-              name.numel() == int64_t(sizeof(handle)),
-          "ipc_open", "handle", "is not ", sizeof(handle), " bytes on the CPU, from ipc_memory");
-  check_memory("ipc_open", "handle", name);
-  std::memcpy(&handle, name.data_ptr(), sizeof(handle));
+  cudaIpcMemHandle_t opaque;
+  require(handle.is_cpu() && handle.is_contiguous() && handle.scalar_type() == ScalarType::Byte &&
+              handle.numel() == int64_t(sizeof(opaque)),
+          "ipc_open", "handle", "is not ", sizeof(opaque), " bytes on the CPU, from ipc_memory");
+  check_memory("ipc_open", "handle", handle);
+  std::memcpy(&opaque, handle.data_ptr(), sizeof(opaque));
   void* data = nullptr;
-  STD_CUDA_CHECK(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess));
+  STD_CUDA_CHECK(cudaIpcOpenMemHandle(&data, opaque, cudaIpcMemLazyEnablePeerAccess));
   return reinterpret_cast<int64_t>(data);
 }
 

@@ -21,16 +21,16 @@
 
 namespace fastvit {
 
-// CUDA's answer about `subject` on `device`. Each thread asks once, for each type of `ask`:
-// ask(int& answer) returns a cudaError_t. Every kernel is asked about before its first launch, and so is
-// refused here where this GPU cannot run it.
-template <class Ask>
-int asked_once(const void* subject, int device, const Ask& ask) {
-  thread_local std::map<std::pair<const void*, int>, int> answers;
-  const auto known = answers.find({subject, device});
-  if (known != answers.end()) return known->second;
-  int answer = 0;
-  const cudaError_t status = ask(answer);
+// The value that query(int& value) gives for `subject` on `device`, queried once per thread and type of
+// query; it returns a cudaError_t. Every kernel is queried before its first launch, so a GPU without code for
+// it is refused here.
+template <class Query>
+int query_once(const void* subject, int device, const Query& query) {
+  thread_local std::map<std::pair<const void*, int>, int> values;
+  const auto known = values.find({subject, device});
+  if (known != values.end()) return known->second;
+  int value = 0;
+  const cudaError_t status = query(value);
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
     (void)cudaGetLastError();
     throw std::runtime_error(
@@ -38,15 +38,15 @@ int asked_once(const void* subject, int device, const Ask& ask) {
         "capability (`python -m fastvit.info` names both)");
   }
   STD_CUDA_CHECK(status);
-  return answers[{subject, device}] = answer;
+  return values[{subject, device}] = value;
 }
 
 // Shared memory of a block without vectors: the most that merging and per-channel tables take in a kernel
 // (rows of 16-bit elements), and the system's 1 KiB.
 constexpr int kOtherSharedBytes = 32 << 10;
 
-// From so much shared memory of a multiprocessor on, two blocks have room for more than a batch of every
-// operand: A100, H100, B200 and theirs, not those of graphics cards and of the T4, which have 100 KB or less.
+// With at least this much shared memory per multiprocessor (A100, H100, B200) two blocks each hold more than
+// a batch of every operand. GeForce cards and the T4 have at most 100 KiB, and hold one block.
 constexpr int kSharedOfTwo = 128 << 10;
 
 // Makes the input's device current, and has its current stream and its properties.
@@ -60,7 +60,7 @@ class Device {
     limits.multiprocessors = attribute<cudaDevAttrMultiProcessorCount>();
     const int shared = attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
     limits.on_chip_blocks = shared < kSharedOfTwo ? 1 : kResident;
-    // The blocks of a local op wait for each other.
+    // The blocks of an on-chip op wait for each other.
     limits.smem_cache_bytes = attribute<cudaDevAttrCooperativeLaunch>()
                                   ? std::max(0, shared / limits.on_chip_blocks - kOtherSharedBytes)
                                   : 0;
@@ -69,7 +69,7 @@ class Device {
  private:
   template <cudaDeviceAttr kAttribute>
   int attribute() const {
-    return asked_once(nullptr, current,
+    return query_once(nullptr, current,
                       [&](int& value) { return cudaDeviceGetAttribute(&value, kAttribute, current); });
   }
   torch::stable::accelerator::DeviceGuard guard;
@@ -82,7 +82,7 @@ class Device {
 
 // f.template operator()<kRows, V>() for a plan.
 template <class T, class F>
-void with_walk(const Plan& plan, const F& f) {
+void dispatch_walk(const Plan& plan, const F& f) {
   if (plan.rows)
     plan.vector ? f.template operator()<true, kVector<T>>() : f.template operator()<true, 1>();
   else
@@ -91,25 +91,25 @@ void with_walk(const Plan& plan, const F& f) {
 
 // Blocks of a kernel that fit on a multiprocessor, without dynamic shared memory.
 inline int blocks_of(const Device& device, const void* kernel) {
-  return asked_once(kernel, device.current, [&](int& value) {
+  return query_once(kernel, device.current, [&](int& value) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, kernel, kThreads, 0);
   });
 }
 
 // For Planner::plan: the blocks per multiprocessor of kernel_of<kRows, V>(), the kernel of a plan. No other
-// kernel is asked about, since that loads it, which may wait for the GPU and so for peers.
+// kernel is queried: a query loads a kernel, and loading may wait for the GPU, and so for peers.
 template <class T, class KernelOf>
 auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
   return [&](const Plan& plan) {
     int blocks = 0;
-    with_walk<T>(plan, [&]<bool kRows, int V>() {
+    dispatch_walk<T>(plan, [&]<bool kRows, int V>() {
       blocks = blocks_of(device, reinterpret_cast<const void*>(kernel_of.template operator()<kRows, V>()));
     });
     return blocks;
   };
 }
 
-// What a kernel of an op takes: the op's arguments, and how its work is divided.
+// The arguments of an op's kernel, with the division of its work.
 template <class Args, class Division = Plan>
 struct Planned : Args {
   Division plan;
@@ -120,8 +120,8 @@ struct Planned : Args {
 #define FASTVIT_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
-// What a kernel takes. From sm_90 on its blocks begin while the previous kernel of the stream ends, so
-// nothing that the parameters point to may be read or written before begin(), which alone gives them.
+// The one parameter of every kernel. From sm_90 on blocks begin while the stream's previous kernel ends, so
+// only begin() gives the parameters, and nothing that they point to may be accessed before it.
 template <class Params>
 class Launched {
   Params params;
@@ -129,9 +129,10 @@ class Launched {
  public:
   explicit Launched(const Params& params) : params(params) {}
 
-  // All threads call it first. Waits until the previous kernel has ended, and so all before it. From then on
-  // the next kernel's blocks may take the multiprocessors that this grid leaves, in order to wait there; but
-  // not while this grid waits for other ranks, since a grid of waiting blocks leaves no room for NCCL.
+  // All threads call it first. It waits until the previous kernel, and so every kernel before it, has ended.
+  // Then the next kernel's blocks may occupy the multiprocessors that this grid leaves, and wait there. A
+  // grid that waits for other ranks does not allow that: two waiting grids would leave no room for NCCL's
+  // blocks.
   __device__ __forceinline__ const Params& begin() const {
     wait_for_previous_kernel();
     if constexpr (!requires { params.peers; }) let_next_kernel_begin();
@@ -147,38 +148,40 @@ struct Launch {
 };
 
 template <class Params>
-cudaError_t launch(void (*kernel)(Launched<Params>), const Launch& how, const Params& params) {
-  if (how.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  // Not the device's version: code for it may be made of an older one's PTX, which does not wait.
-  const int version = asked_once(reinterpret_cast<const void*>(kernel), how.device.current, [&](int& value) {
-    cudaFuncAttributes attributes{};
-    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
-    value = attributes.ptxVersion;
-    return status;
-  });
+cudaError_t launch(void (*kernel)(Launched<Params>), const Launch& config, const Params& params) {
+  if (config.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  // Not the device's capability: the driver may have compiled PTX of an older architecture, which does not
+  // wait.
+  const int version =
+      query_once(reinterpret_cast<const void*>(kernel), config.device.current, [&](int& value) {
+        cudaFuncAttributes attributes{};
+        const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+        value = attributes.ptxVersion;
+        return status;
+      });
   cudaLaunchAttribute attribute{};
-  if (how.cooperative) {
+  if (config.cooperative) {
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
   } else {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(how.blocks));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = how.shared_bytes;
-  config.stream = how.device.stream;
-  config.attrs = &attribute;
-  config.numAttrs = how.cooperative || version >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, Launched<Params>(params));
+  cudaLaunchConfig_t cuda_config{};
+  cuda_config.gridDim = dim3(unsigned(config.blocks));
+  cuda_config.blockDim = dim3(kThreads);
+  cuda_config.dynamicSmemBytes = config.shared_bytes;
+  cuda_config.stream = config.device.stream;
+  cuda_config.attrs = &attribute;
+  cuda_config.numAttrs = config.cooperative || version >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&cuda_config, kernel, Launched<Params>(params));
 }
 
 // Launches kernel_of<kRows, V>(), the kernel of a plan.
 template <class T, class KernelOf, class Params>
-void launch_planned(const Plan& plan, const KernelOf& kernel_of, const Launch& how, const Params& params) {
-  with_walk<T>(plan, [&]<bool kRows, int V>() {
-    STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), how, params));
+void launch_planned(const Plan& plan, const KernelOf& kernel_of, const Launch& config, const Params& params) {
+  dispatch_walk<T>(plan, [&]<bool kRows, int V>() {
+    STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), config, params));
   });
 }
 

@@ -1,8 +1,8 @@
 // Rows of a LayerNorm: which threads take which columns, weight and bias, and sums over a row.
 //
 // A row is taken by a team of `lanes` threads, a power of two up to the block; a block has several teams, or
-// one. A lane holds its vectors of a row in registers, so that the row is read once: 24 or 32 columns, of
-// which 24 fit the widths of ViTs, 16 lanes for 384 and a warp for 768. A row too long for a block's
+// one. A lane holds 24 or 32 columns of a row in registers, so that the row is read once. 24 fit ViTs:
+// 16 lanes for 384 columns, a warp for 768. A row too long for a block's
 // registers is taken part by part, and read again for each pass over it.
 #pragma once
 
@@ -24,11 +24,11 @@ struct RowPlan {
   FASTVIT_INLINE int teams() const { return kThreads / lanes; }
 };
 
-// Columns of a lane, two choices: the backward's sums take two registers a column, its operands one or two.
+// Two choices of columns per lane. Backward has fewer: its sums take two registers a column.
 constexpr int kForwardColumns[] = {24, 32};
 template <class T>
 constexpr int kBackwardColumns[] = {16, sizeof(T) == 2 ? 24 : 16};
-// Of double, or of single elements, whose addresses take registers too.
+// Columns per lane for double, and for vectors of one element, whose addresses also take registers.
 template <class A, int V>
 constexpr int kSparingColumns = sizeof(A) == 8 && V == 1 ? 4 : 8;
 constexpr int kTableColumns = 4096;  // longest row whose weight and bias a block keeps in shared memory
@@ -96,13 +96,13 @@ class ColumnTable {
   __device__ __forceinline__ void fill() const {
     for (int vector = int(threadIdx.x); table && vector < vectors; vector += kThreads) {
       A values[V];
-      read<V>(from, int64_t(vector) * V, values, absent);
+      load_channel<V>(from, int64_t(vector) * V, values, absent);
 #pragma unroll
       for (int k = 0; k < V; ++k) unit(vector, k)[k % kUnit] = values[k];
     }
   }
   __device__ __forceinline__ void get(int column, A (&to)[V]) const {
-    if (!table) return read<V>(from, column, to, absent);
+    if (!table) return load_channel<V>(from, column, to, absent);
 #pragma unroll
     for (int first = 0; first < V; first += kUnit) {
       Vector<A, kUnit> vector = *reinterpret_cast<const Vector<A, kUnit>*>(unit(column / V, first));
@@ -141,10 +141,11 @@ __device__ __forceinline__ void sum_team(A (&v)[kNumbers], int lanes) {
   }
 }
 
-// f.template operator()<V, K>(plan): elements in a vector, by what both types have room for in 16 bytes and
-// the rows begin with, one element where they do not; and vectors of a lane, which holds kChoices columns.
+// f.template operator()<V, K>(plan). V: elements of a vector, as many as both types fit into 16 bytes, or 1
+// where rows do not begin at 16-byte boundaries. K: vectors of a lane, which holds one of kChoices columns.
 template <class T, class G, const int (&kChoices)[2], class F>
-void with_row_plan(int64_t rows, int64_t columns, std::initializer_list<const void*> pointers, const F& f) {
+void dispatch_row_plan(int64_t rows, int64_t columns, std::initializer_list<const void*> pointers,
+                       const F& f) {
   using A = Accumulation<T>;
   constexpr int V = kVector<T> < kVector<G> ? kVector<T> : kVector<G>;
   bool aligned = columns % V == 0;
@@ -162,8 +163,8 @@ void with_row_plan(int64_t rows, int64_t columns, std::initializer_list<const vo
     f.template operator()<V, kChoices[1] / V>(plan);
 }
 
-// As many blocks as run at once, which take the rows in turns. More where the tables of a long row leave room
-// for fewer.
+// The blocks that run at once without dynamic shared memory; each takes rows in turn. Where the tables of
+// long rows leave room for fewer, the others run after them.
 template <class... Parameters>
 Launch row_launch(const Device& device, void (*kernel)(Parameters...), const RowPlan& plan, size_t shared) {
   const int64_t resident = blocks_of(device, reinterpret_cast<const void*>(kernel));

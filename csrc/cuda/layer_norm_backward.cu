@@ -1,10 +1,9 @@
 // layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gamma; and for each
 // column sum dy and sum dy * xhat.
 // Memory   reads x and dy once; writes dx, and two numbers per block and column. Bandwidth-bound.
-// Mapping  a team of lanes per row, see layer_norm.cuh; blocks stay, and keep the weight in shared memory. A
-// lane
-//          keeps the sums of its columns from row to row; teams merge them in shared memory. A second kernel
-//          adds the sums of the blocks: a block takes 8 columns, a sector of each row, and each of its
+// Mapping  a team of lanes per row, see layer_norm.cuh; blocks stay, and keep the weight in shared memory.
+//          A lane keeps the sums of its columns from row to row; teams merge them in shared memory. A second
+//          kernel adds the sums of the blocks: a block takes 8 columns, a sector of each row, and each of its
 //          threads 16 rows at a time.
 // Numerics fp32 (fp64 for double). Shapes and device fix the order of the sums; no atomics.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
@@ -176,16 +175,16 @@ void Backend::layer_norm_backward(const LayerNormBackwardArgs& args) {
       return;
     }
     const std::initializer_list<const void*> pointers = {args.x, args.dy, args.dx};
-    with_row_plan<T, G, kBackwardColumns<T>>(
+    dispatch_row_plan<T, G, kBackwardColumns<T>>(
         args.rows, args.columns, pointers, [&]<int V, int K>(const RowPlan& plan) {
           const auto kernel = layer_norm_backward_kernel<T, G, V, K>;
-          const Launch how =
+          const Launch config =
               row_launch(device, kernel, plan, std::max(table_bytes<A>(plan), kThreads * K * V * sizeof(A)));
-          const Scratch partial(args.sums ? how.blocks * numbers * sizeof(A) : 0);
+          const Scratch partial(args.sums ? config.blocks * numbers * sizeof(A) : 0);
           const LayerNormBackwardParams<A> params{{args, plan}, static_cast<A*>(partial.data)};
-          STD_CUDA_CHECK(launch(kernel, how, params));
+          STD_CUDA_CHECK(launch(kernel, config, params));
           if (!args.sums) return;
-          const SumRowsParams<A> sums{params.partial, static_cast<A*>(args.sums), how.blocks, numbers};
+          const SumRowsParams<A> sums{params.partial, static_cast<A*>(args.sums), config.blocks, numbers};
           const int64_t blocks = ceil_div(numbers, kSumColumns);
           STD_CUDA_CHECK(launch(sum_rows_kernel<A>, {blocks, device}, sums));
         });

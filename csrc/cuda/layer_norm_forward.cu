@@ -2,8 +2,7 @@
 // Memory   reads x once; writes y, and two numbers per row. It can write 16 bits from a float32 x, so that
 //          autocast does not cast y. Bandwidth-bound.
 // Mapping  a team of lanes per row, see layer_norm.cuh; blocks stay, and keep weight and bias in shared
-// memory.
-//          The first row is loaded before those, and the next row before the sums of this one.
+//          memory. The first row is loaded before weight and bias, and the next row before the sums of this.
 // Numerics fp32 (fp64 for double): the mean, then deviations from it, whose sum corrects it.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "layer_norm.cuh"
@@ -106,7 +105,7 @@ void Backend::layer_norm_forward(const LayerNormForwardArgs& args) {
   if (args.rows == 0) return;
   dispatch_dtypes<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {
     using A = Accumulation<T>;
-    with_row_plan<T, G, kForwardColumns>(
+    dispatch_row_plan<T, G, kForwardColumns>(
         args.rows, args.columns, {args.x, args.y}, [&]<int V, int K>(const RowPlan& plan) {
           const auto kernel = layer_norm_forward_kernel<T, G, V, K>;
           STD_CUDA_CHECK(launch(kernel, row_launch(device, kernel, plan, 2 * table_bytes<A>(plan)),

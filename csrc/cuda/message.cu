@@ -87,7 +87,7 @@ struct Merging : Message {
     for (int64_t r = 0; r < ranks && good; ++r) {
       const M* const from = row<M>(r);
       const double theirs = load_count(from + 2 * C);
-      if (i < C) Joining::of(count, theirs).join(mean, m2, from[i], from[C + i]);
+      if (i < C) ChanWeights::of(count, theirs).merge(mean, m2, from[i], from[C + i]);
       count += theirs;
     }
     if (i == C) {
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
     const Tag theirs = args.template tag_of<M>(of);
     if (!same_exchange(theirs, report.mine)) report.peer = uint32_t(of), report.theirs = theirs;
   }
-  tell_host(args.report, report);
+  report_fault(args.report, report);
 }
 
 Message message_of(const char* op, const Tensor& numbers, const Handle& handle, bool wide) {
@@ -129,7 +129,7 @@ Message message_of(const char* op, const Tensor& numbers, const Handle& handle, 
 
 // f.template operator()<A, M>() for the types of the numbers and of the message.
 template <class F>
-void with_message_types(const Tensor& numbers, bool wide, const F& f) {
+void dispatch_message_types(const Tensor& numbers, bool wide, const F& f) {
   if (is_double(numbers))
     f.template operator()<double, double>();
   else if (wide)
@@ -147,7 +147,7 @@ Tensor message_pack(Tensor numbers, Tensor fields) {
                                            handle.wide ? ScalarType::Double : ScalarType::Float);
   packing.message = result.data_ptr();
   const Device device(numbers.get_device_index());
-  with_message_types(numbers, handle.wide, [&]<class A, class M>() {
+  dispatch_message_types(numbers, handle.wide, [&]<class A, class M>() {
     STD_CUDA_CHECK(launch(pack_kernel<A, M>, {ceil_div(packing.width(), kThreads), device}, packing));
   });
   return result;
@@ -170,7 +170,7 @@ Tensor message_merge(Tensor messages, Tensor numbers, Tensor fields) {
   merging.result = result.data_ptr();
   merging.report = reinterpret_cast<FaultReport*>(handle.report);
   const Device device(numbers.get_device_index());
-  with_message_types(numbers, wide, [&]<class A, class M>() {
+  dispatch_message_types(numbers, wide, [&]<class A, class M>() {
     STD_CUDA_CHECK(launch(merge_kernel<A, M>, {ceil_div(merging.parts(), kThreads), device}, merging));
   });
   return result;

@@ -20,8 +20,8 @@ struct Normaliser {
     return {all.mean, A(1) / std::sqrt(variance + A(eps))};
   }
   __device__ __forceinline__ static Normaliser running(const ForwardArgs& args, int64_t c) {
-    return {read(args.running_mean, c, A(0)),
-            A(1) / std::sqrt(read(args.running_var, c, A(1)) + A(args.eps))};
+    return {load_channel(args.running_mean, c, A(0)),
+            A(1) / std::sqrt(load_channel(args.running_var, c, A(1)) + A(args.eps))};
   }
   __device__ __forceinline__ void save(const ForwardArgs& args, int64_t c) const {
     A* const saved = static_cast<A*>(args.saved);
@@ -35,9 +35,10 @@ __device__ __forceinline__ void update_running(const ForwardArgs& args, int64_t 
                                                double factor) {
   if (!args.running_mean.data || !(all.count > 0)) return;
   const double unbiased = double(all.m2) / (all.count > 2 ? all.count - 1 : 1);
-  const double old_mean = read(args.running_mean, c, 0.0), old_var = read(args.running_var, c, 1.0);
-  write(args.running_mean, c, old_mean + factor * (double(all.mean) - old_mean));
-  write(args.running_var, c, old_var + factor * (unbiased - old_var));
+  const double old_mean = load_channel(args.running_mean, c, 0.0),
+               old_var = load_channel(args.running_var, c, 1.0);
+  store_channel(args.running_mean, c, old_mean + factor * (double(all.mean) - old_mean));
+  store_channel(args.running_var, c, old_var + factor * (unbiased - old_var));
 }
 
 // y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd, for the channels of a tile. The mean is
@@ -47,7 +48,7 @@ struct Affine {
   A mean, scale, beta;
 
   __device__ __forceinline__ static Affine of(const NormArgs& args, int64_t c, const Normaliser<A>& n) {
-    const A beta = read(args.bias, c, A(0)), gamma = read(args.weight, c, A(1));
+    const A beta = load_channel(args.bias, c, A(0)), gamma = load_channel(args.weight, c, A(1));
     const auto floor = gamma_floor<A>(args.in_place, args.dtype);
     return {n.mean, (args.in_place ? effective_gamma(gamma, beta, floor) : gamma) * n.invstd, beta};
   }
@@ -59,7 +60,7 @@ __device__ __forceinline__ void apply(const NormArgs& args, const B&, Vector<T, 
                                       const Vector<T, B::V> (&z)[Z],
                                       const Affine<Accumulation<T>> (&affine)[K]) {
   using A = Accumulation<T>;
-  with_activation<T, true>(args.activation, [&]<class Fn>(Fn) {
+  dispatch_activation_fn<T, true>(args.activation, [&]<class Fn>(Fn) {
 #pragma unroll
     for (int j = 0; j < B::U; ++j) {
       A v[B::V];

@@ -1,4 +1,4 @@
-// peer_share: an exchange of moments or sums that were formed before.
+// peer_share: exchanges moments or sums that an op without `exchange` has computed.
 // Memory   writes and reads 16 bytes per two floats and rank. Bound by latency.
 // Mapping  one block, a thread per pair; it sends, then waits.
 #include "peer.cuh"

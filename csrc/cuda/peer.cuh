@@ -3,13 +3,13 @@
 //
 // Push     never waits. The thread with a channel's two numbers stores them to every rank, this one included,
 //          so that all ranks are read in the same way. Block 0 sends the header before the slices are merged.
-// Wait     in the last blocks of the grid to finish a tile, each for a part of the channels. They are as many
-//          as have a batch of channels each, at most 8, and one for 16 multiprocessors, so that the rest of
-//          the GPU is free for the grid's other tiles, and for other kernels, including those that the peers'
-//          hosts wait for. A block polls local memory, first for the headers and the first packets, and with
-//          up to 8 ranks of one channel, or fewer ranks of several, in flight together, and merges in rank
-//          order. A wait ends by a different tag, by a rank that gave up, or by the timeout, measured by the
-//          GPU's clock.
+// Wait     in the last blocks of the grid to finish a tile, each for a part of the channels. There is one
+// part
+//          per batch of channels, at most 8, and at most one per 16 multiprocessors, so that the rest of the
+//          GPU is free for the grid's other tiles and for other kernels, including those that the peers'
+//          hosts wait for. A block polls its own GPU's memory: first the headers and the first packets, then
+//          packets of up to 8 ranks in flight together, merged in rank order. A wait ends when all packets
+//          have arrived, when a tag differs, when a rank gave up, or at the timeout by the GPU's clock.
 // Fault    The last part to end fills the whole result with NaN. The peers are notified, and the host by one
 //          report. Exchanges that follow fail at once.
 // Order    Between ranks: the flag of each packet, which travels with its data. Between the blocks of a grid:
@@ -33,26 +33,26 @@ using peer::Fault;
 template <class A>
 constexpr int kInFlight = 32 / int(sizeof(A));
 
-constexpr int kMostParts = 8, kMultiprocessorsOfPart = 16;
+constexpr int kMaxParts = 8, kMultiprocessorsOfPart = 16;
 
 // What a kernel takes for an exchange; empty without one.
-template <bool kShared>
-struct Shares {
+template <bool kHasExchange>
+struct ExchangeParams {
   Exchange peers;
-  unsigned most_parts;  // blocks that wait
+  unsigned max_parts;  // blocks that wait
 };
 template <>
-struct Shares<false> {};
+struct ExchangeParams<false> {};
 
-// f(Shares<...>) for the exchange of an op's arguments, if any.
+// f(ExchangeParams<...>) for the exchange of an op's arguments, if any.
 template <class A, class Args, class F>
-void with_shares(const Args& args, const Limits& limits, const F& f) {
-  if (!args.exchange) return f(Shares<false>{});
+void dispatch_exchange(const Args& args, const Limits& limits, const F& f) {
+  if (!args.exchange) return f(ExchangeParams<false>{});
   int ranks = kInFlight<A>;
   while (ranks > 2 && args.exchange->world <= ranks / 2) ranks /= 2;  // as Wait::each
   const int64_t batches = ceil_div(args.layout.C, kThreads * (kInFlight<A> / ranks));
-  const int64_t most = std::clamp(limits.multiprocessors / kMultiprocessorsOfPart, 1, kMostParts);
-  f(Shares<true>{*args.exchange, unsigned(std::clamp<int64_t>(batches, 1, most))});
+  const int64_t most = std::clamp(limits.multiprocessors / kMultiprocessorsOfPart, 1, kMaxParts);
+  f(ExchangeParams<true>{*args.exchange, unsigned(std::clamp<int64_t>(batches, 1, most))});
 }
 
 struct Part {  // of an exchange: the channels that one block waits for
@@ -63,9 +63,9 @@ struct Part {  // of an exchange: the channels that one block waits for
 
 // f(part) in the blocks that wait, of those that finish a tile. `words` are kExchangeWords zeros.
 template <class F>
-__device__ __forceinline__ void with_part(const Plan& plan, unsigned most_parts, unsigned* words,
-                                          const F& f) {
-  const unsigned parts = min(most_parts, plan.tiles), before = plan.tiles - parts;
+__device__ __forceinline__ void wait_in_last_blocks(const Plan& plan, unsigned max_parts, unsigned* words,
+                                                    const F& f) {
+  const unsigned parts = min(max_parts, plan.tiles), before = plan.tiles - parts;
   const unsigned turn = turn_of(words, plan.tiles);
   if (turn < before) return;
   const int64_t C = plan.layout.C, number = turn - before;
@@ -127,7 +127,7 @@ class Wait {
   const uint64_t begin;
   const uint32_t epoch;
   const bool abandoned;
-  peer::FaultReport& blame;  // shared by the block; `fault` is not 0 after a fault
+  peer::FaultReport& report;  // shared by the block; `fault` is not 0 after a fault
   using Packets = peer::Packet[peer::kPairPackets<A>];
   struct Row {  // of the result; writes one channel's two numbers
     A* numbers;
@@ -149,14 +149,14 @@ class Wait {
   }
 
   __device__ __forceinline__ bool fail(Fault fault, int rank, const peer::Tag& theirs = {}) const {
-    if (atomicCAS(&blame.fault, 0u, uint32_t(fault)) == 0) {
-      blame.rank = uint32_t(exchange.rank), blame.peer = uint32_t(rank), blame.epoch = epoch;
-      blame.mine = exchange.tag, blame.theirs = theirs;
+    if (atomicCAS(&report.fault, 0u, uint32_t(fault)) == 0) {
+      report.rank = uint32_t(exchange.rank), report.peer = uint32_t(rank), report.epoch = epoch;
+      report.mine = exchange.tag, report.theirs = theirs;
     }
     return false;
   }
   // Called while packets of a rank are missing; false when the thread must stop waiting.
-  __device__ __forceinline__ bool patient(int rank) const {
+  __device__ __forceinline__ bool keep_waiting(int rank) const {
     if (gave_up(rank) != 0) return fail(peer::kGaveUp, rank);
     // Signed, since the clock of another multiprocessor may be a tick behind.
     return int64_t(globaltimer() - begin) <= int64_t(exchange.nanoseconds) || fail(peer::kTimeout, rank);
@@ -178,16 +178,16 @@ class Wait {
         if (quit == epoch) return fail(peer::kGaveUp, rank);
         if (i < 0 || two.unpack(epoch, packets)) break;
       }
-      if (!patient(rank)) return false;
+      if (!keep_waiting(rank)) return false;
     }
     count[0] = two.first, count[1] = two.second;
     return true;
   }
 
-  // The pairs of a thread: use(rank, pair, sums) for all ranks in rank order, then write(i, sums). The first
-  // are in flight while all threads call agree(), whether the headers are those of this exchange.
-  // Up to kRanks ranks are loaded together, for as many pairs as are in flight with them. Missing ranks and
-  // pairs repeat the last, since the compiler puts a wait between loads that have conditions.
+  // use(rank, pair, sums) for a thread's pairs of all ranks in rank order, then write(i, sums). The first
+  // loads are in flight while all threads call agree(), which tells whether the headers are those of this
+  // exchange. Up to kRanks ranks load together, with as many pairs as kInFlight allows. A load past the last
+  // rank or pair repeats the last one, because the compiler waits between conditional loads.
   template <int kRanks, class Agree, class Use, class Write>
   __device__ __forceinline__ bool each(const Agree& agree, const Use& use, const Write& write) const {
     constexpr int kPairs = kInFlight<A> / kRanks;
@@ -196,7 +196,8 @@ class Wait {
     Packets packets[kPairs][kRanks];
     int pair0 = part.begin + int(threadIdx.x);
     if (!abandoned) load(pair0, 0, packets);
-    if (threadIdx.x == 0) blame.fault = abandoned ? peer::kDone : peer::kPending;  // kDone: reported before
+    if (threadIdx.x == 0)
+      report.fault = abandoned ? peer::kDone : peer::kPending;  // kDone: an earlier one was reported
     __syncthreads();
     if (abandoned || !agree()) return false;
     const int ranks = kRanks < kInFlight<A> ? kRanks : exchange.world;  // one pass where ranks are few
@@ -209,7 +210,7 @@ class Wait {
           loaded = false;
           const int missing = unpack(first, packets, pairs);
           if (missing < 0) break;
-          if (!patient(missing)) return false;
+          if (!keep_waiting(missing)) return false;
         }
 #pragma unroll
         for (int r = 0; r < kRanks; ++r)
@@ -247,14 +248,14 @@ class Wait {
     return missing;
   }
 
-  // Ends the part, and the exchange if it is the last: a fault of one part is one of all `numbers` of the
-  // row. The first to fail reports to the host, each to the peers. All threads call.
+  // Ends the part, and in the last part the exchange. A fault of one part makes all `numbers` of the row NaN.
+  // The first failed part reports to the host, every failed part to the peers. All threads call.
   __device__ __forceinline__ void end(bool good, A* row, int64_t numbers) const {
     bool failed = __syncthreads_or(!good);
     unsigned* const any = part.ended + 1;
-    if (failed && blame.fault != peer::kDone) {
+    if (failed && report.fault != peer::kDone) {
       if (threadIdx.x == 0 && (part.parts == 1 || atomicExch(any, 1u) == 0))
-        tell_host(exchange.report, blame);
+        report_fault(exchange.report, report);
       if (int(threadIdx.x) < exchange.world && int(threadIdx.x) != exchange.rank)
         SystemAtomic<uint64_t>(exchange.arenas[threadIdx.x]->gave_up[exchange.rank])
             .store(uint64_t(epoch), cuda::std::memory_order_relaxed);
@@ -268,17 +269,17 @@ class Wait {
   }
 
  public:
-  __device__ __forceinline__ Wait(const Exchange& exchange, const Part& part, peer::FaultReport& blame)
+  __device__ __forceinline__ Wait(const Exchange& exchange, const Part& part, peer::FaultReport& report)
       : exchange(exchange),
         part(part),
         begin(globaltimer()),
         epoch(peer::next_epoch(exchange.own().epoch)),
         abandoned(exchange.own().abandoned != 0),
-        blame(blame) {}
+        report(report) {}
 
   // `row`, [2C + 2], gets the moments of all ranks. The counts come first, since the weights of the ranks are
   // the same for all channels.
-  __device__ __forceinline__ void moments(A* row, int64_t C, Joining* joining, double* counts) const {
+  __device__ __forceinline__ void moments(A* row, int64_t C, ChanWeights* weights, double* counts) const {
     const auto agree = [&] {
       bool good = true;
       if (const int rank = int(threadIdx.x); rank < exchange.world) {
@@ -291,17 +292,17 @@ class Wait {
         double before = 0;
         for (int r = 0; r < rank; ++r) before += counts[r];
         if (rank < exchange.world)
-          joining[rank] = Joining::of(before, counts[rank]);
+          weights[rank] = ChanWeights::of(before, counts[rank]);
         else if (part.number == 0)
           store_count(row + 2 * C, before);
       }
       __syncthreads();
       return good;
     };
-    const auto join = [&](int r, const peer::Pair<A>& pair, double(&sums)[2]) {
-      joining[r].join(sums[0], sums[1], pair.first, pair.second);
+    const auto merge = [&](int r, const peer::Pair<A>& pair, double(&sums)[2]) {
+      weights[r].merge(sums[0], sums[1], pair.first, pair.second);
     };
-    end(each<kInFlight<A>>(agree, join, Row{row, int(C)}), row, 2 * C + 2);
+    end(each<kInFlight<A>>(agree, merge, Row{row, int(C)}), row, 2 * C + 2);
   }
 
   // `row`, [2C], gets the sums of all ranks, added in rank order.
@@ -321,17 +322,17 @@ class Wait {
 // A block's part in an exchange of moments.
 template <class A>
 __device__ __forceinline__ void end_moments(const Exchange& exchange, const Part& part, A* row, int64_t C) {
-  static_assert(peer::kMostRanks < kThreads);
-  __shared__ peer::FaultReport blame;
-  __shared__ Joining joining[peer::kMostRanks];
-  __shared__ double counts[peer::kMostRanks];
-  Wait<A>(exchange, part, blame).moments(row, C, joining, counts);
+  static_assert(peer::kMaxRanks < kThreads);
+  __shared__ peer::FaultReport report;
+  __shared__ ChanWeights weights[peer::kMaxRanks];
+  __shared__ double counts[peer::kMaxRanks];
+  Wait<A>(exchange, part, report).moments(row, C, weights, counts);
 }
 
 template <class A>
 __device__ __forceinline__ void end_sums(const Exchange& exchange, const Part& part, A* row, int64_t C) {
-  __shared__ peer::FaultReport blame;
-  Wait<A>(exchange, part, blame).sums(row, C);
+  __shared__ peer::FaultReport report;
+  Wait<A>(exchange, part, report).sums(row, C);
 }
 
 }  // namespace fastvit

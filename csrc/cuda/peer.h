@@ -9,7 +9,7 @@ namespace fastvit {
 
 using torch::stable::Tensor;
 
-// The exchange of numbers that were formed before: see fastvit/sync/transport.py.
+// Exchanges numbers that an op without `exchange` has computed; see fastvit/sync/transport.py.
 Tensor cuda_peer_share(Tensor numbers, Tensor exchange);
 
 // A rank's message to a collective, and the group's numbers from the messages that it returns: NaN, and a

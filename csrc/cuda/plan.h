@@ -7,7 +7,7 @@
 //           stay in registers. Short contiguous planes are walked as rows too: all channels of one n are a
 //           row of C * S columns, `fold` = S columns per channel, so that loads are 16 bytes wide at 7x7 and
 //           14x14.
-// Of two divisions the better leaves fewer vectors empty, of all threads that run at once.
+// The planner prefers the division in which the most vectors of all resident threads hold data.
 #pragma once
 
 #include <algorithm>
@@ -21,21 +21,21 @@ namespace fastvit {
 constexpr int kThreads = 256;  // per block, in every kernel
 constexpr int kResident = 2;   // launch bound: blocks that a multiprocessor can hold; leaves 128 registers
 constexpr int kBatch = 4;      // vectors of each operand that a thread has in flight
-constexpr int kSemaphores = 4096;      // most tiles whose slices are merged: 32 KiB of a stream's memory
-constexpr int kLanes = 32;             // most lanes of rows, which read 512 bytes
-constexpr int kMostTile = 8 * kLanes;  // channels of a block, each merged by a thread: vectors of 16 bits
-constexpr int kMergedLanes = 16;       // half where slices are merged: so many fewer slices a channel
-constexpr int kFewLanes = 4;           // least lanes of rows: one or two whole sectors of memory
-constexpr int kFolded = 64;            // most vectors of a plane that is walked as a part of a row
-constexpr int kBatches = 4;            // most batches of a thread in a segment of a plane
-constexpr int kWaves = 4;              // most waves of blocks: of five the last would be a fifth of the work
-constexpr double kFull = 0.95;         // share of vectors with data at which a search ends
-constexpr double kGain = 0.02;         // of it, least gain by other lanes or a further wave
-constexpr double kMergedGain = 0.1;    // the same of a wave with more slices to be merged
+constexpr int kSemaphores = 4096;     // most tiles whose slices are merged: 32 KiB of a stream's memory
+constexpr int kLanes = 32;            // most lanes of rows, which read 512 bytes
+constexpr int kMaxTile = 8 * kLanes;  // channels of a block, each merged by a thread: vectors of 16 bits
+constexpr int kMergedLanes = 16;      // half where slices are merged: a channel then has half as many
+constexpr int kMinLanes = 4;          // least lanes of rows: one or two whole sectors of memory
+constexpr int kFolded = 64;           // most vectors of a plane that is walked as a part of a row
+constexpr int kBatches = 4;           // most batches of a thread in a segment, at kThreads lanes
+constexpr int kWaves = 4;       // most waves that are tried: a later one is less than a fifth of the work
+constexpr double kFull = 0.95;  // a search ends at this fraction of vectors with data
+constexpr double kGain = 0.02;  // least gain of it for which other lanes or a further wave are chosen
+constexpr double kMergedGain = 0.1;  // the same where a further wave adds slices to merge
 
 struct Limits {  // properties of a device
   int multiprocessors = 1;
-  int on_chip_blocks = kResident;  // which share a multiprocessor's shared memory in local ops
+  int on_chip_blocks = kResident;  // which share a multiprocessor's shared memory in on-chip ops
   int64_t smem_cache_bytes = 0;    // shared memory of each of these for vectors
 };
 
@@ -60,20 +60,22 @@ struct Planner {
   const void* const* pointers;
   int operands, element_size;
   const Limits& limits;
-  int cached, V = 16 / element_size;  // cached: operands read by an op that merges slices; 0 for other ops
+  int merged_operands;  // read by an op that merges slices, on chip where they fit; 0: the op merges none
+  int V = 16 / element_size;
 
-  // For an op whose cached operands stay in shared memory; cached_vectors = 0 where they do not fit.
+  // For an op whose merged operands stay in shared memory; cached_vectors = 0 where they do not fit.
   Plan on_chip() const {
     Plan plan = kernel();
-    const int64_t bytes = int64_t(cached) * kThreads * 16;  // of one vector of each thread and operand
+    const int64_t bytes = int64_t(merged_operands) * kThreads * 16;  // one vector per thread and operand
     if (bytes == 0 || !plan.vector || bytes > limits.smem_cache_bytes) return plan;
     divide(plan, int64_t(limits.multiprocessors) * limits.on_chip_blocks, 1);
     const int64_t vectors = walked(plan);
     plan.cached_vectors = vectors * bytes <= limits.smem_cache_bytes ? int(vectors) : 0;
     return plan;
   }
-  // The same where they fit, so that an op and its local form have the same bits. resident(plan) is the
-  // number of blocks per multiprocessor of the kernel with the walk of `plan`.
+  // The plan of a kernel. Where the operands fit on chip it equals on_chip(), so an op and its on-chip form
+  // give the same bits. resident(plan) is the number of blocks per multiprocessor of the kernel with the walk
+  // of `plan`.
   Plan plan(const auto& resident) const {
     Plan plan = on_chip();
     if (plan.cached_vectors == 0)
@@ -117,9 +119,9 @@ struct Planner {
     const bool packed = l.outer_dims <= 1 && columns % width == 0 && std::max(columns, l.N) <= INT32_MAX;
     if (step > kThreads || (width > 1 && !(packed && all(fits)))) return false;
     plan.rows = true, plan.vector = width > 1, plan.fold = int(fold), plan.columns = columns;
-    const int64_t most = std::min<int64_t>(vectors, cached ? kMergedLanes : kLanes) / step;
+    const int64_t most = std::min<int64_t>(vectors, merged_operands ? kMergedLanes : kLanes) / step;
     double best = 0;
-    for (int64_t n = std::max<int64_t>(1, most); n && (!best || n * step >= kFewLanes); --n) {
+    for (int64_t n = std::max<int64_t>(1, most); n && (!best || n * step >= kMinLanes); --n) {
       const int64_t lanes = n * step, used = kThreads / lanes * lanes;  // threads with work
       const double found = double(vectors * used) / double(ceil_div(vectors, lanes) * lanes);
       if (found > best) best = found, plan.lanes = int(lanes), plan.tile = int(n * channels);
@@ -142,8 +144,8 @@ struct Planner {
     return ceil_div(plan.units, teams) * (batches * kBatch + ends);
   }
 
-  // The share of the vectors of all waves of blocks that hold data.
-  double share(const Plan& plan, int64_t resident) const {
+  // The fraction of the vectors of all waves of blocks that hold data.
+  double fraction(const Plan& plan, int64_t resident) const {
     const int64_t vectors = ceil_div(plan.blocks(), resident) * resident * kThreads * walked(plan);
     return double(l.numel()) / std::max(1.0, double(vectors) * width(plan));
   }
@@ -154,13 +156,14 @@ struct Planner {
     plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(l.C, plan.tile)));
     plan.units = plan.rows ? l.N : l.N * plan.segments;
     const int64_t step = int64_t(plan.teams) * (plan.rows ? kBatch : 1), most = ceil_div(plan.units, step);
-    const bool one = most == 0 || (cached && plan.tiles > kSemaphores);
+    const bool one = most == 0 || (merged_operands && plan.tiles > kSemaphores);
     plan.slices = one ? 1 : unsigned(std::clamp<int64_t>(waves * resident / plan.tiles, 1, most));
   }
 
-  // The lanes of planes whose batches, turns and blocks are fullest: with 50 for 56x56 values of 16 bits
-  // eight batches are nearly full, with 256 most fourth vectors are empty. Even, for whole sectors, and at
-  // least 16. Segments are shorter where planes are fewer than resident blocks.
+  // Chooses the lanes that walk a plane so that batches, turns and blocks are fullest. For 56x56 values of 16
+  // bits, 392 vectors, 50 lanes nearly fill two batches; 256 lanes leave the third and fourth vector of each
+  // batch empty. Even, for whole sectors, and at least 16 with several batches. Segments are shorter where
+  // planes are fewer than resident blocks.
   void lanes(Plan& plan, int64_t resident) const {
     const int64_t whole = ceil_div(l.S, width(plan)),
                   few = std::min(whole / kThreads, resident / std::max<int64_t>(1, l.N * l.C)),
@@ -173,7 +176,7 @@ struct Planner {
       if (least > kThreads || (batches > 1 && least < 16)) continue;
       plan.lanes = int(least + (plan.vector ? least % 2 : 0));
       slice(plan, resident, 1);
-      const double found = share(plan, resident);
+      const double found = fraction(plan, resident);
       if (found > best + kGain) best = found, chosen = plan.lanes;
     }
     plan.lanes = chosen;
@@ -186,8 +189,8 @@ struct Planner {
     int chosen = 1;
     for (int waves = 1; waves <= most_waves && best < kFull; ++waves) {
       slice(plan, resident, waves);
-      const double found = share(plan, resident);
-      if (found > best + (cached ? kMergedGain : kGain)) best = found, chosen = waves;
+      const double found = fraction(plan, resident);
+      if (found > best + (merged_operands ? kMergedGain : kGain)) best = found, chosen = waves;
     }
     slice(plan, resident, chosen);
   }

@@ -1,6 +1,6 @@
-// Inline PTX for instructions without a C++ intrinsic, and what is made of it: accesses to memory that other
-// GPUs or the host access too. The CPU model of CUDA has no PTX. It has its own clock, and two stores or
-// loads of 8 bytes for a packet of 16 that another thread may access at the same time.
+// Inline PTX for instructions without a C++ intrinsic, and functions built on it: accesses to memory that
+// other GPUs or the host access too. The CPU model of CUDA has no PTX. It has its own clock, and two stores
+// or loads of 8 bytes for a packet of 16 that another thread may access at the same time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,12 +17,12 @@ using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
 template <class T>
 using DeviceAtomic = cuda::atomic_ref<T, cuda::thread_scope_device>;
 
-// Whether a later op reads soon what is loaded. Without a later reader in sight the caches give it up before
-// other data: what is written then takes its place in the L2, and not that of what is yet to be read.
-enum Reading { kAgain, kLast };
+// kStreaming loads with the hint .cs (evicted first), so that the kernel's output replaces this data in the
+// L2 cache, and not data that is still to be read.
+enum CacheHint { kNormal, kStreaming };
 
 #ifdef CUDA_HOST_EMULATION
-template <Reading kReading, class Words>
+template <CacheHint kHint, class Words>
 Words load_wide(const Words* from) {
   return *from;
 }
@@ -50,10 +50,10 @@ inline void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
 #else
 // Accesses to global memory of 16 or 8 bytes. The compiler splits the assignment of a uint4 into four
 // accesses, and merges them again only where it can prove their alignment.
-template <Reading kReading>
+template <CacheHint kHint>
 __device__ __forceinline__ uint4 load_wide(const uint4* from) {
   uint4 value;
-  if constexpr (kReading == kLast)
+  if constexpr (kHint == kStreaming)
     asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(__cvta_generic_to_global(from)));
@@ -68,9 +68,9 @@ __device__ __forceinline__ void store_wide(uint4* to, uint4 value) {
                "r"(value.y), "r"(value.z), "r"(value.w)
                : "memory");
 }
-template <Reading kReading>
+template <CacheHint kHint>
 __device__ __forceinline__ uint2 load_wide(const uint2* from) {
-  static_assert(kReading == kAgain, "ops that read for the last time load 16 bytes or one element");
+  static_assert(kHint == kNormal, "streaming loads take 16 bytes or one element");
   uint2 value;
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
                : "=r"(value.x), "=r"(value.y)
@@ -134,7 +134,7 @@ __device__ __forceinline__ peer::Packet load_packet(peer::Packet* from) {
 
 // A report to the host, which does not wait for the kernel. One thread calls. The fault, which the host
 // polls, is written last.
-__device__ __forceinline__ void tell_host(peer::FaultReport* host, const peer::FaultReport& report) {
+__device__ __forceinline__ void report_fault(peer::FaultReport* host, const peer::FaultReport& report) {
   uint32_t words[sizeof(report) / sizeof(uint32_t)];
   memcpy(words, &report, sizeof(report));
   uint32_t* const to = reinterpret_cast<uint32_t*>(host);

@@ -14,79 +14,82 @@
 
 namespace fastvit {
 
-template <class A, bool kShared>
-struct ReduceParams : Planned<ReduceArgs>, Shares<kShared> {
+template <class A, bool kHasExchange>
+struct ReduceParams : Planned<ReduceArgs>, ExchangeParams<kHasExchange> {
   Partials<Sums<A>> partials;
   unsigned* exchange_words;
 };
 
 // Operands 0: x or y, 1: dy, 2: z.
-template <class T, bool kShared, bool kRows, int V, Kept kKept>
+template <class T, bool kHasExchange, bool kRows, int V, Variant kVariant>
 __global__ void __launch_bounds__(kThreads, kResident)
-    reduce_kernel(const __grid_constant__ Launched<ReduceParams<Accumulation<T>, kShared>> launched) {
+    reduce_kernel(const __grid_constant__ Launched<ReduceParams<Accumulation<T>, kHasExchange>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
-  constexpr bool kResidual = kKept == Kept::input_and_residual;
+  constexpr bool kResidual = kVariant == Variant::residual;
   constexpr int kOperands = kResidual ? 3 : 2, U = kResidual ? kBatch / 2 : kBatch, K = kRows ? V : 1;
   const Work work(args.plan, gridDim.x - 1 - blockIdx.x);
-  __shared__ Constants<A, kKept> table[kRows ? kMostTile : 1];
+  __shared__ Constants<A, kVariant> table[kRows ? kMaxTile : 1];
   const int channels = work.channels(args.plan);
   for (int g = threadIdx.x; g < channels; g += kThreads)
-    table[g] = Constants<A, kKept>::of(args, work.first_channel(args.plan) + g);
+    table[g] = Constants<A, kVariant>::of(args, work.first_channel(args.plan) + g);
   __syncthreads();
-  Constants<A, kKept> constants[K];
+  Constants<A, kVariant> constants[K];
   pick<kRows, V>(constants, table, args.plan, work);
-  const A limit = largest_xhat<A, kKept>(args);
+  const A limit = largest_xhat<A, kVariant>(args);
 
-  RunningSums<A> running[K];
+  KahanSums<A> running[K];
   walk<kRows, V, U, kOperands, true>(args.plan, work, args.input, [&]<class B>(const B& batch) {
-    Read<T, kKept, B> read;
-    read.template load<kAgain, 2>(batch, args);
-    add_gradients<T, kRows>(running, batch, constants, args, limit, [&](int j) { return read.vector(j); });
+    Inputs<T, kVariant, B> inputs;
+    inputs.template load<kNormal, 2>(batch, args);
+    add_gradients<T, kRows>(running, batch, constants, args, limit, [&](int j) { return inputs.vector(j); });
   });
 
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
-  const int step = merge_block(shared, running, args.plan, work);
+  const int stride = merge_block(shared, running, args.plan, work);
   const int64_t C = args.layout.C;
   A* const sums = static_cast<A*>(args.sums);
   const auto write = [&](int64_t c, Sums<A> total) {
-    if (kKept != Kept::output) total.second *= saved_invstd<A>(args, c);
+    if (kVariant != Variant::in_place) total.second *= saved_invstd<A>(args, c);
     sums[c] = total.first;
     sums[C + c] = total.second;
     return total;
   };
-  if constexpr (kShared) {
+  if constexpr (kHasExchange) {
     const Push<A> push(args.peers);
     push.header();
-    if (finish(shared, step, args.partials, args.plan, work, [&](int64_t c, const Sums<A>& total) {
+    if (finish(shared, stride, args.partials, args.plan, work, [&](int64_t c, const Sums<A>& total) {
           const Sums<A> own = write(c, total);
           push.pair(c, own.first, own.second);
         }))
-      with_part(args.plan, args.most_parts, args.exchange_words,
-                [&](const Part& part) { end_sums(args.peers, part, sums + 2 * C, C); });
+      wait_in_last_blocks(args.plan, args.max_parts, args.exchange_words,
+                          [&](const Part& part) { end_sums(args.peers, part, sums + 2 * C, C); });
   } else {
-    finish(shared, step, args.partials, args.plan, work, write);
+    finish(shared, stride, args.partials, args.plan, work, write);
   }
 }
 
 void Backend::reduce(const ReduceArgs& args) {
   const Device device(args.device);
   if (args.layout.C == 0) return;
-  with_type(args.dtype, [&]<class T>() {
+  dispatch_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.z};
     const int operands = args.z ? 3 : 2;
-    with_shares<A>(args, device.limits, [&]<bool kShared>(const Shares<kShared>& shares) {
-      const auto kernel_of = [&]<bool kRows, int V>() {
-        return with_kept(args, [&]<Kept kKept>() { return reduce_kernel<T, kShared, kRows, V, kKept>; });
-      };
-      const Plan plan = Planner{args.layout, pointers, operands, sizeof(T), device.limits, operands}.plan(
-          resident_blocks<T>(device, kernel_of));
-      const Slices<Sums<A>> slices(plan, device, kShared);
-      const ReduceParams<A, kShared> params{{args, plan}, shares, slices.partials(), slices.exchange_words};
-      launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
-    });
+    dispatch_exchange<A>(
+        args, device.limits, [&]<bool kHasExchange>(const ExchangeParams<kHasExchange>& shares) {
+          const auto kernel_of = [&]<bool kRows, int V>() {
+            return dispatch_variant(
+                args, [&]<Variant kVariant>() { return reduce_kernel<T, kHasExchange, kRows, V, kVariant>; });
+          };
+          const Plan plan = Planner{args.layout, pointers, operands, sizeof(T), device.limits, operands}.plan(
+              resident_blocks<T>(device, kernel_of));
+          const Slices<Sums<A>> slices(plan, device, kHasExchange);
+          const ReduceParams<A, kHasExchange> params{
+              {args, plan}, shares, slices.partials(), slices.exchange_words};
+          launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
+        });
   });
 }
 

@@ -1,4 +1,4 @@
-// Holds vectors in shared memory between the two walks of a local op, so that global memory is read once.
+// Holds vectors in shared memory between the two walks of an on-chip op, so that global memory is read once.
 //
 // A thread reads only vectors that it wrote, so no barrier is needed. Those of neighbouring threads are
 // adjacent, so there are no bank conflicts. The second walk must be equal to the first.
@@ -49,22 +49,22 @@ inline size_t smem_cache_bytes(const Plan& plan, int operands) {
   return size_t(plan.cached_vectors) * operands * kThreads * 16;
 }
 
-// As with_walk, for a plan with vectors in shared memory.
+// As dispatch_walk, for a plan with vectors in shared memory.
 template <class T, class F>
-void with_vector_walk(const Plan& plan, const F& f) {
+void dispatch_vector_walk(const Plan& plan, const F& f) {
   plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
 }
 
-// Launches a local op; false where its blocks cannot all be resident at once, which slices need.
+// Launches an on-chip op; false where its blocks cannot all be resident at once, which slices need.
 template <class Params>
-bool launch_on_chip(void (*kernel)(Launched<Params>), const Plan& plan, int cached, const Device& device,
-                    const Params& params) {
-  asked_once(reinterpret_cast<const void*>(kernel), device.current, [&](int&) {
+bool launch_on_chip(void (*kernel)(Launched<Params>), const Plan& plan, int cached_operands,
+                    const Device& device, const Params& params) {
+  query_once(reinterpret_cast<const void*>(kernel), device.current, [&](int&) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 int(device.limits.smem_cache_bytes));
   });
-  const Launch how{plan.blocks(), device, smem_cache_bytes(plan, cached), plan.slices > 1};
-  const cudaError_t status = launch(kernel, how, params);
+  const Launch config{plan.blocks(), device, smem_cache_bytes(plan, cached_operands), plan.slices > 1};
+  const cudaError_t status = launch(kernel, config, params);
   if (status == cudaErrorCooperativeLaunchTooLarge || status == cudaErrorNotSupported) {
     (void)cudaGetLastError();  // an empty device has no room for all blocks; then the op takes two launches
     return false;

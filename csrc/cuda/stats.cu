@@ -13,15 +13,15 @@
 
 namespace fastvit {
 
-template <class A, bool kShared>
-struct StatsParams : Planned<StatsArgs>, Shares<kShared> {
-  Partials<WelfordState<A>> partials;
+template <class A, bool kHasExchange>
+struct StatsParams : Planned<StatsArgs>, ExchangeParams<kHasExchange> {
+  Partials<PartialMoments<A>> partials;
   unsigned* exchange_words;
 };
 
-template <class T, bool kShared, bool kRows, int V>
+template <class T, bool kHasExchange, bool kRows, int V>
 __global__ void __launch_bounds__(kThreads, kResident)
-    stats_kernel(const __grid_constant__ Launched<StatsParams<Accumulation<T>, kShared>> launched) {
+    stats_kernel(const __grid_constant__ Launched<StatsParams<Accumulation<T>, kHasExchange>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
   using Mine = ThreadStats<T, kRows, V>;
@@ -34,24 +34,24 @@ __global__ void __launch_bounds__(kThreads, kResident)
   });
 
   __shared__ A pivots[Mine::kTile];
-  __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(WelfordState<A>)];
-  WelfordState<A>* shared = reinterpret_cast<WelfordState<A>*>(bytes);
+  __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(PartialMoments<A>)];
+  PartialMoments<A>* shared = reinterpret_cast<PartialMoments<A>*>(bytes);
   mine.end(pivots, args.plan, work);
-  const int step = merge_block(shared, mine.spread, args.plan, work);
+  const int stride = merge_block(shared, mine.moments, args.plan, work);
   const int64_t first = work.first_channel(args.plan), C = args.layout.C;
   const double count = args.layout.count();
   A* const moments = static_cast<A*>(args.moments);
-  if constexpr (kShared) {
+  if constexpr (kHasExchange) {
     const Push<A> push(args.peers);
     push.header(C, count);
-    const auto send = [&](int64_t c, const WelfordState<A>& total) {
+    const auto send = [&](int64_t c, const PartialMoments<A>& total) {
       push.pair(c, pivots[c - first] + total.mean, total.m2);
     };
-    if (finish(shared, step, args.partials, args.plan, work, send))
-      with_part(args.plan, args.most_parts, args.exchange_words,
-                [&](const Part& part) { end_moments(args.peers, part, moments, C); });
+    if (finish(shared, stride, args.partials, args.plan, work, send))
+      wait_in_last_blocks(args.plan, args.max_parts, args.exchange_words,
+                          [&](const Part& part) { end_moments(args.peers, part, moments, C); });
   } else {
-    finish(shared, step, args.partials, args.plan, work, [&](int64_t c, const WelfordState<A>& total) {
+    finish(shared, stride, args.partials, args.plan, work, [&](int64_t c, const PartialMoments<A>& total) {
       moments[c] = pivots[c - first] + total.mean;
       moments[C + c] = total.m2;
     });
@@ -61,17 +61,19 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 void Backend::stats(const StatsArgs& args) {
   const Device device(args.device);
-  with_type(args.dtype, [&]<class T>() {
+  dispatch_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x};
-    with_shares<A>(args, device.limits, [&]<bool kShared>(const Shares<kShared>& shares) {
-      const auto kernel_of = [&]<bool kRows, int V>() { return stats_kernel<T, kShared, kRows, V>; };
-      const Plan plan = Planner{args.layout, pointers, 1, sizeof(T), device.limits, 1}.plan(
-          resident_blocks<T>(device, kernel_of));
-      const Slices<WelfordState<A>> slices(plan, device, kShared);
-      const StatsParams<A, kShared> params{{args, plan}, shares, slices.partials(), slices.exchange_words};
-      launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
-    });
+    dispatch_exchange<A>(
+        args, device.limits, [&]<bool kHasExchange>(const ExchangeParams<kHasExchange>& shares) {
+          const auto kernel_of = [&]<bool kRows, int V>() { return stats_kernel<T, kHasExchange, kRows, V>; };
+          const Plan plan = Planner{args.layout, pointers, 1, sizeof(T), device.limits, 1}.plan(
+              resident_blocks<T>(device, kernel_of));
+          const Slices<PartialMoments<A>> slices(plan, device, kHasExchange);
+          const StatsParams<A, kHasExchange> params{
+              {args, plan}, shares, slices.partials(), slices.exchange_words};
+          launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
+        });
   });
 }
 

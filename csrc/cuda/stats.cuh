@@ -1,29 +1,30 @@
-// The statistics of one thread, for bn_stats and the local forward.
+// The statistics of one thread, for bn_stats and the on-chip forward.
 //
-// Values are summed in groups of 32, relative to the first of the group: sum of d and of d * d, then
-// m2 = squares - sum * sum / n. The first value is one of the n, so at most a share of (n - 1) / n cancels,
-// which costs one or two digits for any first value. This takes four instructions per element; two passes
-// over registers take five. Squares of float overflow only if values differ by more than 1e18. Groups are
-// merged by Chan's update, once per 32 values, with a reciprocal that is accurate to 2 ulp.
+// Values are summed in chunks of 32, relative to the first of the chunk: sum of d and of d * d, then
+// m2 = squares - sum * sum / n. The first value is one of the n, so at most a fraction of (n - 1) / n
+// cancels, which costs one or two digits for any first value. This takes four instructions per element; two
+// passes over registers take five. Squares of float overflow only if values differ by more than 1e18. Chunks
+// are merged by Chan's update, once per 32 values, with a reciprocal that is accurate to 2 ulp.
 //
-// A thread's mean is relative to the first value of its current group, and is shifted when a group begins.
-// Before threads merge, all means of a channel are shifted to be relative to the pivot, the channel's first
-// value in memory. Such means are of the size of the deviations, so shifts and merges lose no digits for any
-// mean. Pivots are loaded at the kernel's start and used at its end, which hides the latency.
+// A thread's mean is relative to the first value of its current chunk, and is shifted when a chunk begins.
+// Before threads merge, all means of a channel are shifted to be relative to the pivot,
+// the channel's first value in memory. Such means are of the size of the deviations, so shifts and merges
+// lose no digits for any mean. Pivots are loaded at the kernel's start and used at its end, which hides the
+// latency.
 #pragma once
 
 #include "block_reduce.cuh"
 
 namespace fastvit {
 
-constexpr int kGroupValues = 32;
+constexpr int kChunkValues = 32;
 
 template <class T, bool kRows, int V>
 struct ThreadStats {  // rows: one channel per column; planes: one
   using A = Accumulation<T>;
   static constexpr int K = kRows ? V : 1;
-  static constexpr int kTile = kRows ? kMostTile : 1;
-  WelfordState<A> spread[K];  // of the complete groups; of all values after end()
+  static constexpr int kTile = kRows ? kMaxTile : 1;
+  PartialMoments<A> moments[K];  // of the complete chunks; of all values after end()
 
   __device__ __forceinline__ ThreadStats(const Plan& plan, const Work& work, const void* x) {
     static_assert(kTile <= kThreads);
@@ -37,7 +38,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
   template <class B>
   __device__ __forceinline__ void add(const B& batch, const Vector<T, B::V> (&x)[B::U]) {
     A value[B::V];
-    if (kOneBatch || group == 0) {
+    if (kOneBatch || chunk_count == 0) {
       x[0].unpack(value);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
@@ -56,9 +57,9 @@ struct ThreadStats {  // rows: one channel per column; planes: one
           sum[i] += d;
           squares[i] = fused(d, d, squares[i]);
         }
-        group += kRows ? 1 : B::V;
+        chunk_count += kRows ? 1 : B::V;
       }
-    if (kOneBatch || group >= kGroupValues) close();
+    if (kOneBatch || chunk_count >= kChunkValues) close();
   }
 
   // All threads call it after their last value; writes the pivots of the tile's channels to `pivots`.
@@ -69,7 +70,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
       pivots[threadIdx.x] = value[0];
     }
     __syncthreads();
-    if (group > 0) close();
+    if (chunk_count > 0) close();
     A mine[K];
     pick<kRows, V>(mine, pivots, plan, work);
 #pragma unroll
@@ -77,32 +78,33 @@ struct ThreadStats {  // rows: one channel per column; planes: one
   }
 
  private:
-  // A batch of 16-bit planes has the values of a group, so groups do not extend over batches.
-  static constexpr bool kOneBatch = !kRows && V * kBatch >= kGroupValues;
+  // A batch of 16-bit planes has the values of a chunk, so chunks do not extend over batches.
+  static constexpr bool kOneBatch = !kRows && V * kBatch >= kChunkValues;
 
-  // Merges the group into the values before it.
+  // Merges the chunk into the values before it.
   __device__ __forceinline__ void close() {
-    const A n = A(group), one_over_n = quotient(A(1), n);
-    const A count = spread[0].count, total = count + n, share = quotient(n, total), weight = count * share;
+    const A n = A(chunk_count), one_over_n = quotient(A(1), n);
+    const A count = moments[0].count, total = count + n, fraction = quotient(n, total),
+            weight = count * fraction;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      const A d = sum[k] * one_over_n, delta = added(d, -spread[k].mean);
-      spread[k].count = total;  // the same in all columns
-      spread[k].mean = fused(delta, share, spread[k].mean);
-      spread[k].m2 = added(spread[k].m2, fused(delta * delta, weight, fused(-sum[k], d, squares[k])));
+      const A d = sum[k] * one_over_n, delta = added(d, -moments[k].mean);
+      moments[k].count = total;  // the same in all columns
+      moments[k].mean = fused(delta, fraction, moments[k].mean);
+      moments[k].m2 = added(moments[k].m2, fused(delta * delta, weight, fused(-sum[k], d, squares[k])));
     }
-    group = 0;
+    chunk_count = 0;
   }
 
   // The mean so far, relative to `to`; 0 without values.
   __device__ __forceinline__ void rebase(int k, A to) {
-    const A any = min(spread[0].count, A(1));  // a factor, as a condition becomes a branch
-    spread[k].mean = any * added(spread[k].mean, added(first[k], -to));
+    const A any = min(moments[0].count, A(1));  // a factor, as a condition becomes a branch
+    moments[k].mean = any * added(moments[k].mean, added(first[k], -to));
   }
 
   A first[K] = {}, sum[K], squares[K];
-  int group = 0;       // values in the current group
-  Vector<T, 1> pivot;  // the pivot of channel threadIdx.x of the tile
+  int chunk_count = 0;  // values in the current chunk
+  Vector<T, 1> pivot;   // the pivot of channel threadIdx.x of the tile
 };
 
 }  // namespace fastvit

@@ -19,7 +19,7 @@ namespace fastvit {
 #pragma nv_exec_check_disable
 #endif
 template <class F>
-FASTVIT_INLINE auto with_type(ScalarType dtype, const F& f) {
+FASTVIT_INLINE auto dispatch_type(ScalarType dtype, const F& f) {
   return dispatch_dtype<__half, __nv_bfloat16>(dtype, f);
 }
 
@@ -84,12 +84,12 @@ struct __align__(sizeof(T) * V) Vector {
   }
 
   // Global memory.
-  template <Reading kReading = kAgain>
+  template <CacheHint kHint = kNormal>
   __device__ __forceinline__ void load(const T* p) {
     if constexpr (V == 1)
       at[0] = *p;
     else
-      *reinterpret_cast<Words*>(at) = load_wide<kReading>(reinterpret_cast<const Words*>(p));
+      *reinterpret_cast<Words*>(at) = load_wide<kHint>(reinterpret_cast<const Words*>(p));
   }
   __device__ __forceinline__ void store(T* p) const {
     if constexpr (V == 1)

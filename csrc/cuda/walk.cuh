@@ -29,12 +29,12 @@ struct Batch {
     return one;
   }
 
-  template <Reading kReading = kAgain, class T>
+  template <CacheHint kHint = kNormal, class T>
   __device__ __forceinline__ void load(Vector<T, V> (&to)[U], const void* p, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j) {
       if (exist[j])
-        to[j].template load<kReading>(at(static_cast<const T*>(p), operand, j));
+        to[j].template load<kHint>(at(static_cast<const T*>(p), operand, j));
       else
         to[j].clear();
     }

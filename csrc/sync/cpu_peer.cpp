@@ -1,10 +1,11 @@
 // The peer protocol between processes of one host, over arenas in shared memory that each has mapped.
-// protocol.h defines the protocol; fastvit/sync/transport.py calls these ops.
+// protocol.h defines the protocol; fastvit/sync/transport.py, cpu_peer.py and collective.py call these ops.
 //
-// Memory   the payload is the row of numbers as the op has it, 4 bytes per float. A push copies it into the
-//          inbox of each peer, behind it the header, and the merge reads it there: each cache line crosses
-//          from one core to another once. A fence of the sender before the header, and one of the receiver
-//          after it, order them; on x86 they cost nothing.
+// Memory   the payload is the op's row of numbers without flags, 4 bytes per float. A push copies it into
+// each
+//          peer's inbox, and then writes the header in front of it. The merge reads it there, so each cache
+//          line crosses between cores once. A release fence before the header and an acquire fence after it
+//          order them; on x86 they cost nothing.
 // Waiting  in slices of time: between slices Python handles signals and checks for dead peers. Within a slice
 //          the thread spins for about the delay of a running peer, then yields (a peer may need this core),
 //          then sleeps.
@@ -46,7 +47,7 @@ Packet load_packet(const Packet* from) {
   return std::bit_cast<Packet>(std::array<uint64_t, 2>{load(words[0]), load(words[1])});
 }
 
-// Flags only in the header: the numbers of two packets of a GPU's message are one.
+// A payload without flags takes half of a GPU's packets.
 Packet* inbox_message(const Exchange& exchange, int receiver, int sender, uint32_t epoch) {
   const Inbox inbox{exchange.world, (exchange.capacity + 1) / 2};
   return reinterpret_cast<Packet*>(exchange.arenas[receiver] + 1) + inbox.message(sender, epoch);
@@ -97,9 +98,9 @@ class Backoff {
   Phase phase_ = Phase::spin;
 };
 
-// Merges the rows of all ranks in rank order and in double, a block of channels at a time: blocks so large
-// that a row is read in runs of pages, and so small that their sums stay in a core's cache. A row may be the
-// result.
+// Merges the rows of all ranks in rank order and in double, a block of channels at a time. A block is large
+// enough that a row is read in runs of pages, and small enough that its sums stay in a core's cache. `result`
+// may be one of the rows.
 template <class A, class Row>
 void merge_rows(const Row& row, int64_t world, bool moments, int64_t C, A* result) {
   constexpr int64_t kBlock = 1024;
@@ -112,8 +113,8 @@ void merge_rows(const Row& row, int64_t world, bool moments, int64_t C, A* resul
       const A *one = row(rank) + begin, *two = one + C;
       if (moments) {
         const double theirs = load_count(row(rank) + 2 * C);
-        const Joining how = Joining::of(before, theirs);
-        for (int64_t i = 0; i < columns; ++i) how.join(first[i], second[i], one[i], two[i]);
+        const ChanWeights weights = ChanWeights::of(before, theirs);
+        for (int64_t i = 0; i < columns; ++i) weights.merge(first[i], second[i], one[i], two[i]);
         before += theirs;
       } else {
         for (int64_t i = 0; i < columns; ++i) first[i] += one[i], second[i] += two[i];
@@ -135,9 +136,9 @@ void report_fault(FaultReport& report, const FaultReport& found, A* result, int6
 
 // One exchange of one rank.
 template <class A>
-class Sharing {
+class RankExchange {
  public:
-  Sharing(const Exchange& exchange, const A* own, A* result, int64_t channels)
+  RankExchange(const Exchange& exchange, const A* own, A* result, int64_t channels)
       : exchange_(exchange),
         own_(own),
         result_(result),
@@ -223,7 +224,7 @@ class Sharing {
 
 // f(own, result, C) with the rows of an op's result.
 template <class F>
-void with_rows(const Tensor& result, Kind kind, const F& f) {
+void dispatch_result(const Tensor& result, Kind kind, const F& f) {
   const int64_t n = result.size(result.dim() - 1);
   dispatch_accumulation(result.scalar_type(), [&]<class A>() {
     A* const data = static_cast<A*>(result.data_ptr());
@@ -242,7 +243,7 @@ Tensor result_with(const Tensor& numbers) {
 
 template <class A>
 void share(const Exchange& exchange, const A* own, A* result, int64_t channels) {
-  Sharing<A> sharing(exchange, own, result, channels);
+  RankExchange<A> sharing(exchange, own, result, channels);
   sharing.push();
   sharing.await();
 }
@@ -256,7 +257,8 @@ Tensor peer_share(Tensor numbers, Tensor fields) {
   const int64_t n = numbers.size(numbers.dim() - 1);
   const Exchange exchange = exchange_of("peer_share", fields, n, numbers.scalar_type(), kind);
   Tensor result = result_with(numbers);
-  with_rows(result, kind, [&]<class A>(A* own, A* merged, int64_t C) { share(exchange, own, merged, C); });
+  dispatch_result(result, kind,
+                  [&]<class A>(A* own, A* merged, int64_t C) { share(exchange, own, merged, C); });
   return result;
 }
 
@@ -279,7 +281,7 @@ Tensor direct_merge(Tensor messages, Tensor numbers, Tensor fields) {
            (rank - (rank > handle.rank)) * messages.size(1);
   };
   Tensor result = result_with(numbers);
-  with_rows(result, kind, [&]<class A>(A* own, A* merged, int64_t C) {
+  dispatch_result(result, kind, [&]<class A>(A* own, A* merged, int64_t C) {
     for (int64_t rank = 0; rank < handle.world; ++rank) {
       if (rank == handle.rank) continue;
       Tag theirs;
@@ -304,8 +306,9 @@ void peer_wait(Tensor result, Tensor fields) {
   check_memory("peer_wait", "result", result);
   const Exchange exchange =
       exchange_of("peer_wait", fields, result.size(result.dim() - 1), result.scalar_type(), kind);
-  with_rows(result, kind,
-            [&]<class A>(A* own, A* merged, int64_t C) { Sharing<A>(exchange, own, merged, C).await(); });
+  dispatch_result(result, kind, [&]<class A>(A* own, A* merged, int64_t C) {
+    RankExchange<A>(exchange, own, merged, C).await();
+  });
 }
 
 void peer_give_up(Tensor fields) {

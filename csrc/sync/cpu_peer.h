@@ -11,7 +11,7 @@ namespace fastvit {
 template <class A>
 void share(const peer::Exchange& exchange, const A* own, A* result, int64_t channels);
 
-// The exchange of numbers that were formed before: see fastvit/sync/transport.py.
+// Exchanges numbers that an op without `exchange` has computed; see fastvit/sync/transport.py.
 Tensor peer_share(Tensor numbers, Tensor exchange);
 
 // Waits another slice of time for an exchange; `result` is the result of its op.

@@ -14,12 +14,12 @@ namespace fastvit::peer {
 
 struct Handle {
   int64_t rank, world;
-  int64_t capacity;            // of a message: packets, or for a collective numbers
-  int64_t wide;                // a collective's messages are float64
-  int64_t nanoseconds;         // Exchange
-  int64_t layer, step;         // of the exchange that follows
-  int64_t report;              // address of a FaultReport
-  int64_t arenas[kMostRanks];  // addresses, by rank
+  int64_t capacity;           // of a message: packets in peer memory, numbers in a collective
+  int64_t wide;               // a collective's messages are float64
+  int64_t nanoseconds;        // Exchange
+  int64_t layer, step;        // of the exchange that follows
+  int64_t report;             // address of a FaultReport
+  int64_t arenas[kMaxRanks];  // addresses, by rank
 };
 
 // A multiple of the alignment, so that arenas may be consecutive.
@@ -69,7 +69,7 @@ inline const Handle& handle_of(const char* op, const Tensor& fields) {
           op, "exchange", "has rank ", handle.rank, " of ", handle.world, ", capacity ", handle.capacity,
           ", ", fields.numel(), " numbers");
   // A collective has its capacity in numbers, and any number of ranks.
-  require(handle.world <= kMostElements && handle.capacity <= int64_t(1) << 31, op, "exchange", "is for ",
+  require(handle.world <= kMaxElements && handle.capacity <= int64_t(1) << 31, op, "exchange", "is for ",
           handle.world, " ranks, capacity ", handle.capacity, "; at most 2^48 and 2^31 expected");
   return handle;
 }
@@ -84,8 +84,8 @@ inline Tag tag_of(const Handle& handle, int64_t n, ScalarType dtype, Kind kind) 
 // Checks `exchange` for `n` numbers of `dtype`, and returns its fields.
 inline Exchange exchange_of(const char* op, const Tensor& fields, int64_t n, ScalarType dtype, Kind kind) {
   const Handle& handle = handle_of(op, fields);
-  require(fields.numel() > kFields && handle.world <= kMostRanks, op, "exchange", "has ", handle.world,
-          " ranks and no peer memory; at most ", kMostRanks, " ranks with their arenas expected");
+  require(fields.numel() > kFields && handle.world <= kMaxRanks, op, "exchange", "has ", handle.world,
+          " ranks and no peer memory; at most ", kMaxRanks, " ranks with their arenas expected");
   const Tag tag = tag_of(handle, n, dtype, kind);
   require(n > 0 && n % 2 == 0 && tag.words / 2 <= handle.capacity, op, "exchange", "takes ", tag.words / 2,
           " packets of ", n, " numbers; 1 to ", handle.capacity, " expected, the capacity, and pairs");

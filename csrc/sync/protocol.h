@@ -2,16 +2,18 @@
 // For host and device; cpu_peer.cpp and csrc/cuda/peer.cuh move the packets.
 //
 // Protocol  Every rank owns an arena: a few words, and an inbox. In exchange `epoch` a rank *pushes* one
-//           message into every rank's inbox, its own included, without waiting. Then it *polls* its own
-//           inbox, in local memory, until all messages are complete, and merges them in rank order. A message
-//           is a header of kHeaderPackets, with the tag, and the payload. A packet is 16 bytes {word, epoch,
-//           word, epoch}: the flag travels with the data. A packet is valid when its epoch is the current
-//           one, so there is no counter and no reset. Each aligned half of 8 bytes has its own flag, so only
-//           stores of 8 bytes must be atomic, not of 16.
-// Payload   Of a GPU, packets too, so there is no fence. Pairs: the two numbers of channel c, (mean, M2) or
+//           message into the inbox of every other rank, on a GPU also into its own, without waiting. Then it
+//           *polls* its own inbox, in its own memory, until all messages are complete, and merges them in
+//           rank order. A message is a header of kHeaderPackets, with the tag, and the payload. A packet is
+//           16 bytes {word, epoch, word, epoch}: the flag travels with the data. A packet is valid when its
+//           epoch is the current one, so there is no counter and no reset. Each aligned half of 8 bytes has
+//           its own flag, so only stores of 8 bytes must be atomic, not of 16.
+// Payload   Between GPUs packets too, so there is no fence. They hold pairs: the two numbers of channel c,
+// (mean, M2) or
 //           the two sums, are pair c, and the count of moments is the last pair. So threads can send and read
 //           channels independently. A pair of floats is one packet, of doubles two: fp32 moments are
-//           16 (C + 1) bytes. Of a CPU, the numbers alone: the header follows them behind a fence.
+//           16 (C + 1) bytes. Between CPUs the numbers alone; the header is written after them, behind a
+//           fence.
 // Slots     A message of epoch e goes into slot e % 2. A rank pushes e after it has polled e - 1. Then every
 //           peer has pushed e - 1, and so has polled e - 2: the slot is free. With one slot a fast rank could
 //           overwrite e - 1 with e before its peer has read it. Every rank must poll an exchange to its end
@@ -41,7 +43,7 @@ struct alignas(16) Packet {
   uint32_t word0, epoch0, word1, epoch1;
 };
 
-constexpr int kMostRanks = 64;
+constexpr int kMaxRanks = 64;
 constexpr int kSlots = 2;
 constexpr int64_t kHeaderPackets = 2;  // {layer, step}, {words, kind}
 
@@ -134,7 +136,7 @@ struct alignas(128) Arena {
   uint32_t epoch;      // the last exchange that the rank polled to its end
   uint32_t abandoned;  // not 0: an exchange was given up, and all later ones fail
   // By rank, stored atomically by that rank: the epoch of the exchange that it gave up; 0 for none.
-  uint64_t gave_up[kMostRanks];
+  uint64_t gave_up[kMaxRanks];
 };
 
 // Offsets in an inbox, in packets. `capacity` packets are the largest payload.
@@ -156,7 +158,7 @@ struct Exchange {
   uint64_t nanoseconds = 0;  // timeout of a GPU, slice of waiting of a CPU
   Tag tag{};
   FaultReport* report = nullptr;  // in host memory, mapped for GPUs
-  Arena* arenas[kMostRanks] = {};
+  Arena* arenas[kMaxRanks] = {};
 
   FASTVIT_INLINE Arena& own() const { return *arenas[rank]; }
   FASTVIT_INLINE Packet* message(int receiver, int sender, uint32_t epoch) const {

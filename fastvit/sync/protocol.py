@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST_RANKS = 64  # csrc/sync/protocol.h, kMostRanks
+MOST_RANKS = 64  # csrc/sync/protocol.h, kMaxRanks
 LEAST_PACKETS = 2049  # capacity of an arena: enough for float32 moments of 2048 channels
 STEPS = 2**24  # steps wrap here: float32 holds such numbers exactly
 HEADER_WORDS = 4  # a message between CPUs begins with csrc/sync/protocol.h, Tag

@@ -18,7 +18,7 @@ std::set<std::string> kernels();
 // The plan of an op that reads and writes `operands` aligned tensors that lie alike, on so many
 // multiprocessors with `resident` blocks each and `smem` bytes of a block for vectors.
 pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int channel_dim,
-                    int element_size, int operands, int cached, int multiprocessors, int resident,
+                    int element_size, int operands, int merged_operands, int multiprocessors, int resident,
                     int64_t smem) {
   using namespace fastvit;
   const int64_t* const s = strides.data();
@@ -27,7 +27,7 @@ pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t
   const Layout layout = make_layout(int(sizes.size()), sizes.data(), channel_dim, operands, lying);
   const Limits limits{multiprocessors, kResident, smem};
   const auto blocks = [&](const Plan&) { return resident; };
-  const Plan p = Planner{layout, pointers, operands, element_size, limits, cached}.plan(blocks);
+  const Plan p = Planner{layout, pointers, operands, element_size, limits, merged_operands}.plan(blocks);
   pybind11::dict found;
   found["rows"] = p.rows, found["vector"] = p.vector, found["units"] = p.units;
   found["groups"] = SliceGroups(p).size > 1 ? SliceGroups(p).count : 0;

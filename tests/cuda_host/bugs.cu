@@ -33,7 +33,7 @@ cudaError_t launch(const How& how, void (*kernel)(P...), A... arguments) {
   return cudaLaunchKernelEx(&config, kernel, P(arguments)...);
 }
 
-// sum of 256 values through shared memory; K removes one thing
+// The sum of 256 values through shared memory; K names the line that is left out.
 enum Kind {
   ok,
   no_sync,

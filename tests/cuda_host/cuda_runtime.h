@@ -36,7 +36,6 @@ struct uint3 {
 struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
-  constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 };
 struct alignas(8) uint2 {
   unsigned x, y;
@@ -109,7 +108,7 @@ Config& config();
 void run();              // run deferred launches, all devices/streams interleaved
 uint64_t steps();        // number of fiber switches so far
 uint64_t launches();     // of kernels
-uint64_t queries();      // of attributes of a device and a kernel, and settings of a kernel's
+uint64_t queries();      // of attributes of devices and kernels, and settings of kernels'
 uint64_t& memsets();     // on a stream
 uint64_t blocks();       // of the latest launch
 uint64_t globaltimer();  // nanoseconds; jumps ahead when all threads only wait
@@ -190,7 +189,7 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* 
   *s = cuda_host::config().capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
-enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed = 2 };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
   return cudaSuccess;
 }

@@ -18,14 +18,10 @@ T shfl(unsigned m, T v, int src, Loc at) {
   std::memcpy(&v, &r, sizeof v);
   return v;
 }
-inline int segment(int w) {
-  return int(lane()) & ~(w - 1);
-}
 }  // namespace cuda_host
 template <class T>
-T __shfl_xor_sync(unsigned m, T v, int x, int w = 32, CUDA_HOST_AT) {
-  int l = int(cuda_host::lane()), s = l ^ x;
-  return cuda_host::shfl(m, v, s >= cuda_host::segment(w) + w ? l : s, CUDA_HOST_LOC);
+T __shfl_xor_sync(unsigned m, T v, int x, CUDA_HOST_AT) {
+  return cuda_host::shfl(m, v, int(cuda_host::lane()) ^ x, CUDA_HOST_LOC);
 }
 inline unsigned atomicInc(unsigned* p, unsigned most, CUDA_HOST_AT) {
   return cuda_host::rmw(p, [=](unsigned o) { return o >= most ? 0 : o + 1; }, CUDA_HOST_LOC);

@@ -114,7 +114,7 @@ def test_any_alignment(engine, shape, dtype, shifts):
         torch.testing.assert_close(a, b, rtol=2e-2 if a.dtype == torch.bfloat16 else 1e-4, atol=2e-3)
 
 
-def local_step(engine, x, dy, weight, bias, z=None):
+def on_chip_step(engine, x, dy, weight, bias, z=None):
     """`step` with ops that make their statistics; also says how many kernels each direction launched."""
     options, running = arguments(weight, bias)
     launches = [engine.launches()]
@@ -137,7 +137,7 @@ def local_step(engine, x, dy, weight, bias, z=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sm_count", [1, 6, 108])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_local_ops_in_one_launch(engine, shape, sm_count, dtype, residual):
+def test_on_chip_ops_in_one_launch(engine, shape, sm_count, dtype, residual):
     """On chip where whole vectors fit, with the bits of the two ops, in any order of threads and blocks.
 
     A captured launch has semaphores of its own; the others leave theirs as zeros.
@@ -147,7 +147,7 @@ def test_local_ops_in_one_launch(engine, shape, sm_count, dtype, residual):
     z = z if residual else None
     moments, *want = step(x, dy, weight, bias, z)
     for engine.config.capturing, engine.config.seed in ((False, 0), (True, 1), (False, 2)):
-        got, kernels = local_step(engine, x, dy, weight, bias, z)
+        got, kernels = on_chip_step(engine, x, dy, weight, bias, z)
         assert_same(got, want)
         assert_same(step(x, dy, weight, bias, z), (moments, *want))
     vectors = shape not in ("short_odd_planes", "rows_c3")
@@ -155,16 +155,16 @@ def test_local_ops_in_one_launch(engine, shape, sm_count, dtype, residual):
 
 
 @pytest.mark.parametrize("shape", ["long_planes", "rows"])
-def test_local_ops_without_room(engine, shape):
+def test_on_chip_ops_without_room(engine, shape):
     """Too little shared memory, or blocks that cannot all run at once: two launches, the same bits."""
     engine.config.sm_count = 6
     x, dy, weight, bias, _ = inputs(shape, torch.float32)
-    want, kernels = local_step(engine, x, dy, weight, bias)
+    want, kernels = on_chip_step(engine, x, dy, weight, bias)
     assert kernels == [1, 1]
     for name, value in (("shared_per_sm", 36 << 10), ("blocks_per_sm", 1), ("cooperative", False)):
         before = getattr(engine.config, name)
         setattr(engine.config, name, value)
-        got, kernels = local_step(engine, x, dy, weight, bias)
+        got, kernels = on_chip_step(engine, x, dy, weight, bias)
         setattr(engine.config, name, before)
         assert kernels == [2, 2], name
         for a, b in zip(got, want, strict=True):
@@ -177,7 +177,7 @@ def test_graphics_cards_keep_a_backward_on_chip(engine, kilobytes):
     engine.config.sm_count, engine.config.shared_per_sm = 40, kilobytes << 10
     x, dy, weight, bias, _ = inputs("rows", torch.bfloat16)
     _, *want = step(x, dy, weight, bias)
-    got, kernels = local_step(engine, x, dy, weight, bias)
+    got, kernels = on_chip_step(engine, x, dy, weight, bias)
     assert kernels == [1, 1]
     assert_same(got, want)
 
@@ -232,7 +232,7 @@ def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
     exact = reference.bn_stats(x.double())
     torch.testing.assert_close(moments.double(), exact, rtol=1e-5, atol=1e-5)
     for engine.config.capturing, engine.config.seed in ((False, 0), (True, 1), (False, 2)):
-        got, kernels = local_step(engine, x, dy, weight, bias)
+        got, kernels = on_chip_step(engine, x, dy, weight, bias)
         assert kernels == [1, 1]
         assert_same(got, want)
         assert_same(step(x, dy, weight, bias), (moments, *want))

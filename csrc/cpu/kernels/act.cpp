@@ -62,7 +62,7 @@ struct Kernel {
 }  // namespace
 
 void act(const ActParams& args) {
-  with_type(args.dtype, [&]<class T>() {
+  dispatch_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
       args.dy ? Kernel<T, A, true, kActivation>::run(args) : Kernel<T, A, false, kActivation>::run(args);

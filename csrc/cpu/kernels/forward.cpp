@@ -1,8 +1,8 @@
-// bn_forward, bn_apply, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd.
-// Memory   reads x (and z) once, writes y once, over x or to a new tensor.
-// Mapping  span by span in the order of memory; threads take contiguous ranges.
-// Numerics the mean is subtracted first, so a mean much larger than the deviation loses no digits.
-// Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
+// bn_forward, bn_apply, abn_forward, abn_forward_: y = act((x - mean) * scale + beta (+ z)), scale = gamma *
+// invstd. Memory   reads x (and z) once, writes y once, over x or to a new tensor. Mapping  span by span in
+// the order of memory; threads take contiguous ranges. Numerics the mean is subtracted first, so a mean much
+// larger than the deviation loses no digits. Source   Ioffe, Szegedy, arXiv:1502.03167; in place:
+// arXiv:1712.02616.
 #include <type_traits>
 
 #include "walk.h"
@@ -44,7 +44,7 @@ inline void walk(const ForwardParams& args) {
 }  // namespace
 
 void forward(const ForwardParams& args) {
-  with_type(args.dtype, [&]<class T>() {
+  dispatch_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
       args.layout.rows ? walk<T, A, true, kActivation>(args) : walk<T, A, false, kActivation>(args);

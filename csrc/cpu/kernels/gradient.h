@@ -1,9 +1,8 @@
 // Shared by bn_reduce and bn_backward: the gradient before the activation, dz, and its factor in the second
 // sum, `centred`.
 //
-//   from x    centred = x - mean; v = centred * scale + beta (+ z), with the bits of the forward pass, so
-//   that
-//             the activation is on the same side of its kink; dz = dy * act'(v)
+//   from x    centred = x - mean; v = centred * scale + beta (+ z), with the bits of the forward pass,
+//             so that the activation is on the same side of its kink; dz = dy * act'(v)
 //   in place  centred = xhat, recovered from y; dz = dy * act'(v) from y
 #pragma once
 
@@ -51,7 +50,7 @@ struct GradientConstants {
 // Runs the Kernel<T, A, rows, in place, activation> for the args of a backward op.
 template <template <class, class, bool, bool, Activation> class Kernel, class Args>
 void dispatch_gradient(const Args& args) {
-  with_type(args.dtype, [&]<class T>() {
+  dispatch_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
       const auto walk = [&]<bool kRows>() {

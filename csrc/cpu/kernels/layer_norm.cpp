@@ -40,7 +40,7 @@ struct Forward {
         for (int64_t at = 0; at < n; at += kPiece) {
           const int64_t length = n - at < kPiece ? n - at : kPiece;
           const PieceMoments piece = moments_of<T, A>(x + r * n + at, length);
-          Joining::of(double(at), double(length)).join(center, m2, piece.mean, piece.m2);
+          ChanWeights::of(double(at), double(length)).merge(center, m2, piece.mean, piece.m2);
         }
         mean[r] = A(center);
         invstd[r] = A(1 / std::sqrt(m2 / double(n) + args.eps));
@@ -96,11 +96,11 @@ struct Backward {
     const bool streams = is_streamed<T>(args.rows * n);
     torch::stable::parallel_for(0, args.slices, 1, [&](int64_t first, int64_t last) {
       for (int64_t slice = first; slice < last; ++slice) {
-        A* bias = kColumns ? static_cast<A*>(args.group) + slice * 2 * args.stride : nullptr;
+        A* bias = kColumns ? static_cast<A*>(args.chunk_sums) + slice * 2 * args.stride : nullptr;
         A* weight = kColumns ? bias + args.stride : nullptr;
         const int64_t end = args.rows * (slice + 1) / args.slices;
         for (int64_t r = args.rows * slice / args.slices; r < end;) {
-          const int64_t until = r + kGroupRows < end ? r + kGroupRows : end;
+          const int64_t until = r + kChunkRows < end ? r + kChunkRows : end;
           for (; r < until; ++r)
             row<kColumns>(x + r * n, dy + r * n, dx + r * n, n, Streaming(streams, dx + r * n, n, L), gamma,
                           mean[r], invstd[r], bias, weight);
@@ -115,7 +115,7 @@ struct Backward {
     });
   }
 
-  // Adds the sums of a group of rows to total[n], and sets them to 0.
+  // Adds the sums of a chunk of rows to total[n], and sets them to 0.
   static void flush(A* sums, int64_t n, double* total) {
     const int64_t whole = n / L * L, padded = whole < n ? whole + L : n;
     for (int64_t c = 0; c < whole; ++c) total[c] += double(sums[c]);

@@ -1,8 +1,8 @@
 // Mean and M2 of runs of values in one pass: sums of the deviations from a center, whose mean corrects it,
 // and of their squares.
 //
-// The center is the mean of the first values. Where it is that of k of n values, the squares are at most n /
-// k times M2, whatever the values are, so that few digits cancel.
+// The center is the mean of the first values. If k of n values give it, the sum of squares is at most n / k
+// times M2 for any values, so few digits cancel.
 #pragma once
 
 #include "sums.h"
@@ -14,10 +14,10 @@ struct PieceMoments {
   double mean, m2;
 };
 
-// share: 1 / count
+// fraction: 1 / count
 template <class A>
-FASTVIT_INLINE PieceMoments moments_about(A center, double share, double deviations, double squares) {
-  const double correction = deviations * share;
+FASTVIT_INLINE PieceMoments moments_about(A center, double fraction, double deviations, double squares) {
+  const double correction = deviations * fraction;
   return {double(center) + correction, squares - deviations * correction};
 }
 

@@ -60,17 +60,18 @@ struct Kernel {
   }
 
   void rows(int64_t first, int64_t last, int64_t c0, int64_t n, double* sum, double* weighted) const {
-    constexpr int kAtOnce = is_transcendental(kActivation) ? 1 : 4;  // those wait for arithmetic
+    constexpr int kAtOnce = is_transcendental(kActivation) ? 1 : 4;  // those are compute-bound
     Buffers buffers;
     RowSums<A, kAtOnce> sums;
     Inputs in[kAtOnce];
     NextRows<T, kAtOnce> next_input{input, n}, next_dy{dy, n};
     const Constants constants(args, c0);
-    const bool unit_step = input.has_unit_step(n) && dy.has_unit_step(n) && (!args.z || z.has_unit_step(n));
+    const bool unit_stride =
+        input.has_unit_stride(n) && dy.has_unit_stride(n) && (!args.z || z.has_unit_stride(n));
     for (int64_t begin = first, end; begin < last; begin = end) {
-      end = group_end(begin, last);
+      end = chunk_end(begin, last);
       sums.sum(
-          n, begin, end, unit_step,
+          n, begin, end, unit_stride,
           [&](int k, int64_t row) {
             in[k] = read(row, c0, n, buffers);
             if (k == 0) next_input.after(in[0].x), next_dy.after(in[0].dy);

@@ -45,8 +45,8 @@ struct Stats {
         [&](int k, int64_t c, const Terms<A>& sums, int64_t step, int64_t count) {
           const PieceMoments moments = moments_about(center[k], 1 / double(count), sum_lanes<A>(sums.first),
                                                      sum_lanes<A>(sums.second));
-          Joining::of(double(values_before(args.layout, args.partition, step) - before), double(count))
-              .join(mean[c], m2[c], moments.mean, moments.m2);
+          ChanWeights::of(double(values_before(args.layout, args.partition, step) - before), double(count))
+              .merge(mean[c], m2[c], moments.mean, moments.m2);
         });
   }
 
@@ -63,20 +63,20 @@ struct Stats {
       if (k == 0) next.after(row[0]);
     };
     for (int64_t begin = first, end; begin < last; begin = end) {
-      end = group_end(begin, last);
+      end = chunk_end(begin, last);
       const int64_t some = begin + kFirst < end ? begin + kFirst : end;
-      sums.sum(n, begin, some, x.has_unit_step(n), get,
+      sums.sum(n, begin, some, x.has_unit_stride(n), get,
                [&](auto at, int k) { return Terms<A>{at.load(row[k]), Vector<A>{}}; });
       sums.for_each_channel(n, [&](int64_t c, A sum, A) { center[c] = sum / A(some - begin); });
-      sums.sum(n, begin, end, x.has_unit_step(n), get, [&](auto at, int k) {
+      sums.sum(n, begin, end, x.has_unit_stride(n), get, [&](auto at, int k) {
         if (k == 0) next.fetch(at);
         return deviations<A>(at.load(row[k]), at.load(center));
       });
-      const double size = double(end - begin), share = 1 / size;
-      const Joining joining = Joining::of(double(begin - first), size);
+      const double size = double(end - begin), fraction = 1 / size;
+      const ChanWeights weights = ChanWeights::of(double(begin - first), size);
       sums.for_each_channel(n, [&](int64_t c, A deviations, A squares) {
-        const PieceMoments moments = moments_about(center[c], share, deviations, squares);
-        joining.join(mean[c], m2[c], moments.mean, moments.m2);
+        const PieceMoments moments = moments_about(center[c], fraction, deviations, squares);
+        weights.merge(mean[c], m2[c], moments.mean, moments.m2);
       });
     }
   }
@@ -85,7 +85,7 @@ struct Stats {
 }  // namespace
 
 void stats(const StatsParams& args) {
-  with_type(args.dtype, [&]<class T>() { Stats<T, Accumulation<T>>::run(args); });
+  dispatch_type(args.dtype, [&]<class T>() { Stats<T, Accumulation<T>>::run(args); });
 }
 
 }  // namespace FASTVIT_CAPABILITY

@@ -1,7 +1,7 @@
 // Two sums per channel of terms of the elements: what bn_stats and bn_reduce have in common.
 //
 // Sums of a plane, and of a few rows, are in registers, and of short planes and rows in tables: in the
-// accumulation type, for at most kPiece elements of planes or kGroupRows rows, which the caller then adds in
+// accumulation type, for at most kPiece elements of planes or kChunkRows rows, which the caller then adds in
 // double.
 #pragma once
 
@@ -62,10 +62,10 @@ void sum_planes(const Args& args, const Operand<T>* in, int operands, int64_t fi
   T buffer[3][kPiece];
   Terms<A> sums[kTogether];
   Spans<T> spans;
-  bool unit_step = true;
+  bool unit_stride = true;
   for (int i = 0; i < operands; ++i) {
-    unit_step = unit_step && in[i].step == 1;
-    spans.from_step[i] = in[i].strides.channel;
+    unit_stride = unit_stride && in[i].stride == 1;
+    spans.from_stride[i] = in[i].strides.channel;
   }
   const auto read = [&](int64_t n, int64_t c, int64_t s, int64_t length, int64_t count) {
     spans.n = length;
@@ -73,7 +73,7 @@ void sum_planes(const Args& args, const Operand<T>* in, int operands, int64_t fi
     spans.count = count;
     for (int i = 0; i < operands; ++i) {
       T* const at = in[i].at(in[i].outer(n), c, s);
-      spans.from[i] = unit_step ? at : in[i].read(at, length, buffer[i]);
+      spans.from[i] = unit_stride ? at : in[i].read(at, length, buffer[i]);
     }
   };
   for (int64_t begin = first, end; begin < last; begin = end) {
@@ -91,7 +91,8 @@ void sum_planes(const Args& args, const Operand<T>* in, int operands, int64_t fi
     }
     end = begin + partition.planes < last ? begin + partition.planes : last;
     for (int64_t c = c0; c < c1; c += kTogether) {
-      const int channels = int(c + kTogether < c1 ? kTogether : c1 - c), together = unit_step ? channels : 1;
+      const int channels = int(c + kTogether < c1 ? kTogether : c1 - c),
+                together = unit_stride ? channels : 1;
       for (int64_t n = begin; n < end; ++n)
         for (int k = 0; k < channels; k += together) {
           read(n, c + k, 0, layout.S, together);
@@ -102,16 +103,16 @@ void sum_planes(const Args& args, const Operand<T>* in, int operands, int64_t fi
   }
 }
 
-constexpr int64_t kGroupRows = 128;  // rows summed in the accumulation type; up to half as many more
+constexpr int64_t kChunkRows = 128;  // rows summed in the accumulation type; a chunk has up to 3/2 as many
 
-// The end of a group that begins at row `begin`; those of [begin, last) have equally many rows.
-inline int64_t group_end(int64_t begin, int64_t last) {
-  const int64_t rows = last - begin, groups = (rows + kGroupRows / 2) / kGroupRows;
+// The end of a chunk that begins at row `begin`; the chunks of [begin, last) have equally many rows.
+inline int64_t chunk_end(int64_t begin, int64_t last) {
+  const int64_t rows = last - begin, groups = (rows + kChunkRows / 2) / kChunkRows;
   return groups > 1 ? begin + rows / groups : last;
 }
 
-// Fetches what lies behind rows that are read side by side: in the order of memory, which the processor
-// follows by itself where one run is read, but not where several are.
+// Prefetches the rows after those that are read side by side: the processor's prefetcher follows one stream
+// of addresses, not several.
 template <class T, int kAtOnce>
 struct NextRows {
   const Operand<T>& x;
@@ -133,7 +134,7 @@ struct NextRows {
   FASTVIT_INLINE void fetch(End<A>) const {}
 };
 
-// The sums over groups of rows, for up to kPiece channels. kAtOnce rows are added to a table at once, so that
+// The sums over chunks of rows, for up to kPiece channels. kAtOnce rows are added to a table at once, so that
 // it is loaded and stored once for all of them. Sums of a few channels in registers over all rows would need
 // no table, but take longer: rows are then read out of the order of memory.
 template <class A, int kAtOnce>
@@ -143,15 +144,15 @@ struct RowSums {
   alignas(64) A first[kPiece + L];
   alignas(64) A second[kPiece + L];
 
-  // Sums rows [begin, end) of n channels: get(k, row) is called for kAtOnce rows or, where one buffer has
-  // to do for all, for one, before terms(at, k) of them.
+  // Sums rows [begin, end) of n channels: get(k, row) is called for kAtOnce rows, or for one where all rows
+  // share a buffer, before terms(at, k) of these rows.
   template <class Get, class F>
-  FASTVIT_INLINE void sum(int64_t n, int64_t begin, int64_t end, bool unit_step, const Get& get,
+  FASTVIT_INLINE void sum(int64_t n, int64_t begin, int64_t end, bool unit_stride, const Get& get,
                           const F& terms) {
     for (int64_t i = 0; i < n + L; ++i) first[i] = second[i] = 0;
     int64_t row = begin;
     if constexpr (kAtOnce > 1)
-      for (; unit_step && row + kAtOnce <= end; row += kAtOnce) {
+      for (; unit_stride && row + kAtOnce <= end; row += kAtOnce) {
         for (int k = 0; k < kAtOnce; ++k) get(k, row + k);
         add<kAtOnce>(n, terms);
       }
@@ -164,7 +165,8 @@ struct RowSums {
   // f(channel, first, second)
   template <class F>
   FASTVIT_INLINE void for_each_channel(int64_t n, const F& f) const {
-    const int64_t whole = n / L * L, ends = whole + L - n;  // what the last vector repeats comes first in it
+    const int64_t whole = n / L * L,
+                  ends = whole + L - n;  // the last vector begins with lanes that the one before covers too
     for (int64_t c = 0; c < whole; ++c) f(c, first[c], second[c]);
     for (int64_t c = whole; c < n; ++c) f(c, first[ends + c], second[ends + c]);
   }

@@ -271,13 +271,12 @@ struct End {
   }
 };
 
-// Where a span of a result is written past the caches: from its first whole vector on, as vectors lie in
-// memory. A short span is if it has no ends, as those would write parts of lines.
+// The vectors of a span that are written past the caches: from the first vector-aligned address on. A short
+// span is streamed only if it has no ragged ends, which would write parts of cache lines.
 struct Streaming {
   bool on = false;
   int64_t first = 0;
 
-  Streaming() = default;
   template <class T>
   Streaming(bool wanted, const T* span, int64_t n, int64_t lanes) {
     if (!wanted) return;

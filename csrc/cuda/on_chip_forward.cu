@@ -1,7 +1,7 @@
-// bn_forward and abn_forward_ without moments: bn_stats and the op in one launch, for tensors
-// that fit on chip; the same bits as the two ops.
-// Memory   reads x (and z) once, writes y once, over x or to a new tensor.
-// Mapping  block = (tile of channels, slice of their values), see plan.h; a block holds its values in shared
+// bn_forward, abn_forward and abn_forward_ without moments: bn_stats and the op in one launch, for tensors
+// that fit on chip; the same bits as the two ops. Memory   reads x (and z) once, writes y once, over x or to
+// a new tensor. Mapping  block = (tile of channels, slice of their values), see plan.h; a block holds its
+// values in shared
 //          memory. The slices' blocks wait for each other, tile by tile, so all must be resident.
 // Numerics as bn_stats and bn_forward.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
@@ -13,14 +13,14 @@
 namespace fastvit {
 
 template <class A>
-struct LocalForwardParams : Planned<ForwardArgs> {
-  Partials<WelfordState<A>> partials;
+struct OnChipForwardParams : Planned<ForwardArgs> {
+  Partials<PartialMoments<A>> partials;
 };
 
 // Operands 0: x, 1: y, 2: z.
 template <class T, bool kRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kResident)
-    local_forward_kernel(const __grid_constant__ Launched<LocalForwardParams<Accumulation<T>>> launched) {
+    on_chip_forward_kernel(const __grid_constant__ Launched<OnChipForwardParams<Accumulation<T>>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
   using Mine = ThreadStats<T, kRows, V>;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Mine mine(plan, work, args.x);
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U];
-    batch.template load<kLast>(x, args.x, 0);
+    batch.template load<kStreaming>(x, args.x, 0);
     cache.put(batch, 0, x);
     cache.next(batch);
     mine.add(batch, x);
@@ -42,12 +42,12 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __shared__ A pivots[Mine::kTile];
   __shared__ Affine<A> table[Mine::kTile];
   const int64_t first = work.first_channel(plan);
-  __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(WelfordState<A>)];
-  WelfordState<A>* shared = reinterpret_cast<WelfordState<A>*>(bytes);
+  __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(PartialMoments<A>)];
+  PartialMoments<A>* shared = reinterpret_cast<PartialMoments<A>*>(bytes);
   mine.end(pivots, plan, work);
-  const int step = merge_block(shared, mine.spread, plan, work);
+  const int stride = merge_block(shared, mine.moments, plan, work);
   const double count = args.layout.count();
-  finish<true>(shared, step, args.partials, plan, work, [&](int64_t c, const WelfordState<A>& total) {
+  finish<true>(shared, stride, args.partials, plan, work, [&](int64_t c, const PartialMoments<A>& total) {
     const Moments<A> all{count, pivots[c - first] + total.mean, total.m2};
     const auto n = Normaliser<A>::of(all, args.eps);
     table[c - first] = Affine<A>::of(args, c, n);
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   cache.rewind();
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U], z[kResidual ? B::U : 1];
-    if constexpr (kResidual) batch.template load<kLast>(z, args.z, 2);
+    if constexpr (kResidual) batch.template load<kStreaming>(z, args.z, 2);
     cache.get(batch, 0, x);
     cache.next(batch);
     apply<kRows, kResidual>(args, batch, x, z, affine);
@@ -75,21 +75,21 @@ __global__ void __launch_bounds__(kThreads, kResident)
   });
 }
 
-bool Backend::local_forward(const ForwardArgs& args) {
+bool Backend::forward_on_chip(const ForwardArgs& args) {
   // The counter of a cumulative average is incremented after every block has read it.
   if (args.layout.numel() == 0 || args.cumulative) return false;
   const Device device(args.device);
   bool done = false;
-  with_type(args.dtype, [&]<class T>() {
+  dispatch_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x, args.y, args.z};
     const Plan plan = Planner{args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 1}.on_chip();
     if (plan.cached_vectors == 0) return;
-    const Slices<WelfordState<A>> slices(plan, device);
-    const LocalForwardParams<A> params{{args, plan}, slices.partials()};
-    with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
+    const Slices<PartialMoments<A>> slices(plan, device);
+    const OnChipForwardParams<A> params{{args, plan}, slices.partials()};
+    dispatch_vector_walk<T>(plan, [&]<bool kRows, int V>() {
       const auto kernel =
-          args.z ? local_forward_kernel<T, kRows, V, true> : local_forward_kernel<T, kRows, V, false>;
+          args.z ? on_chip_forward_kernel<T, kRows, V, true> : on_chip_forward_kernel<T, kRows, V, false>;
       done = launch_on_chip(kernel, plan, 1, device, params);
     });
   });

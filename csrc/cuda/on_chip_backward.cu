@@ -1,6 +1,5 @@
-// bn_backward and abn_backward without sums: bn_reduce and the op in one launch, for tensors
-// that fit on chip; the same bits as the two ops.
-// Memory   reads x or y, dy (and z) once; writes dx (and dz) once.
+// bn_backward and abn_backward without sums: bn_reduce and the op in one launch, for tensors that fit on
+// chip; the same bits as the two ops. Memory   reads x or y, dy (and z) once; writes dx (and dz) once.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; a block holds its values in shared
 //          memory. The slices' blocks wait for each other, tile by tile, so all must be resident.
 // Numerics as bn_reduce and bn_backward.
@@ -13,46 +12,46 @@
 namespace fastvit {
 
 template <class A>
-struct LocalBackwardParams : Planned<BackwardArgs> {
+struct OnChipBackwardParams : Planned<BackwardArgs> {
   Partials<Sums<A>> partials;
 };
 
-template <class T, bool kRows, int V, Kept kKept>
-__global__ void __launch_bounds__(kThreads, kResident)
-    local_backward_kernel(const __grid_constant__ Launched<LocalBackwardParams<Accumulation<T>>> launched) {
+template <class T, bool kRows, int V, Variant kVariant>
+__global__ void __launch_bounds__(kThreads, kResident) on_chip_backward_kernel(
+    const __grid_constant__ Launched<OnChipBackwardParams<Accumulation<T>>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
-  constexpr bool kResidual = kKept == Kept::input_and_residual;
+  constexpr bool kResidual = kVariant == Variant::residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
-  constexpr int K = kRows ? V : 1, kTile = kRows ? kMostTile : 1;
+  constexpr int K = kRows ? V : 1, kTile = kRows ? kMaxTile : 1;
   const Plan& plan = args.plan;
   const Work work(plan, blockIdx.x);
-  __shared__ Constants<A, kKept> table[kTile];
+  __shared__ Constants<A, kVariant> table[kTile];
   __shared__ Correction<A> corrections[kTile];
   const int64_t first = work.first_channel(plan), C = plan.layout.C;
   for (int g = threadIdx.x; g < work.channels(plan); g += kThreads)
-    table[g] = Constants<A, kKept>::of(args, first + g);
+    table[g] = Constants<A, kVariant>::of(args, first + g);
   __syncthreads();
-  const A limit = largest_xhat<A, kKept>(args);
+  const A limit = largest_xhat<A, kVariant>(args);
 
   FASTVIT_DYNAMIC_SHARED(memory);
   SmemCache<T, V, kResidual ? 3 : 2> cache(memory);
   const auto get = [&]<class B>(const B& one, int j) {
-    Read<T, kKept, B> read;
-    cache.get(one, 0, read.input, j);
-    cache.get(one, 1, read.dy, j);
-    if constexpr (kResidual) cache.get(one, 2, read.z, j);
-    return read;
+    Inputs<T, kVariant, B> inputs;
+    cache.get(one, 0, inputs.input, j);
+    cache.get(one, 1, inputs.dy, j);
+    if constexpr (kResidual) cache.get(one, 2, inputs.z, j);
+    return inputs;
   };
-  RunningSums<A> running[K];
-  Constants<A, kKept> constants[K];
+  KahanSums<A> running[K];
+  Constants<A, kVariant> constants[K];
   pick<kRows, V>(constants, table, plan, work);
   walk<kRows, V, U, kOperands, true>(plan, work, args.input, [&]<class B>(const B& batch) {
-    Read<T, kKept, B> read;
-    read.template load<kLast, 3>(batch, args);
-    cache.put(batch, 0, read.input);
-    cache.put(batch, 1, read.dy);
-    if constexpr (kResidual) cache.put(batch, 2, read.z);
+    Inputs<T, kVariant, B> inputs;
+    inputs.template load<kStreaming, 3>(batch, args);
+    cache.put(batch, 0, inputs.input);
+    cache.put(batch, 1, inputs.dy);
+    if constexpr (kResidual) cache.put(batch, 2, inputs.z);
     forget_registers();
     add_gradients<T, kRows>(running, batch, constants, args, limit,
                             [&](int j) { return get(batch.vector(j), j); });
@@ -61,11 +60,11 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
   __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
-  const int step = merge_block(shared, running, plan, work);
+  const int stride = merge_block(shared, running, plan, work);
   A* const sums = static_cast<A*>(args.local_sums);
-  finish<true>(shared, step, args.partials, plan, work, [&](int64_t c, Sums<A> total) {
-    if (kKept != Kept::output) total.second *= saved_invstd<A>(args, c);
-    corrections[c - first] = Correction<A>::template of<kKept>(args, c, total);
+  finish<true>(shared, stride, args.partials, plan, work, [&](int64_t c, Sums<A> total) {
+    if (kVariant != Variant::in_place) total.second *= saved_invstd<A>(args, c);
+    corrections[c - first] = Correction<A>::template of<kVariant>(args, c, total);
     if (work.slice == 0) {
       sums[c] = total.first;
       sums[C + c] = total.second;
@@ -81,30 +80,30 @@ __global__ void __launch_bounds__(kThreads, kResident)
 #pragma unroll
     for (int j = 0; j < B::U; ++j) {
       const auto one = batch.vector(j);
-      auto read = get(one, j);
-      propagate<kRows>(one, read, constants, correction, args, limit);
+      auto inputs = get(one, j);
+      propagate<kRows>(one, inputs, constants, correction, args, limit);
     }
     cache.next(batch);
   });
 }
 
-bool Backend::local_backward(const BackwardArgs& args) {
+bool Backend::backward_on_chip(const BackwardArgs& args) {
   if (args.layout.numel() == 0) return false;
   const Device device(args.device);
   bool done = false;
-  with_type(args.dtype, [&]<class T>() {
+  dispatch_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
-    const int cached = args.z ? 3 : 2;
+    const int cached_operands = args.z ? 3 : 2;
     const Plan plan =
-        Planner{args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, cached}.on_chip();
+        Planner{args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, cached_operands}.on_chip();
     if (plan.cached_vectors == 0) return;
     const Slices<Sums<A>> slices(plan, device);
-    const LocalBackwardParams<A> params{{args, plan}, slices.partials()};
-    with_vector_walk<T>(plan, [&]<bool kRows, int V>() {
-      const auto kernel =
-          with_kept(args, [&]<Kept kKept>() { return local_backward_kernel<T, kRows, V, kKept>; });
-      done = launch_on_chip(kernel, plan, cached, device, params);
+    const OnChipBackwardParams<A> params{{args, plan}, slices.partials()};
+    dispatch_vector_walk<T>(plan, [&]<bool kRows, int V>() {
+      const auto kernel = dispatch_variant(
+          args, [&]<Variant kVariant>() { return on_chip_backward_kernel<T, kRows, V, kVariant>; });
+      done = launch_on_chip(kernel, plan, cached_operands, device, params);
     });
   });
   return done;
