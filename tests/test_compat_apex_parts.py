@@ -37,47 +37,6 @@ def test_network_to_half():
         _ = fp16_utils.FP16Model
 
 
-def test_fp16_optimizer_around_a_network_in_half(capsys):
-    """Two losses, masters of the half parameters alone, clipping, and a step that is skipped."""
-    model, plain = fp16_utils.network_to_half(network()), network()
-    sgd, reference = (torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (model, plain))
-    options = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**10}}
-    optimizer = fp16_utils.FP16_Optimizer(sgd, **options)
-
-    def losses(model):
-        each = F.cross_entropy(model(IMAGES).float(), torch.tensor([0, 1, 1, 0]), reduction="none") / 4
-        return each[0], each[1:].sum()
-
-    for _ in range(5):
-        optimizer.zero_grad(), reference.zero_grad()
-        first, rest = losses(model)
-        optimizer.backward(first, retain_graph=True)
-        optimizer.backward(rest, update_master_grads=False)
-        optimizer.update_master_grads()
-        sum(losses(plain)).backward()
-        want = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        torch.testing.assert_close(optimizer.clip_master_grads(0.5), want, rtol=0.05, atol=0.02)
-        optimizer.step(), reference.step()
-    masters = iter(optimizer.state_dict()["fp32_from_fp16"][0])
-    for parameter, want in zip(model.parameters(), plain.parameters(), strict=True):
-        master = parameter if parameter.dtype == torch.float32 else next(masters)
-        assert master.dtype == torch.float32 and torch.equal(master.to(parameter.dtype), parameter)
-        torch.testing.assert_close(master, want, rtol=0.05, atol=0.02)
-    assert next(masters, None) is None
-
-    before = copy.deepcopy(model.state_dict())
-    optimizer.zero_grad()
-    optimizer.backward(losses(model)[1] * float("inf"))
-    assert optimizer.clip_master_grads(0.5) == -1
-    optimizer.step()
-    assert torch.equal(model.state_dict()["1.0.weight"], before["1.0.weight"])
-    said = capsys.readouterr().out
-    assert "OVERFLOW! Skipping step. Attempted loss scale: 1024.0, reducing to 512.0" in said
-    assert optimizer.loss_scale == 512.0
-    with pytest.raises(TypeError, match="takes no closure"):
-        optimizer.step(lambda: 0)
-
-
 def test_dynamic_loss_scaler():
     scaler = fp16_utils.DynamicLossScaler(init_scale=4.0, scale_window=3)
     for _ in range(4):

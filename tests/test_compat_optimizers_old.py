@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from amp_models import values
+from amp_models import HALF, values
 from torch import nn
 from torch.nn import functional as F
 
 from fastvit.compat.apex import amp
 from fastvit.compat.apex._fused import norms
+from fastvit.compat.apex.fp16_utils import network_to_half
 from fastvit.compat.apex.optimizers import (
     FP16_Optimizer,
     FusedAdam,
@@ -56,31 +57,50 @@ def bert_step(model, optimizer, seed=0, infinite=False):
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("options", [{"dynamic_loss_scale": True}, {"static_loss_scale": 128.0}])
-def test_scripts_for_bert(options, capsys):
-    """They follow the same optimizer in float32; an overflow skips a step under a static scale too."""
-    model, optimizer = bert(**options)
-    plain = network(torch.float32)
-    with torch.no_grad():
-        for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
-            mine.copy_(theirs)
+@pytest.mark.parametrize(
+    ("options", "scale", "after"),
+    [
+        ({"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 1024.0}}, 1024.0, 512.0),
+        ({"static_loss_scale": 128.0}, 128.0, 128.0),
+    ],
+)
+def test_fp16_optimizer_follows_float32(options, scale, after, capsys):
+    """Half parameters alone have masters. There are two losses, clipping, rates that the script writes, and an
+    overflow, which skips a step under a static scale too.
+    """
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+    model = network_to_half(nn.Sequential(*layers))
+    plain = copy.deepcopy(model[1]).float()
+    optimizer, reference = FP16_Optimizer(bert_adam(model), **options), bert_adam(plain)
     start = values(plain)
-    reference = bert_adam(plain)
-    scale = optimizer.cur_scale
-    assert scale == (2.0**16 if "dynamic_loss_scale" in options else 128.0) == optimizer.loss_scale
+    assert optimizer.cur_scale == optimizer.loss_scale == scale
     for seed in range(5):
-        before = values(model)
-        bert_step(model, optimizer, seed, infinite=seed == 2)
-        assert torch.equal(values(model), before) == (seed == 2)
-        if seed != 2:
-            loss_of(plain, seed).backward()
-            for group in reference.param_groups:
-                group["lr"] = 1e-2 / (1 + seed)
+        before, infinite = values(model), seed == 2
+        optimizer.backward(loss_of(model, seed), retain_graph=True)
+        optimizer.backward(loss_of(model, 9) * (float("inf") if infinite else 1), update_master_grads=False)
+        optimizer.update_master_grads()
+        norm, want = optimizer.clip_master_grads(0.5), -1
+        for group in (*optimizer.param_groups, *reference.param_groups):
+            group["lr"] = 1e-2 / (1 + seed)
+        if not infinite:
+            (loss_of(plain, seed) + loss_of(plain, 9)).backward()
+            want = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             reference.step()
-            reference.zero_grad()
-    assert capsys.readouterr().out.count("OVERFLOW") == 1
-    assert optimizer.cur_scale == (scale / 2 if "dynamic_loss_scale" in options else scale)
-    assert (values(model) - values(plain)).norm() < 0.05 * (values(plain) - start).norm()
+        torch.testing.assert_close(norm, want, rtol=0.05, atol=0.02)
+        optimizer.step()
+        optimizer.zero_grad(), reference.zero_grad()
+        assert torch.equal(values(model), before) == infinite
+    masters = iter(sum(optimizer.state_dict()["fp32_from_fp16"], []))
+    kept = {p: next(masters) for group in optimizer.param_groups for p in group["params"] if p.dtype == HALF}
+    assert next(masters, None) is None and len(kept) == 3
+    assert all(m.dtype == torch.float32 and torch.equal(m.to(HALF), p) for p, m in kept.items())
+    got = torch.cat([kept.get(p, p).detach().flatten() for p in model.parameters()])
+    assert (got - values(plain)).norm() < 0.05 * (values(plain) - start).norm()
+    said = f"OVERFLOW! Skipping step. Attempted loss scale: {scale}, reducing to {after}"
+    assert capsys.readouterr().out.count(said) == 1 and optimizer.cur_scale == after
+    with pytest.raises(TypeError, match="takes no closure"):
+        optimizer.step(lambda: 0)
 
 
 def test_max_grad_norm_is_of_each_group():
