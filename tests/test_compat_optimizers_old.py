@@ -65,8 +65,8 @@ def bert_step(model, optimizer, seed=0, infinite=False):
     ],
 )
 def test_fp16_optimizer_follows_float32(options, scale, after, capsys):
-    """Half parameters alone have masters. There are two losses, clipping, rates that the script writes, and an
-    overflow, which skips a step under a static scale too.
+    """With masters of half parameters alone, two losses, clipping, and rates that the script writes. An
+    overflow skips a step under a static scale too.
     """
     torch.manual_seed(0)
     layers = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
