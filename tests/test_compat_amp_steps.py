@@ -18,16 +18,16 @@ pytestmark = pytest.mark.usefixtures("amp_off")
 X = torch.zeros(1)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_overflow_skips_the_step_and_says_so(level, capsys):
-    schedules = []
+@pytest.mark.parametrize(("level", "largest"), [*((level, 2.0**24) for level in LEVELS), ("O1", 1.0)])
+def test_overflow_skips_the_step_and_says_so(level, largest, capsys):
+    schedules, scale = [], min(2.0**16, largest) / 2
 
     def make(parameters):
         optimizer = torch.optim.SGD(parameters, 0.05, momentum=0.9)
         schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
         return optimizer
 
-    model, optimizer = start(level, make, loss_scale="dynamic")
+    model, optimizer = start(level, make, loss_scale="dynamic", max_loss_scale=largest)
     amp._amp_state.verbosity = 1
     step(model, optimizer, 0)
     before, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
@@ -40,8 +40,8 @@ def test_overflow_skips_the_step_and_says_so(level, capsys):
         for i in moments["state"]
     )
     said = capsys.readouterr().out
-    assert "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0" in said
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0}}
+    assert f"Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to {scale}" in said
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}
     weights = values(model)
     schedules[0].step()  # made before `initialize`
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)

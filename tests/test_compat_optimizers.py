@@ -43,32 +43,24 @@ def close(got, want, rtol=2e-5, atol=1e-6):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=rtol, atol=atol)
 
 
+DECAY = {"weight_decay": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("ours", "torchs"),
+    ("ours", "torchs", "arguments", "options", "own_options"),
     [
-        (lambda p: FusedAdam(p), lambda p: torch.optim.Adam(p)),
-        (
-            lambda p: FusedAdam(p, 0.1, weight_decay=0.1),
-            lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1),
-        ),
-        (
-            lambda p: FusedAdam(p, 0.1, adam_w_mode=False, weight_decay=0.1, capturable=True),
-            lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1),
-        ),
-        (lambda p: FusedSGD(p, 0.1), lambda p: torch.optim.SGD(p, 0.1)),
-        (
-            lambda p: FusedSGD(p, 0.1, 0.9, 0.5, 0.1),
-            lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.5, 0.1),
-        ),
-        (
-            lambda p: FusedSGD(p, 0.1, 0.9, 0.0, 0.1, nesterov=True),
-            lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.0, 0.1, nesterov=True),
-        ),
+        (FusedAdam, torch.optim.Adam, (), {}, {}),
+        (FusedAdam, torch.optim.AdamW, (0.1,), DECAY, {}),
+        (FusedAdam, torch.optim.Adam, (0.1,), DECAY, {"adam_w_mode": False, "capturable": True}),
+        (FusedSGD, torch.optim.SGD, (0.1,), {}, {}),
+        (FusedSGD, torch.optim.SGD, (0.1, 0.9, 0.5, 0.1), {}, {}),
+        (FusedSGD, torch.optim.SGD, (0.1, 0.9, 0.0, 0.1), {"nesterov": True}, {}),
     ],
 )
-def test_like_torch(ours, torchs):
+def test_like_torch(ours, torchs, arguments, options, own_options):
     """A parameter without a gradient does not change, and its state begins at its first gradient."""
-    close(run(ours, late=1)[0], run(torchs, late=1)[0])
+    got, _ = run(lambda p: ours(p, *arguments, **options, **own_options), late=1)
+    close(got, run(lambda p: torchs(p, *arguments, **options), late=1)[0])
 
 
 def by_formula(update, **options):
@@ -121,13 +113,9 @@ def test_lamb(decoupled, average, decay, nvlamb, clip):
         ratio = w.norm() / u.norm() if (decay or nvlamb) and w.norm() != 0 and u.norm() != 0 else 1.0
         return w - 0.05 * ratio * u
 
-    def make(p):
-        return FusedLAMB(
-            p, 0.05, betas=(0.8, 0.9), weight_decay=decay, adam_w_mode=decoupled, grad_averaging=average,
-            max_grad_norm=clip, use_nvlamb=nvlamb,
-        )  # fmt: skip
-
-    close(run(make)[0], by_formula(update))
+    options = {"weight_decay": decay, "adam_w_mode": decoupled, "grad_averaging": average}
+    options |= {"max_grad_norm": clip, "use_nvlamb": nvlamb}
+    close(run(lambda p: FusedLAMB(p, 0.05, betas=(0.8, 0.9), **options))[0], by_formula(update))
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -148,13 +136,9 @@ def test_novograd(inside, norm_type, init_zero, average, correct):
         u = memory["m"] / c1
         return w - 0.05 * (u if inside else u / divisor + 0.1 * w)
 
-    def make(p):
-        return FusedNovoGrad(
-            p, 0.05, correct, (0.8, 0.9), weight_decay=0.1, reg_inside_moment=inside, grad_averaging=average,
-            norm_type=norm_type, init_zero=init_zero,
-        )  # fmt: skip
-
-    close(run(make)[0], by_formula(update))
+    options = {"reg_inside_moment": inside, "grad_averaging": average}
+    options |= {"norm_type": norm_type, "init_zero": init_zero, "weight_decay": 0.1}
+    close(run(lambda p: FusedNovoGrad(p, 0.05, correct, (0.8, 0.9), **options))[0], by_formula(update))
 
 
 @pytest.mark.parametrize("clip", [True, False])
