@@ -9,7 +9,7 @@ from amp_models import data, network
 from torch import nn
 from torch.nn import functional as F
 
-from fastvit.compat import amp_C, apex_C, inplace_abn
+from fastvit.compat import amp_C, inplace_abn
 from fastvit.compat.apex import amp, contrib, fp16_utils, normalization
 from fastvit.compat.apex._notices import warn_once
 from fastvit.compat.apex.multi_tensor_apply import multi_tensor_applier
@@ -230,12 +230,6 @@ def test_lamb(flag, nvlamb, most):
         optimizer.step()
     for got, want in zip(parameters, wanted, strict=True):
         torch.testing.assert_close(got, want.detach())
-
-
-def test_flat_tensors():
-    values = tensors(torch.float32, torch.float32)
-    flat = apex_C.flatten(values)
-    assert flat.shape == (28,) and all(map(torch.equal, apex_C.unflatten(flat, values), values))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
