@@ -144,6 +144,8 @@ os.write(1, f"rank {rank} {seen} {same} {torch.zeros(2).device} {scaler.get_scal
 """
 
 TRAINER = """\
+from real_models import import_torchvision
+import_torchvision()
 import torch, transformers
 assert torch.cuda.is_available()
 config = transformers.ViTConfig(
@@ -185,7 +187,8 @@ def test_torch_amp_with_a_launcher_of_its_own(tmp_path):
 
 def test_a_trainer_of_transformers(tmp_path):
     package("transformers"), package("accelerate")
-    assert run(tmp_path, TRAINER, "main.py")[0][-1] == "steps 2"
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks")))
+    assert run(tmp_path, TRAINER, "main.py", PYTHONPATH=path)[0][-1] == "steps 2"
 
 
 def test_half_of_the_cpu(monkeypatch):
