@@ -91,7 +91,7 @@ assert 0 < start.elapsed_time(end) < 1e5 and torch.cuda.max_memory_allocated() =
 assert torch.cuda.get_device_name() == "CPU"
 path = f"checkpoint{args.local_rank}.pt"
 torch.save({"model": model.state_dict(), "cuda": torch.cuda.get_rng_state(), "amp": amp.state_dict()}, path)
-saved = torch.load(path, map_location=lambda storage, place: storage.cuda(args.local_rank))
+saved = torch.load(path, map_location=lambda storage, location: storage.cuda(args.local_rank))
 model.load_state_dict(saved["model"]), torch.cuda.set_rng_state(saved["cuda"])
 dist.barrier(device_ids=[args.local_rank])
 try:  # an op without a CPU kernel
