@@ -94,30 +94,26 @@ def test_handle_of_o1():
 
 
 @pytest.mark.parametrize(
-    ("into", "given", "want"),
+    ("name", "into", "given", "want"),
     [
-        ("FP16_FUNCS", torch.float32, HALF),  # as scripts for Tacotron 2 do
-        (None, HALF, HALF),
-        (None, torch.float32, torch.float32),
+        ("softmax", "FP16_FUNCS", torch.float32, HALF),  # as scripts for Tacotron 2 do
+        ("softmax", None, HALF, HALF),
+        ("softmax", None, torch.float32, torch.float32),
+        ("relu", "FP16_FUNCS", torch.float32, HALF),
+        ("relu", "FP16_FUNCS", HALF, HALF),
+        ("relu", "FP32_FUNCS", torch.float32, torch.float32),
+        ("relu", "FP32_FUNCS", HALF, torch.float32),
     ],
 )
-def test_taken_out_of_lists(monkeypatch, into, given, want):
-    lists, before = amp.lists.functional_overrides, F.softmax
-    monkeypatch.setattr(lists, "FP32_FUNCS", [name for name in lists.FP32_FUNCS if name != "softmax"])
+def test_changed_lists(monkeypatch, name, into, given, want):
+    lists, before = amp.lists.functional_overrides, getattr(F, name)
+    monkeypatch.setattr(lists, "FP32_FUNCS", [other for other in lists.FP32_FUNCS if other != name])
     if into:
-        monkeypatch.setattr(lists, into, [*getattr(lists, into), "softmax"])
-    assert under_o1(lambda x: F.softmax(x, 0), X.to(given)).dtype == want and F.softmax is not before
-    assert F.softmax(X, 0).dtype == torch.float32  # outside of forward nothing is cast
+        monkeypatch.setattr(lists, into, [*getattr(lists, into), name, "no_such_function"])
+    seen = under_o1(lambda x: [getattr(F, name)(x, 0).dtype, torch.mm(x, x).dtype], X.to(given))
+    assert seen == [want, HALF] and getattr(F, name) is not before
+    assert getattr(F, name)(X, 0).dtype == torch.float32  # outside of forward nothing is cast
     amp.initialize([], enabled=False)
-    assert F.softmax is before
-
-
-@pytest.mark.parametrize(("kind", "want"), [("FP32_FUNCS", torch.float32), ("FP16_FUNCS", HALF)])
-@pytest.mark.parametrize("given", [torch.float32, HALF])
-def test_added_to_lists(monkeypatch, kind, want, given):
-    lists = amp.lists.functional_overrides
-    monkeypatch.setattr(lists, kind, [*getattr(lists, kind), "relu", "no_such_function"])
-    seen = under_o1(lambda x: [F.relu(x).dtype, torch.mm(x, x).dtype], X.to(given))
-    assert seen == [want, HALF]
+    assert getattr(F, name) is before
     with pytest.raises(AttributeError, match="no torch_overrides; use amp.register_half_function, see docs"):
         _ = amp.lists.torch_overrides

@@ -85,6 +85,7 @@ def moments(g, memory, b1, b2, average=True):
 
 def test_options_that_torch_has_not():
     def adam(w, g, memory, step, total):
+        g = g / g.norm().clamp_min(1)
         m, v = moments(g, memory, 0.8, 0.9)
         return w * (1 - 0.01 * 0.1) - 0.01 * m / (v.sqrt() + 1e-8)
 
@@ -92,7 +93,11 @@ def test_options_that_torch_has_not():
         memory["b"] = 0.9 * memory["b"] + g if "b" in memory else g
         return w - 0.1 * (memory["b"] + 0.2 * w)
 
-    params, optimizer = run(lambda p: FusedAdam(p, 0.01, False, (0.8, 0.9), weight_decay=0.1))
+    def make(p):  # the largest norm is of each group
+        groups = [{"params": [q]} for q in p]
+        return FusedAdam(groups, 0.01, False, (0.8, 0.9), weight_decay=0.1, max_grad_norm=1.0)
+
+    params, optimizer = run(make)
     close(params, by_formula(adam))
     assert all(optimizer.state[p]["step"] == STEPS for p in params)  # which checkpoints have
     params, _ = run(lambda p: FusedSGD(p, 0.1, 0.9, weight_decay=0.2, wd_after_momentum=True))

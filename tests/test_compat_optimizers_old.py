@@ -103,19 +103,6 @@ def test_fp16_optimizer_follows_float32(options, scale, after, capsys):
         optimizer.step(lambda: 0)
 
 
-def test_max_grad_norm_is_of_each_group():
-    groups = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
-    for parameter, size in zip(groups, (3.0, 0.25), strict=True):
-        parameter.grad = torch.full((4,), size)  # norms 6 and 0.5
-    optimizer = FusedAdam(
-        [{"params": [p]} for p in groups], lr=1.0, betas=(0.0, 0.0), eps=1.0, max_grad_norm=1.0
-    )
-    optimizer.step()
-    clipped = [0.5, 0.25]  # of g / (|g| + 1)
-    for parameter, size in zip(groups, clipped, strict=True):
-        torch.testing.assert_close(parameter.detach(), torch.full((4,), -size / (size + 1)))
-
-
 def of_apex(state, which):
     """The state_dict in the form of one of apex's two classes, or as it is."""
     if which == "fp16_utils":  # a scaler that is an object
