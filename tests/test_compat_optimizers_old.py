@@ -65,7 +65,7 @@ def bert_step(model, optimizer, seed=0, infinite=False):
     ],
 )
 def test_fp16_optimizer_follows_float32(options, scale, after, capsys):
-    """With masters of half parameters alone, two losses, clipping, and rates that the script writes. An
+    """With masters of half parameters alone, three losses, clipping, and rates that the script writes. An
     overflow skips a step under a static scale too.
     """
     torch.manual_seed(0)
@@ -78,13 +78,15 @@ def test_fp16_optimizer_follows_float32(options, scale, after, capsys):
     for seed in range(5):
         before, infinite = values(model), seed == 2
         optimizer.backward(loss_of(model, seed), retain_graph=True)
-        optimizer.backward(loss_of(model, 9) * (float("inf") if infinite else 1), update_master_grads=False)
+        for other in (7, 9):
+            loss = loss_of(model, other) * (float("inf") if infinite else 1)
+            optimizer.backward(loss, update_master_grads=False)
         optimizer.update_master_grads()
         norm, want = optimizer.clip_master_grads(0.5), -1
         for group in (*optimizer.param_groups, *reference.param_groups):
             group["lr"] = 1e-2 / (1 + seed)
         if not infinite:
-            (loss_of(plain, seed) + loss_of(plain, 9)).backward()
+            sum(loss_of(plain, each) for each in (seed, 7, 9)).backward()
             want = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             reference.step()
         torch.testing.assert_close(norm, want, rtol=0.05, atol=0.02)
