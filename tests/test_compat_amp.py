@@ -5,7 +5,6 @@ import platform
 import pytest
 import torch
 from amp_models import HALF, LEVELS, backward, data, gradients, loss_of, network, seen_of, start, step, values
-from torch import nn
 from torch.nn import functional as F
 
 from fastvit.compat.apex import amp
@@ -120,8 +119,6 @@ def test_disabled():
     with amp.scale_loss(loss, optimizer) as scaled:
         assert scaled is loss
     assert amp.state_dict() == {}
-    step(model, optimizer)
-    assert type(model) is nn.Sequential
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -158,3 +155,4 @@ def test_static_scales(level, scale):
     assert {p.grad.dtype for p in model.parameters()} == {F32}
     with amp.scale_loss(torch.tensor(60000.0, dtype=F16, requires_grad=True), optimizer) as scaled:
         assert scaled.item() == 60000.0 * float(scale)
+    assert optimizer.step(lambda: 7.0) == 7.0  # no overflow is looked for

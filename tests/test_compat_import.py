@@ -53,16 +53,11 @@ def test_without_a_real_one(fake):
     assert _amp_state is amp._amp_state and LARC is exported
     assert importlib.import_module("inplace_abn.functions").inplace_abn_sync is inplace_abn.inplace_abn_sync
     assert importlib.import_module("inplace_abn.abn").ABN is inplace_abn.ABN
-    for name in apex.__all__:
-        assert getattr(apex, name) is not None
     assert importlib.import_module("apex.optimizers") is apex.optimizers
     assert apex.parallel.ReduceOp is dist.ReduceOp
     for module in (apex.parallel.sync_batchnorm, apex.parallel.optimized_sync_batchnorm):
         assert module.SyncBatchNorm is fastvit.SyncBatchNorm
-    import amp_C
-    from apex.contrib.layer_norm.layer_norm import FastLayerNormFN
-
-    assert amp_C is fastvit.compat.amp_C and FastLayerNormFN.apply
+    assert importlib.import_module("amp_C") is fastvit.compat.amp_C
     for lines in ("import apex.transformer", "from apex.contrib import fmha", "from apex.amp import utils"):
         with pytest.raises(ModuleNotFoundError, match="No module named .*; see docs/migrating-from-apex.md"):
             exec(lines)
