@@ -24,7 +24,9 @@ def test_network_to_half():
     assert layers.keys() == {"1.weight", "1.bias", "3.weight", "3.bias"}
     model(images).float().sum().backward()
     assert fp16_utils.clip_grad_norm(model.parameters(), 0.5) > 0.5
-    assert fp16_utils.BN_convert_float(network().half())[1].weight.dtype == torch.float32
+    norms = nn.ModuleList([nn.BatchNorm1d(2), nn.InstanceNorm1d(2, affine=True)]).half()
+    fp16_utils.BN_convert_float(norms)
+    assert [norm.weight.dtype for norm in norms] == [torch.float32, torch.float16]
     with pytest.raises(AttributeError, match="use fp16_utils.network_to_half, see docs"):
         _ = fp16_utils.FP16Model
 
