@@ -32,8 +32,10 @@ def test_recurrent_networks(kind, level):
     model, optimizer = start(level, model=copy.deepcopy(plain), loss_scale="dynamic")
     optimizer.zero_grad()
     scaled_backward(model(x)[0][:, -1].square().sum(), optimizer)
-    for master, parameter in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+    masters = list(amp.master_params(optimizer))
+    for master, flat, parameter in zip(masters, model._flat_weights, plain.parameters(), strict=True):
         torch.testing.assert_close(master.grad.float(), parameter.grad, rtol=0.1, atol=0.05)
+        assert flat is master  # no cast is kept after the forward
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def swap_back(swaps: list[Swap], follow_parameters: bool) -> None:
     """
     for owner, name, tensor, cast in reversed(swaps):
         now, owner[name] = owner.get(name), tensor
-        if now is not cast:  # assigned
+        if now is not cast and not isinstance(tensor, list):  # assigned by the script
             owner[name] = now.to(tensor.dtype) if type(now) is Tensor else now
         elif isinstance(cast, Tensor) and (follow_parameters or not isinstance(tensor, nn.Parameter)):
             follow_(tensor.data, cast.data)
