@@ -161,7 +161,7 @@ def test_larc(clip):
     assert larc.optim.param_groups is groups
     close(params, by_formula(update))
     assert larc.param_groups[0]["weight_decay"] == 0.1
-    assert larc.state_dict().keys() == larc.optim.state_dict().keys()
+    assert copy.deepcopy(larc).state_dict().keys() == larc.optim.state_dict().keys()
 
 
 MAKERS = [

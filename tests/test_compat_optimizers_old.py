@@ -101,6 +101,7 @@ def test_fp16_optimizer_follows_float32(options, scale, after, capsys):
     assert (got - values(plain)).norm() < 0.05 * (values(plain) - start).norm()
     said = f"OVERFLOW! Skipping step. Attempted loss scale: {scale}, reducing to {after}"
     assert capsys.readouterr().out.count(said) == 1 and optimizer.cur_scale == after
+    assert copy.deepcopy(optimizer).param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     with pytest.raises(TypeError, match="takes no closure"):
         optimizer.step(lambda: 0)
 

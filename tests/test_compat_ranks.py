@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fastvit.compat import inplace_abn
 from fastvit.compat.apex import amp, fp16_utils
 from fastvit.compat.apex.parallel import DistributedDataParallel, Reducer, convert_syncbn_model
-from fastvit.compat.apex.parallel.distributed import flat_dist_call
+from fastvit.compat.apex.parallel.distributed import flat_dist_call, without_sync
 
 
 def network() -> nn.Module:
@@ -292,7 +292,10 @@ def others(rank, world):
 
     copied = copy.deepcopy(parallel)
     copied.zero_grad()
+    torch.compile(copied, backend="eager", fullgraph=True)(x(rank)).backward()
     copied(x(rank)).backward()
+    with copied.no_sync():
+        assert without_sync() == {*copied.parameters()}
     results["copy"] = copied.module.first.weight.grad.tolist()
 
     with parallel.no_sync():
@@ -309,6 +312,14 @@ def others(rank, world):
     parallel.enable_allreduce()
     plain(parallel, rank, 1)
     assert model.first.weight.grad.tolist() == results["no_sync"]
+
+    failing = model.first.weight.register_hook(lambda gradient: 1 / 0)  # the last of the backward
+    with pytest.raises(ZeroDivisionError):
+        plain(parallel, rank, 0)
+    failing.remove()
+    model.zero_grad()
+    plain(parallel, rank, 0)
+    results["after an error"] = model.first.weight.grad.tolist()
 
     embedding = nn.Embedding(5, 2, sparse=True)
     parallel = DistributedDataParallel(embedding)
