@@ -142,6 +142,8 @@ def test_checkpoint_of_fp16_optimizer(options, which):
         other.state_dict()["fp32_from_fp16"], optimizer.state_dict()["fp32_from_fp16"], strict=True
     ):
         assert all(m.dtype == torch.float32 and torch.equal(m, t) for m, t in zip(mine, theirs, strict=True))
+    bert_step(again, other, 4, infinite=True)
+    assert other.cur_scale == (2.0**14 if other.dynamic_loss_scale else 128.0)
     with pytest.raises(RuntimeError, match="or 'fp32_groups', got .*fp32_groups_flat"):
         other.load_state_dict({"fp32_groups_flat": []})
 
