@@ -69,32 +69,21 @@ def test_norms_as_autograd_functions():
     """`apply`, which extensions of apex call, and `forward`, whose arguments Megatron-LM looks at."""
     module = normalization.fused_layer_norm
     x, w, b = (torch.randn(size, requires_grad=True) for size in ((3, 8), (8,), (8,)))
-    for name, args, want in (
-        ("FusedLayerNormAffineFunction", (x, w, b), F.layer_norm(x, (8,), w, b, 1e-3)),
-        ("FusedLayerNormAffineMixedDtypesFunction", (x, w, b), F.layer_norm(x, (8,), w, b, 1e-3)),
-        ("FusedLayerNormFunction", (x,), F.layer_norm(x, (8,), eps=1e-3)),
-        ("FusedRMSNormAffineFunction", (x, w), F.rms_norm(x, (8,), w, 1e-3)),
-        ("FusedRMSNormAffineMixedDtypesFunction", (x, w), F.rms_norm(x, (8,), w, 1e-3)),
-        ("FusedRMSNormFunction", (x,), F.rms_norm(x, (8,), eps=1e-3)),
-    ):
-        function = getattr(module, name)
-        arguments = inspect.getfullargspec(function.forward).args
-        assert arguments[:2] == ["ctx", "input"] and arguments[-1] == "memory_efficient"
-        got = function.apply(*args, (8,), 1e-3, False)
-        assert torch.equal(function.forward(None, *args, (8,), 1e-3), got)
-        dy = torch.randn_like(got)
-        assert torch.equal(got, want), name
-        for mine, theirs in zip(
-            torch.autograd.grad(got, args, dy), torch.autograd.grad(want, args, dy), strict=True
-        ):
-            assert torch.equal(mine, theirs), name
-    for function, parameters in (
-        (module.mixed_dtype_fused_layer_norm_affine, (w, b)),
-        (module.mixed_dtype_fused_rms_norm_affine, (w,)),
-    ):
-        assert function(x.half(), *parameters, (8,)).dtype == torch.float32
-    for function, torchs in ((module.fused_layer_norm, F.layer_norm), (module.fused_rms_norm, F.rms_norm)):
-        assert torch.equal(function(x, 8), torchs(x, (8,), eps=1e-6))
+    for kind, name, parameters in (("LayerNorm", "layer_norm", (w, b)), ("RMSNorm", "rms_norm", (w,))):
+        torchs = getattr(F, name)
+        for ending in ("AffineFunction", "AffineMixedDtypesFunction", "Function"):
+            function = getattr(module, f"Fused{kind}{ending}")
+            arguments = inspect.getfullargspec(function.forward).args
+            assert arguments[:2] == ["ctx", "input"] and arguments[-1] == "memory_efficient"
+            args = (x,) if ending == "Function" else (x, *parameters)
+            want, got = torchs(x, (8,), *args[1:], eps=1e-3), function.apply(*args, (8,), 1e-3, False)
+            assert torch.equal(got, want) and torch.equal(function.forward(None, *args, (8,), 1e-3), got)
+            dy = torch.randn_like(got)
+            for mine, theirs in zip(*(torch.autograd.grad(y, args, dy) for y in (got, want)), strict=True):
+                assert torch.equal(mine, theirs), function
+        mixed = getattr(module, f"mixed_dtype_fused_{name}_affine")
+        assert mixed(x.half(), *parameters, (8,)).dtype == torch.float32
+        assert torch.equal(getattr(module, f"fused_{name}")(x, 8), torchs(x, (8,), eps=1e-6))
     assert normalization.FusedLayerNormAffineFunction is module.FusedLayerNormAffineFunction
 
 
@@ -123,15 +112,11 @@ def test_mapillary_layers():
         assert layer.state_dict().keys() == nn.BatchNorm1d(3).state_dict().keys()
         with pytest.raises(ValueError, match="activation_param"):
             type(layer)(3, activation_param=-0.1)
-    for name, activation in {
-        "relu": F.relu,
-        "elu": lambda t: F.elu(t, 0.01),
-        "identity": lambda t: t,
-    }.items():
+    y = F.batch_norm(x, None, None, torch.full((3,), -1.5), None, True)  # the signed weight, as mapillary's
+    for name, want in {"relu": F.relu(y), "elu": F.elu(y, 0.01), "identity": y}.items():
         abn = inplace_abn.ABN(3, activation=name)
         nn.init.constant_(abn.weight, -1.5)
-        want = activation(F.batch_norm(x, None, None, abn.weight, abn.bias, True))
-        torch.testing.assert_close(abn(x.clone()), want)  # the signed weight, as mapillary's
+        torch.testing.assert_close(abn(x.clone()), want)
     with pytest.raises(ValueError, match="activation is 'tanh'"):
         inplace_abn.ABN(3, activation="tanh")
 

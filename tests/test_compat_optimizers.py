@@ -243,10 +243,8 @@ def test_hooks_of_loading_see_the_state():
 
 
 def test_zero_grad_and_closures():
-    (params, keeps), (others, drops) = (
-        run(lambda p: FusedSGD(p, 0.1), steps=1),
-        run(lambda p: FusedAdam(p), steps=1),
-    )
+    params, keeps = run(lambda p: FusedSGD(p, 0.1), steps=1)
+    others, drops = run(lambda p: FusedAdam(p), steps=1)
     keeps.zero_grad(), drops.zero_grad()
     assert all(p.grad is not None and not p.grad.any() for p in params)
     assert all(p.grad is None for p in others)
