@@ -238,9 +238,6 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class Derived(torch.optim.SGD):
-    def __init__(self, parameters):
-        super().__init__(parameters, 0.05)
-
     def step(self, closure=None):
         return super().step(closure)
 
