@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -277,6 +279,9 @@ def others(rank, world):
     torch.manual_seed(rank)
     teacher = DistributedDataParallel(nn.Linear(4, 2).requires_grad_(False))  # is broadcast, and that is all
     results["teacher"] = teacher.module.weight.tolist()
+    dropped = weakref.ref(DistributedDataParallel(nn.Linear(4, 2)))
+    gc.collect()
+    assert dropped() is None  # its hooks do not keep it alive
 
     model = Model()
     parallel = DistributedDataParallel(model)
