@@ -109,6 +109,7 @@ REAL = {
     "    if name == 'lazy': return 7\n    raise AttributeError(name)\n",
     "apex/amp/__init__.py": "def initialize(): return 'real'\n",
     "apex/contrib.py": "real = True\n",
+    "apex/transformer.py": "real = True\n",
     "inplace_abn.py": "class InPlaceABN: real = True\n",
 }
 
@@ -125,14 +126,17 @@ def test_real_one_with_the_part_is_used(fake):
 
 
 def test_prefer_fastvit(fake):
-    fake(REAL, prefer="fastvit")
+    fake(REAL)
+    install("fastvit")
+    assert sum(isinstance(finder, _finder._Finder) for finder in sys.meta_path) == 1
     import apex
     import inplace_abn
-    from apex import contrib
+    from apex import contrib, transformer
     from apex.amp import initialize
 
     assert apex.amp is fastvit.compat.apex.amp and initialize is apex.amp.initialize
     assert apex.real and contrib.real and apex.lazy == 7  # the rest of it stays
+    assert transformer.real
     assert inplace_abn is fastvit.compat.inplace_abn
 
 
