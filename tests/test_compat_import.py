@@ -148,6 +148,7 @@ def test_real_one_that_does_not_import(fake, broken):
     from apex.amp import initialize
 
     assert apex is fastvit.compat.apex and initialize is fastvit.compat.apex.amp.initialize
+    assert sys.modules["apex.amp"] is fastvit.compat.apex.amp
 
 
 def test_clone_beside_the_script_is_no_package(fake):
