@@ -5,7 +5,6 @@ import platform
 import pytest
 import torch
 from amp_models import HALF, LEVELS, backward, data, gradients, loss_of, network, seen_of, start, step, values
-from torch import nn
 from torch.nn import functional as F
 
 from fastvit.compat.apex import amp
@@ -27,6 +26,7 @@ def floating(module, output=None) -> set[torch.dtype]:
         ("O2", {}, HALF, F32, HALF),
         ("O3", {}, HALF, HALF, HALF),
         ("O1", {"cast_model_type": F16}, F32, F32, F16),
+        ("O1", {"cast_model_outputs": torch.float64}, F32, F32, HALF),
         ("O1", {"patch_torch_functions": False}, F32, F32, F32),
         ("O2", {"cast_model_type": F16}, F16, F32, F16),
         ("O2", {"cast_model_type": False}, F32, F32, F32),
@@ -38,7 +38,7 @@ def floating(module, output=None) -> set[torch.dtype]:
 def test_dtypes(level, options, conv, norm, inside):
     model, optimizer = start(level, **options)
     layers, flat = [seen_of(layer, floating) for layer in model], seen_of(model[4])
-    assert model(data()[0]).dtype == F32 and flat == [inside]
+    assert model(data()[0]).dtype == options.get("cast_model_outputs", F32) and flat == [inside]
     assert layers[0] == [{conv}] and layers[1] == layers[3] == [{norm}]
     assert floating(model) == {p.dtype for p in amp.master_params(optimizer)} == {F32}
 
@@ -55,31 +55,6 @@ def test_half_on_the_cpu_is_said_once_and_chosen_by_the_environment(monkeypatch)
     seen = seen_of(model[0], floating)
     model(data()[0])
     assert seen == [{F16}] and forward.half_type("cpu") == F16
-
-
-def test_outputs_and_scales_that_are_given():
-    assert start("O1", cast_model_outputs=torch.float64)[0](data()[0]).dtype == torch.float64
-    assert isinstance(amp.initialize(network(), opt_level="O1", loss_scale="128.0", verbosity=0), nn.Module)
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 0}}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_training_follows_float32(level):
-    plain = network()
-    reference = torch.optim.SGD(plain.parameters(), 0.05, momentum=0.9)
-    model, optimizer = start(level, loss_scale="dynamic")
-    for seed in range(8):
-        reference.zero_grad()
-        loss_of(plain, seed).backward()
-        reference.step()
-        step(model, optimizer, seed)
-    if level == "O0":  # a scale that is a power of two changes no digit
-        assert torch.equal(values(model), values(plain))
-    for stepped, parameter in zip(amp.master_params(optimizer), model.parameters(), strict=True):
-        assert stepped is parameter
-    assert not torch.equal(values(model), values(model).bfloat16().float())
-    moved = (values(plain) - values(network())).norm()
-    assert (values(model) - values(plain)).norm() < {"O0": 0, "O3": 0.3}.get(level, 0.1) * moved + 1e-12
 
 
 @pytest.mark.parametrize(
@@ -111,6 +86,8 @@ def test_wrong_models_and_optimizers():
         pass
     with pytest.raises(RuntimeError, match="SGD was not given to amp.initialize"):
         step(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.warns(UserWarning, match="delay_overflow_check has no effect"):
+        backward(model, optimizer, delay_overflow_check=True)
     with pytest.raises(RuntimeError, match="optimizer.step takes no closure"):
         optimizer.step(lambda: 0.0)
 
@@ -144,8 +121,6 @@ def test_disabled():
     with amp.scale_loss(loss, optimizer) as scaled:
         assert scaled is loss
     assert amp.state_dict() == {}
-    step(model, optimizer)
-    assert type(model) is nn.Sequential
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -172,6 +147,7 @@ def test_static_scales(level, scale):
     other, its_optimizer = start(level, loss_scale=1.0)
     backward(other, its_optimizer)
     model, optimizer = start(level, loss_scale=scale)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": float(scale), "unskipped": 0}}
     loss = loss_of(model)
     with amp.scale_loss(loss, optimizer) as scaled:
         assert scaled.item() == loss.item() * float(scale)
@@ -181,10 +157,4 @@ def test_static_scales(level, scale):
     assert {p.grad.dtype for p in model.parameters()} == {F32}
     with amp.scale_loss(torch.tensor(60000.0, dtype=F16, requires_grad=True), optimizer) as scaled:
         assert scaled.item() == 60000.0 * float(scale)
-
-
-def test_a_dynamic_scale_of_1_still_finds_overflows():
-    model, optimizer = start("O1", loss_scale="dynamic", max_loss_scale=1.0)
-    before = values(model)
-    step(model, optimizer, infinite=True)
-    assert torch.equal(values(model), before)
+    assert optimizer.step(lambda: 7.0) == 7.0  # no overflow is looked for

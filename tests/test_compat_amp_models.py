@@ -119,7 +119,8 @@ class Frozen:
 
 
 class Items(list):
-    pass
+    def __init__(self, first, second):
+        super().__init__((first, second))
 
 
 N = torch.tensor([1])
@@ -133,7 +134,7 @@ CONTAINERS = [
     lambda y: collections.defaultdict(list, y=y),
     lambda y: collections.OrderedDict(y=y, n=N),
     lambda y: collections.UserDict(y=y, n=N),
-    lambda y: Items([y, N]),
+    lambda y: Items(y, N),
     lambda y: Frozen(y, N),
     lambda y: Box(y=y, n=N),
     lambda y: nn.utils.rnn.pack_sequence([y]),

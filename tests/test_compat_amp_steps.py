@@ -1,6 +1,7 @@
 """fastvit.compat.apex.amp: loss scaling, accumulation, restarts, other optimizers and checkpoints."""
 
 import copy
+import functools
 import io
 from unittest.mock import Mock
 
@@ -18,30 +19,39 @@ pytestmark = pytest.mark.usefixtures("amp_off")
 X = torch.zeros(1)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_overflow_skips_the_step_and_says_so(level, capsys):
-    schedules = []
+SGD = functools.partial(torch.optim.SGD, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("level", "kind", "largest"),
+    [
+        *[(level, kind, 2.0**24) for level in ("O1", "O2") for kind in (FusedLAMB, FusedNovoGrad, FusedAdam)],
+        *[(level, SGD, 2.0**24) for level in LEVELS],
+        ("O1", SGD, 1.0),
+    ],
+)
+def test_overflow_skips_the_step_and_says_so(level, kind, largest, capsys):
+    """The optimizer's state and its count of steps, which bias corrections take, do not change."""
+    schedules, scale = [], min(2.0**16, largest) / 2
 
     def make(parameters):
-        optimizer = torch.optim.SGD(parameters, 0.05, momentum=0.9)
+        optimizer = kind(parameters, 0.05)
         schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
         return optimizer
 
-    model, optimizer = start(level, make, loss_scale="dynamic")
+    model, optimizer = start(level, make, loss_scale="dynamic", max_loss_scale=largest)
     amp._amp_state.verbosity = 1
     step(model, optimizer, 0)
-    before, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     step(model, optimizer, 1, infinite=True)
     changed = [key for key in before if not torch.equal(before[key], model.state_dict()[key])]
     assert all("running" in key or "tracked" in key for key in changed)
     after = optimizer.state_dict()
-    assert all(
-        torch.equal(moments["state"][i]["momentum_buffer"], after["state"][i]["momentum_buffer"])
-        for i in moments["state"]
-    )
+    torch.testing.assert_close(after["state"], state["state"], rtol=0, atol=0)
+    assert after["param_groups"] == state["param_groups"]
     said = capsys.readouterr().out
-    assert "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0" in said
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 0}}
+    assert f"Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to {scale}" in said
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}
     weights = values(model)
     schedules[0].step()  # made before `initialize`
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
@@ -167,7 +177,7 @@ def test_initialize_again_with_a_shared_layer():
     models = [nn.Sequential(nn.Linear(4, 4), norm) for _ in range(2)]
     seen = []
     norm.register_forward_hook(lambda module, args, output: seen.append(module.running_mean.dtype))
-    amp.initialize(models, opt_level="O3", verbosity=0)
+    amp.initialize(models, opt_level="O2", verbosity=0)
     for model in models:
         model(torch.randn(3, 4))
     amp.initialize(models[0], enabled=False)
@@ -228,9 +238,6 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class Derived(torch.optim.SGD):
-    def __init__(self, parameters):
-        super().__init__(parameters, 0.05)
-
     def step(self, closure=None):
         return super().step(closure)
 
@@ -329,18 +336,3 @@ def test_larc(level, inside, delay):
     want = trained("O0", loss_scale=1.0)
     difference = trained(level, loss_scale=128.0) - want
     assert difference.norm() < {"O0": 1e-5, "O3": 0.3}.get(level, 0.1) * want.norm()
-
-
-@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad, FusedAdam])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_skipped_steps_are_not_counted(level, kind):
-    """Bias corrections depend on the step count, mostly in the first steps."""
-    results = []
-    for skips in (0, 3):
-        model, optimizer = start(level, lambda p: kind(p, lr=0.05), loss_scale="dynamic")
-        for seed in (*[0] * skips, 1, 2):
-            step(model.eval(), optimizer, seed, infinite=seed == 0)
-        results.append(values(model))
-        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0 ** (16 - skips)
-    assert torch.equal(*results)
-    assert not torch.equal(results[0], values(network()))

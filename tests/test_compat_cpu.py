@@ -91,7 +91,7 @@ assert 0 < start.elapsed_time(end) < 1e5 and torch.cuda.max_memory_allocated() =
 assert torch.cuda.get_device_name() == "CPU"
 path = f"checkpoint{args.local_rank}.pt"
 torch.save({"model": model.state_dict(), "cuda": torch.cuda.get_rng_state(), "amp": amp.state_dict()}, path)
-saved = torch.load(path, map_location=lambda storage, place: storage.cuda(args.local_rank))
+saved = torch.load(path, map_location=lambda storage, location: storage.cuda(args.local_rank))
 model.load_state_dict(saved["model"]), torch.cuda.set_rng_state(saved["cuda"])
 dist.barrier(device_ids=[args.local_rank])
 try:  # an op without a CPU kernel
@@ -144,6 +144,8 @@ os.write(1, f"rank {rank} {seen} {same} {torch.zeros(2).device} {scaler.get_scal
 """
 
 TRAINER = """\
+from real_models import import_torchvision
+import_torchvision()
 import torch, transformers
 assert torch.cuda.is_available()
 config = transformers.ViTConfig(
@@ -185,7 +187,8 @@ def test_torch_amp_with_a_launcher_of_its_own(tmp_path):
 
 def test_a_trainer_of_transformers(tmp_path):
     package("transformers"), package("accelerate")
-    assert run(tmp_path, TRAINER, "main.py")[0][-1] == "steps 2"
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks")))
+    assert run(tmp_path, TRAINER, "main.py", PYTHONPATH=path)[0][-1] == "steps 2"
 
 
 def test_half_of_the_cpu(monkeypatch):

@@ -2,11 +2,15 @@
 
 import contextlib
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
+from amp_models import data, scaled_backward, values
+from amp_models import gradients as gradients_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -14,31 +18,18 @@ from torch.utils.checkpoint import checkpoint
 from fastvit.compat import inplace_abn
 from fastvit.compat.apex import amp, fp16_utils
 from fastvit.compat.apex.parallel import DistributedDataParallel, Reducer, convert_syncbn_model
-from fastvit.compat.apex.parallel.distributed import flat_dist_call
-
-BATCH = 6
+from fastvit.compat.apex.parallel.distributed import flat_dist_call, without_sync
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
+    return nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4))
 
 
-def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, 1, 6, 6, generator=generator), torch.randint(3, (BATCH,), generator=generator)
-
-
-def share(rank: int, world: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_of(model, rank: int, world: int, step: int, dtype=torch.float32) -> torch.Tensor:
+    """Of the rank's share of a batch."""
     images, labels = data(step)
-    return images[rank::world], labels[rank::world]
-
-
-def backward(model, optimizer, images, labels, infinite=False, **options) -> None:
-    with amp.scale_loss(F.cross_entropy(model(images), labels), optimizer, **options) as scaled:
-        if infinite:
-            scaled = scaled * float("inf")
-        scaled.backward()
+    return F.cross_entropy(model(images[rank::world].to(dtype)).float(), labels[rank::world])
 
 
 def train(rank, world, level, infinite_on=None):
@@ -50,11 +41,11 @@ def train(rank, world, level, infinite_on=None):
     for step in range(3):
         optimizer.zero_grad()
         infinite = step == 1 and infinite_on is not None and (world == 1 or rank == infinite_on)
-        backward(parallel, optimizer, *share(rank, world, step), infinite=infinite)
+        loss = loss_of(parallel, rank, world, step)
+        scaled_backward(loss * float("inf") if infinite else loss, optimizer)
         optimizer.step()
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     buffers = torch.cat([b.float().flatten() for b in model.buffers()])
-    return weights, buffers, amp.state_dict()["loss_scaler0"]["loss_scale"]
+    return values(model), buffers, amp.state_dict()["loss_scaler0"]["loss_scale"]
 
 
 @pytest.mark.parametrize("infinite_on", [None, 1])
@@ -71,7 +62,7 @@ def test_weights_are_equal_over_ranks(ranks, level, infinite_on):
 
 def accumulate(rank, world, level, no_sync, delay=False, make=DistributedDataParallel, compiled=False):
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
     nn.init.normal_(model[1].weight)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if level == "fp16":
@@ -84,14 +75,14 @@ def accumulate(rank, world, level, no_sync, delay=False, make=DistributedDataPar
         model.compile(backend="aot_eager")
     parallel = make(model)
     for step in range(3):
-        images, labels = share(rank, world, step)
         local = no_sync and step < 2
         with parallel.no_sync() if local else contextlib.nullcontext():
             if level == "fp16":
-                optimizer.backward(F.cross_entropy(parallel(images.half()).float(), labels))
+                optimizer.backward(loss_of(parallel, rank, world, step, torch.float16))
             else:
-                backward(parallel, optimizer, images, labels, delay_unscale=delay and local)
-    return torch.cat([p.grad.float().flatten() for p in amp.master_params(optimizer)])
+                loss = loss_of(parallel, rank, world, step)
+                scaled_backward(loss, optimizer, delay_unscale=delay and local)
+    return gradients_of(model)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "fp16"])
@@ -235,12 +226,6 @@ def gradient_penalty(model, rank, step):
     (model(inputs) + slope.square().sum()).backward()
 
 
-GRAPHS = [
-    plain, two_forwards, two_backwards, reentrant, reentrant_alone, not_reentrant, another_head_on_each_rank,
-    gradient_penalty,
-]  # fmt: skip
-
-
 def frozen_at_first(model, step):
     model.first.requires_grad_(step > 0)
 
@@ -277,9 +262,10 @@ def gradients(rank, world, graph, change):
     return got, want
 
 
-CASES = [(graph, unchanged) for graph in GRAPHS]
-CHANGES = (frozen_at_first, frozen_later, all_but_one_bias)
-CASES += [(graph, change) for graph in (plain, reentrant) for change in CHANGES]
+CHANGES = (unchanged, frozen_at_first, frozen_later, all_but_one_bias)
+CASES = [(graph, change) for graph in (plain, reentrant) for change in CHANGES]
+CASES += [(graph, unchanged) for graph in (two_forwards, two_backwards, reentrant_alone, not_reentrant)]
+CASES += [(graph, unchanged) for graph in (another_head_on_each_rank, gradient_penalty)]
 
 
 @pytest.mark.parametrize(("graph", "change"), CASES)
@@ -293,6 +279,9 @@ def others(rank, world):
     torch.manual_seed(rank)
     teacher = DistributedDataParallel(nn.Linear(4, 2).requires_grad_(False))  # is broadcast, and that is all
     results["teacher"] = teacher.module.weight.tolist()
+    dropped = weakref.ref(DistributedDataParallel(nn.Linear(4, 2)))
+    gc.collect()
+    assert dropped() is None  # its hooks do not keep it alive
 
     model = Model()
     parallel = DistributedDataParallel(model)
@@ -303,7 +292,10 @@ def others(rank, world):
 
     copied = copy.deepcopy(parallel)
     copied.zero_grad()
+    torch.compile(copied, backend="eager", fullgraph=True)(x(rank)).backward()
     copied(x(rank)).backward()
+    with copied.no_sync():
+        assert without_sync() == {*copied.parameters()}
     results["copy"] = copied.module.first.weight.grad.tolist()
 
     with parallel.no_sync():
@@ -320,6 +312,14 @@ def others(rank, world):
     parallel.enable_allreduce()
     plain(parallel, rank, 1)
     assert model.first.weight.grad.tolist() == results["no_sync"]
+
+    failing = model.first.weight.register_hook(lambda gradient: 1 / 0)  # the last of the backward
+    with pytest.raises(ZeroDivisionError):
+        plain(parallel, rank, 0)
+    failing.remove()
+    model.zero_grad()
+    plain(parallel, rank, 0)
+    results["after an error"] = model.first.weight.grad.tolist()
 
     embedding = nn.Embedding(5, 2, sparse=True)
     parallel = DistributedDataParallel(embedding)

@@ -149,7 +149,7 @@ _TENSORS = "Float Double Half BFloat16 Byte Char Short Int Long Bool"
 
 
 def _cuda() -> dict[str, Any]:
-    """What takes the place of names of torch.cuda."""
+    """What replaces names of torch.cuda."""
 
     def answer(value: Any) -> Callable:  # torch.compile wants a function of its own for each name
         return lambda *args, **kwargs: value

@@ -48,7 +48,7 @@ def _ours(name: str) -> str | None:
     """fastvit's module for `name`, or None."""
     target = f"{_HERE}.{name}"
     try:
-        return target if target in sys.modules or importlib.util.find_spec(target) else None
+        return target if importlib.util.find_spec(target) else None
     except ModuleNotFoundError:  # the parent is no package
         return None
 
@@ -73,8 +73,7 @@ def without(module: str) -> Callable[[str], NoReturn]:
 
 
 def _is_ours(name: str) -> bool:
-    module = sys.modules.get(name)
-    return module is not None and module is sys.modules.get(f"{_HERE}.{name}")
+    return name in sys.modules and sys.modules[name] is sys.modules.get(f"{_HERE}.{name}")
 
 
 class _Alias(Loader):
@@ -174,15 +173,15 @@ class _Finder(DistributionFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        root, dot, _ = name.removeprefix(f"{_HERE}.").partition(".")
+        root = name.removeprefix(f"{_HERE}.").partition(".")[0]
         if root not in _ROOTS:
             return None
         if name.startswith(f"{_HERE}."):  # as `from apex import amp` asks for it: the module has this name
-            if dot and PathFinder.find_spec(name, path) is None:
+            if PathFinder.find_spec(name, path) is None:
                 raise _missing(name.removeprefix(f"{_HERE}."))
             return None
         ours = _ours(name)
-        if dot and _is_ours(root):  # a search on the package's path would load a second copy
+        if _is_ours(root):  # a search on the package's path would load a second copy
             if not ours:  # as without any apex; returning None would leave out the reason
                 raise _missing(name)
             return self._alias(name, ours)

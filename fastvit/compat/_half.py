@@ -8,7 +8,7 @@ HALVES = ("bfloat16", "float16")
 
 
 def cpu_half() -> torch.dtype:
-    """The dtype in the place of CUDA's float16: bfloat16, which needs no loss scaling, or float16.
+    """The dtype that stands for CUDA's float16: bfloat16, which needs no loss scaling, or float16.
 
     Raises:
         ValueError: FASTVIT_HALF is neither.

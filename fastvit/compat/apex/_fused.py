@@ -28,7 +28,7 @@ def norms(
 
 
 def _strides(tensor: Tensor) -> list[tuple[int, int]]:
-    """Stride and size of each dimension that has more than one place."""
+    """Stride and size of each dimension that has more than one element."""
     return [(stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
 
 

@@ -30,7 +30,7 @@ if prefer := os.environ.get("FASTVIT_COMPAT"):
     if os.environ.get("FASTVIT_COMPAT_CPU") and find_spec("torch"):  # by `--cpu`
         import_module("fastvit.compat._cpu").install()
 
-if spec := PathFinder.find_spec("sitecustomize"):  # the one in whose place this one came
+if spec := PathFinder.find_spec("sitecustomize"):  # the one that this one hides
     sys.modules["sitecustomize"] = module_from_spec(spec)
     assert spec.loader
     spec.loader.exec_module(sys.modules["sitecustomize"])

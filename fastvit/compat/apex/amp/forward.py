@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..._half import cpu_half
 from .._notices import warn_once
 from ._amp_state import Properties, _amp_state
-from .weights import HALF_TYPES, cast_weights, put_back
+from .weights import HALF_TYPES, cast_weights, swap_back
 
 
 @dataclass
@@ -203,13 +203,13 @@ class AmpForward:
     def _cast(self, casts: ForwardCasts, args: Any, kwargs: Any) -> Any:
         """The forward with cast weights."""
         assert casts.dtype is not None
-        places = cast_weights(self.model, casts.dtype, casts.options.keep_batchnorm_fp32)
+        swaps = cast_weights(self.model, casts.dtype, casts.options.keep_batchnorm_fp32)
         casts.running += 1
         try:
             return self.__wrapped__(*args, **kwargs)
         finally:
             casts.running -= 1
-            put_back(places, self.model.training and not torch.compiler.is_compiling())
+            swap_back(swaps, self.model.training and not torch.compiler.is_compiling())
 
 
 def _hooks(forward: AmpForward) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
 from . import forward
 from ._amp_state import Properties, _amp_state, maybe_print
 from .forward import ForwardCasts, device_type, half_type
+from .handle import AmpOptimizer, innermost, of, several
 from .lists import AmpHandle
-from .optimizer import AmpOptimizer, innermost, of, several
 from .scaler import LossScaler
 from .weights import HALF_TYPES
 

@@ -1,25 +1,187 @@
-"""`scale_loss` around each backward, and `disable_casts`."""
+"""`scale_loss`, the scale of gradients, and optimizers that skip their step after an overflow."""
+
+from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._fused import lay_out
 from .._notices import warn_once
 from ..parallel.distributed import without_sync
-from ._amp_state import _amp_state
-from .optimizer import (
-    AmpOptimizer,
-    before_backward,
-    leave_scaled,
-    of,
-    parameters_of,
-    scaled,
-    several,
-    unscale,
-)
+from ..parallel.LARC import LARC
+from ._amp_state import _amp_state, maybe_print
+from .scaler import LossScaler
+
+scaled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameter whose gradient is not unscaled yet -> its scale, and the scaler that will count its step."""
+
+
+def innermost(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside a LARC, or `optimizer` itself."""
+    while isinstance(optimizer, LARC):
+        optimizer = optimizer.optim
+    return optimizer
+
+
+def several(value: Any) -> list[Any]:
+    """The models or optimizers in an iterable, or the one that was given."""
+    one = isinstance(value, (nn.Module, Optimizer, dict)) or not isinstance(value, Iterable)
+    return [value] if one else list(value)
+
+
+def of(optimizer: Any) -> AmpOptimizer | None:
+    """The `AmpOptimizer` that `amp.initialize` attached to `optimizer`, or None."""
+    return getattr(innermost(optimizer), "__dict__", {}).get("_amp_stash")
+
+
+# Gradients of parameters
+
+
+def parameters_of(optimizers: Iterable[Any]) -> list[nn.Parameter]:
+    """All parameters of these optimizers, each once."""
+    return list(dict.fromkeys(p for o in optimizers for group in o.param_groups for p in group["params"]))
+
+
+Earlier = dict[nn.Parameter, Tensor]
+"""Unscaled gradients that are kept apart from those of a backward."""
+
+
+@torch.no_grad()
+def before_backward(parameters: Iterable[nn.Parameter], scale: float) -> Earlier:
+    """Prepares gradients for those of a loss times `scale`, which backward adds to them.
+
+    Scaled ones get that scale. The unscaled ones of earlier losses are taken away and returned.
+    """
+    earlier = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            scaled.pop(parameter, None)
+        elif (held := scaled.get(parameter)) is None:
+            earlier[parameter], parameter.grad = parameter.grad, None
+        elif held[0] != scale:
+            parameter.grad.mul_(scale / held[0])
+            scaled[parameter] = (scale, held[1])
+    return earlier
+
+
+@torch.no_grad()
+def unscale(parameters: Iterable[nn.Parameter], scale: float, earlier: Earlier) -> list[Tensor]:
+    """Divides gradients by `scale` and adds `earlier` ones, in place; devices and dtypes may be mixed.
+
+    Returns one float32 scalar per device, 1 where any gradient there is not finite. Does not wait for the
+    device.
+    """
+    parameters = list(parameters)
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}])
+    factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=parameters[0].device)
+    flags = GradScaler(enabled=False)._unscale_grads_(optimizer, factor, torch.zeros_like(factor), True)
+    for parameter in parameters:
+        scaled.pop(parameter, None)
+        add_gradient(parameter, earlier.get(parameter))
+    return [*flags.values()]
+
+
+@torch.no_grad()
+def leave_scaled(
+    parameters: Iterable[nn.Parameter], scale: float, scaler: LossScaler | None, earlier: Earlier
+) -> None:
+    """Leaves gradients scaled until the next backward without a delay, or the step, which `scaler` counts."""
+    for parameter in parameters:
+        scaled[parameter] = (scale, scaler)
+        if (gradient := earlier.get(parameter)) is not None:
+            add_gradient(parameter, gradient.mul_(scale))
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Adds `gradient`, where there is one, to that of the parameter."""
+    if gradient is not None:
+        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
+class AmpOptimizer:
+    """Attached to a torch optimizer, and to those that it has inside, by their step hooks. It is found under
+    apex's name, `_amp_stash`; there scripts that resume also set `lazy_init_called`, after a call of
+    `_lazy_init_maybe_master_weights`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._withheld: Earlier = {}
+        self.overflow = ""  # the next step prints it and does nothing, unless the script drops its gradients
+        # A wrapper of an optimizer (Lookahead) may not call Optimizer.__init__, without which torch runs no
+        # hooks. __setstate__ adds what is missing.
+        vars(optimizer).setdefault("defaults", {})
+        Optimizer.__setstate__(optimizer, {})
+        # SAM steps its inner optimizer without a step of its own.
+        inside = [o for o in vars(optimizer).values() if isinstance(o, Optimizer)]
+        self._handles = [
+            handle
+            for stepped in (optimizer, *inside)
+            for handle in (
+                stepped.register_step_pre_hook(self._before_step),
+                stepped.register_step_post_hook(self._after_step),
+            )
+        ]
+        optimizer.__dict__.update(_amp_stash=self, _lazy_init_maybe_master_weights=lambda: None)
+
+    def remove(self) -> None:
+        """Undoes all changes of the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        for name in ("_amp_stash", "_lazy_init_maybe_master_weights"):
+            del self.optimizer.__dict__[name]
+
+    def look_for_overflow(self) -> None:
+        """Forgets the overflow if the script has dropped or zeroed its gradients."""
+        gradients = (p.grad for p in parameters_of([self.optimizer]) if p.grad is not None)
+        if self.overflow and not any(gradient.to_dense().any() for gradient in gradients):
+            self.overflow = ""
+
+    def unscale_rest(self) -> None:
+        """Unscales gradients that were left scaled, and skips the step after an overflow."""
+        held: dict[tuple[float, LossScaler | None], list[nn.Parameter]] = {}
+        for parameter in parameters_of([self.optimizer]):
+            if parameter in scaled:
+                held.setdefault(scaled[parameter], []).append(parameter)
+        for (scale, scaler), parameters in held.items():
+            flags = unscale(parameters, scale, {})
+            if scaler is not None and scaler.update_scale(scaler.dynamic and any(f.item() for f in flags)):
+                self.overflow = (
+                    f"Gradient overflow. Skipping step, reducing loss scale to {scaler.loss_scale()}"
+                )
+
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is not None and any(s.dynamic for s in _amp_state.loss_scalers):
+            raise RuntimeError(
+                "amp: optimizer.step takes no closure, because the gradients decide whether the step is "
+                "skipped; compute them before"
+            )
+        self.unscale_rest()
+        # A step that calls the step of its base class runs this twice, the second time without gradients.
+        self.look_for_overflow()
+        if self.overflow:
+            maybe_print(self.overflow, rank0=True)
+            # An optimizer changes neither a parameter without a gradient nor its state.
+            parameters = parameters_of([self.optimizer])
+            self._withheld = {p: p.grad for p in parameters if p.grad is not None}
+            for parameter in parameters:
+                parameter.grad = None
+        lay_out(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        for parameter, gradient in self._withheld.items():
+            parameter.grad = gradient
+        self._withheld.clear()
+        self.overflow = ""
 
 
 @contextlib.contextmanager

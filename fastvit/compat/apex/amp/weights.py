@@ -11,8 +11,8 @@ from .._fused import follow_
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
-Place = tuple[dict[str, Any], str, Any, Any]
-"""A dict of a module and a name there; what it has at rest and what during the forward."""
+Swap = tuple[dict[str, Any], str, Any, Any]
+"""A dict of a module and a name there; its value at rest and during the forward."""
 
 
 def is_batchnorm(module: nn.Module) -> bool:
@@ -33,8 +33,8 @@ class _Cast(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool | None) -> list[Place]:
-    """Puts casts of floating-point parameters and buffers in their places, until `put_back`.
+def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool | None) -> list[Swap]:
+    """Swaps floating-point parameters and buffers for their casts, until `swap_back`.
 
     A gradient passes through the cast to the parameter.
 
@@ -42,7 +42,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
         keep_batchnorm_fp32: do not cast BatchNorm layers that have a weight.
     """
     casts: dict[int, Tensor] = {}  # tied weights are cast once
-    places: list[Place] = []
+    swaps: list[Swap] = []
     for module in model.modules():
         if keep_batchnorm_fp32 and is_batchnorm(module) and module.affine:
             continue
@@ -52,30 +52,30 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
             (module._buffers, module._buffers),
             (attributes, attributes.get("_former_parameters", ())),  # of a replica of DataParallel
         ]
-        for place, names in entries:
+        for owner, names in entries:
             for name in list(names):
-                tensor = place[name]
+                tensor = owner[name]
                 if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
                     continue
                 if (cast := casts.get(id(tensor))) is None:
                     sparse = attributes.get("sparse", False)
                     cast = casts[id(tensor)] = _Cast.apply(tensor, dtype) if sparse else tensor.to(dtype)
-                places.append((place, name, tensor, cast))
-                place[name] = cast
+                swaps.append((owner, name, tensor, cast))
+                owner[name] = cast
         if flat := attributes.get("_flat_weights"):  # of recurrent networks
-            places.append((attributes, "_flat_weights", flat, [casts.get(id(w), w) for w in flat]))
-            attributes["_flat_weights"] = places[-1][3]
-    return places
+            swaps.append((attributes, "_flat_weights", flat, [casts.get(id(w), w) for w in flat]))
+            attributes["_flat_weights"] = swaps[-1][3]
+    return swaps
 
 
 @torch.no_grad()
-def put_back(places: list[Place], follow_parameters: bool) -> None:
+def swap_back(swaps: list[Swap], follow_parameters: bool) -> None:
     """Undoes `cast_weights`. What forward has written to buffers, and with `follow_parameters` to parameters,
     is kept.
     """
-    for place, name, tensor, cast in reversed(places):
-        now, place[name] = place.get(name), tensor
-        if now is not cast:  # assigned
-            place[name] = now.to(tensor.dtype) if type(now) is Tensor else now
+    for owner, name, tensor, cast in reversed(swaps):
+        now, owner[name] = owner.get(name), tensor
+        if now is not cast and not isinstance(tensor, list):  # assigned by the script
+            owner[name] = now.to(tensor.dtype) if type(now) is Tensor else now
         elif isinstance(cast, Tensor) and (follow_parameters or not isinstance(tensor, nn.Parameter)):
             follow_(tensor.data, cast.data)

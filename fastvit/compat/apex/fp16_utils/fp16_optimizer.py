@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._fused import follow_, lay_out
-from ..amp.optimizer import Earlier, before_backward, innermost, leave_scaled, parameters_of, scaled, unscale
+from ..amp.handle import Earlier, before_backward, innermost, leave_scaled, parameters_of, scaled, unscale
 from ..amp.weights import HALF_TYPES
 from ..parallel.distributed import without_sync
 from .loss_scaler import DynamicLossScaler, LossScaler

@@ -185,14 +185,6 @@ class Reducer:
             reduce_gradients(list(self.module.parameters()), 1.0, 1.0 / dist.get_world_size())
 
 
-def _by_type(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """The tensors of each dtype and device."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        groups[tensor.dtype, tensor.device].append(tensor)
-    return groups.values()
-
-
 def _broadcast(tensors: Sequence[Tensor]) -> None:
     """Gives all ranks the tensors of rank 0.
 
@@ -237,11 +229,13 @@ def reduce_gradients(
         else:
             dense.append(gradient)
         parameter.grad = gradient
-    for gradients in _by_type(dense):
-        flat = flatten(gradients)
+
+    def scaled_sum(flat: Tensor) -> None:
         wide = flat.float() if in_float32 and flat.dtype != torch.float64 else flat
         dist.all_reduce(wide.mul_(before))
-        torch._foreach_copy_(gradients, unflatten(wide.mul_(after), gradients))
+        flat.copy_(wide.mul_(after))
+
+    flat_dist_call(dense, scaled_sum)
 
 
 @torch.no_grad()
@@ -251,10 +245,13 @@ def flat_dist_call(
     """One collective for each dtype and device instead of one for each tensor; changes the tensors in place.
 
     Args:
-        call: a collective such as `torch.distributed.broadcast`; sums of `all_reduce` become means.
+        call: a collective such as `torch.distributed.broadcast`, in place; sums of `all_reduce` become means.
         extra_args: arguments of `call` after the tensor.
     """
-    for group in _by_type(tensors):
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.dtype, tensor.device].append(tensor)
+    for group in groups.values():
         flat = flatten(group)
         call(flat, *(extra_args or ()))
         if call is dist.all_reduce:
