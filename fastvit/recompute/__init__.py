@@ -12,7 +12,7 @@ compiled.py, joint.py   the same under torch.compile
 """
 
 from . import compiled
-from .decisions import Decision, Saved
+from .decisions import Decision, Watcher
 from .opening import active_scope, close_scope, open_scope, recompute_scope, watched, why_closed
 from .policy import ACROSS, CHEAP, DEEP, PRODUCTS, Policy, Site, pair
 
@@ -23,8 +23,8 @@ __all__ = [
     "PRODUCTS",
     "Decision",
     "Policy",
-    "Saved",
     "Site",
+    "Watcher",
     "active_scope",
     "close_scope",
     "compiled",

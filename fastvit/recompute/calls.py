@@ -258,7 +258,7 @@ def _copied_for_recipes(scope: Calls, node) -> list[Record]:
     if scope.is_filed(node):
         scope.decide()
     value = Value.of(node)
-    every, value.records = value.saved(), []
+    every, value.records = value.live_records(), []
     for one in every:
         one.copy_for_recipes()
     return every

@@ -42,8 +42,8 @@ class Decision:
     forget: Callable[[], None] = lambda: None
 
 
-class Saved:
-    """What ops save. Holds neither the tensors nor their records.
+class Watcher:
+    """Sees what ops save. Holds neither the tensors nor their records.
 
     Args:
         note: returns what is to be noted of a tensor.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from .decisions import Saved
+from .decisions import Watcher
 from .policy import CHEAP, PRODUCTS, Policy
 from .scope import Scope, top_hooks
 
@@ -69,7 +69,7 @@ class _Opened(threading.local):
 
     def __init__(self):
         self.stack: list[tuple[object, Scope | None, tuple[Policy, str] | None]] = []
-        self.saved: Saved | None = None
+        self.watcher: Watcher | None = None
 
 
 _opened = _Opened()
@@ -88,7 +88,7 @@ def open_scope(owner: object, policy: Policy, block: str, inputs: Iterable[objec
         scope.mark(inputs)
     elif _can_open():
         _let_torch_func_in()
-        scope = Scope(policy, _opened.saved)
+        scope = Scope(policy, _opened.watcher)
         scope.begin(policy, block)
         scope.enter()
     _opened.stack.append((owner, scope, before))
@@ -114,13 +114,13 @@ def close_scope(owner: object, results: Iterable[object] = ()) -> None:
 
 
 @contextlib.contextmanager
-def watched(note: Callable[[Tensor], object]) -> Iterator[Saved]:
+def watched(note: Callable[[Tensor], object]) -> Iterator[Watcher]:
     """Gives what ops save in scopes that this thread opens inside, and what `note` returns of it."""
-    before, _opened.saved = _opened.saved, Saved(note)
+    before, _opened.watcher = _opened.watcher, Watcher(note)
     try:
-        yield _opened.saved
+        yield _opened.watcher
     finally:
-        _opened.saved = before
+        _opened.watcher = before
 
 
 def why_closed() -> str:

@@ -135,7 +135,7 @@ class Record:
     def reduce_to_mask(self) -> None:
         """Drops all but a mask, where nothing but the op that saved the tensor reads it."""
         mask_of, self.mask_of = self.mask_of, None  # a recipe may take it from here on, if it stays
-        others = self.value is not None and any(one is not self for one in self.value.saved())
+        others = self.value is not None and any(one is not self for one in self.value.live_records())
         tensor = self.tensor
         if mask_of is None or others or self.is_read or self.stand_in is not None or not self.is_intact():
             return
@@ -174,13 +174,13 @@ class Value:
         value = node.metadata[VALUE] = cls(of_unsafe_view(node).name())
         return value
 
-    def saved(self) -> list[Record]:
+    def live_records(self) -> list[Record]:
         """What stands for it now, as a whole or in parts."""
         return [record for reference in self.records if (record := reference()) is not None]
 
     def kept(self) -> Record | None:
         """A record that holds its memory."""
-        return next((one for one in self.saved() if one.is_intact() and not one.is_freed()), None)
+        return next((one for one in self.live_records() if one.is_intact() and not one.is_freed()), None)
 
 
 class Recipe:

@@ -27,7 +27,7 @@ from torch import Tensor
 from . import masks, rules  # noqa: F401  # rules fills the tables of graph
 from .calls import Calls
 from .decide import Pass
-from .decisions import Saved
+from .decisions import Watcher
 from .policy import DEEP, Policy, plain
 from .record import SMALLEST, HandedOn, Record, Unread, Value, stream_of, unpack
 from .views import VIEWS, leads_to, of_unsafe_view
@@ -50,14 +50,14 @@ def top_hooks() -> Hooks | None:
 class Scope(Calls):
     """One open scope."""
 
-    def __init__(self, policy: Policy, saved: Saved | None = None):
+    def __init__(self, policy: Policy, watcher: Watcher | None = None):
         super().__init__()
         self.policy = policy
         self.block = ""  # the block whose forward runs
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
         self._filed: list[weakref.ref[Record]] = []
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)  # of a block's sites, by the op's name
-        self._saved = saved  # for those who watch
+        self._watcher = watcher
 
     def enter(self) -> None:
         self._outer = top_hooks()
@@ -114,8 +114,8 @@ class Scope(Calls):
             self._file(record, tensor, node)
         if self._outer is not None and record.made is None and record.stand_in is None:
             record.stand_by(HandedOn(record.tensor, *self._outer))
-        if self._saved is not None:
-            self._saved.add(record, tensor)
+        if self._watcher is not None:
+            self._watcher.add(record, tensor)
         return record
 
     def _file(self, record: Record, tensor: Tensor, node) -> None:
