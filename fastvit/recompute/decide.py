@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from .policy import ACROSS, CHEAP, DEEP, PRODUCTS, Policy
-from .record import SMALLEST, Recipe, Record, Source, Unread, Value, View, whole
+from .record import SMALLEST, Operand, Recipe, Record, Unread, Value, View, whole
 from .views import VIEWS, of_unsafe_view, of_views, part, signed
 
 LEAF = "torch::autograd::AccumulateGrad"
 SHARDED = "a parameter that FSDP has sharded again when the block ends"
-Rebuild = tuple[Callable[..., Tensor], tuple[Source, ...]]  # an op and what goes into it
+Rebuild = tuple[Callable[..., Tensor], tuple[Operand, ...]]  # an op and what goes into it
 Rule = Callable[["Node"], Rebuild]
 RULES: dict[str, tuple[int, Rule]] = {}  # and the least level, by the names of nodes; rules.py fills it
 
@@ -133,7 +133,7 @@ class Pass:
         if against := policy.against(value.site):
             raise Unknown(against)
 
-    def source(self, node, level: int) -> Source:
+    def operand(self, node, level: int) -> Operand:
         """The result of `node`: what holds it, or a recipe.
 
         Raises:
@@ -191,8 +191,8 @@ class Pass:
         recipe.dtype = dtype = made.dtype
         recipe.size = size = math.prod(made.shape) * dtype.itemsize
         moved, flops = size, read.flops * (size // dtype.itemsize)
-        for source in recipe.sources:
-            one = whole(source)
+        for operand in recipe.operands:
+            one = whole(operand)
             if isinstance(one, Recipe):
                 moved += min(one.size, 2 * size)
                 recipe.ops += one.ops
@@ -240,11 +240,11 @@ class Node:
         packed = getattr(self.node, f"_raw_saved_{name}").data
         return packed is not None and type(packed) is not Unread
 
-    def saved(self, name: str) -> Source:
+    def saved(self, name: str) -> Operand:
         """An input that the op saved; None where the op did not get it."""
         return self.packed(getattr(self.node, f"_raw_saved_{name}").data)
 
-    def packed(self, packed: object) -> Source:
+    def packed(self, packed: object) -> Operand:
         """What an op of this scope has packed."""
         if packed is None:
             return None
@@ -273,7 +273,7 @@ class Node:
         geometry = packed.geometry or packed.recipe.value.geometry
         return geometry[0]
 
-    def edge(self, index: int) -> Source:
+    def edge(self, index: int) -> Operand:
         """An input that requires a gradient."""
         node, number = self.edges[index]
         views: tuple = ()
@@ -282,10 +282,12 @@ class Node:
             node, number = node.next_functions[0]
         if node is None or number:
             raise Unknown
-        source = self.leaf(node.variable) if name == LEAF else self.search.source(node, self.level + 1)
-        if not views or source is None:
-            return source
-        return View(source.source, source.views + views) if isinstance(source, View) else View(source, views)
+        operand = self.leaf(node.variable) if name == LEAF else self.search.operand(node, self.level + 1)
+        if not views or operand is None:
+            return operand
+        return (
+            View(operand.base, operand.views + views) if isinstance(operand, View) else View(operand, views)
+        )
 
     def leaf(self, tensor: Tensor) -> Record:
         """A copy of a leaf, which may be written to before the backward, since the op has not saved it."""
@@ -296,7 +298,7 @@ class Node:
             raise Unknown(SHARDED)
         return Record.of(tensor.detach().clone())
 
-    def input(self, name: str, index: int) -> Source:
+    def input(self, name: str, index: int) -> Operand:
         return self.saved(name) if self.has(name) else self.edge(index)
 
     def noted(self) -> tuple[Any, Tensor | None]:
@@ -306,7 +308,7 @@ class Node:
             raise Unknown("the call was not seen")
         return call
 
-    def bias(self, index: int) -> Source:
+    def bias(self, index: int) -> Operand:
         if self.edges[index][0] is not None:
             return self.edge(index)
         bias = self.noted()[1]

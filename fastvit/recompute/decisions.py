@@ -72,8 +72,8 @@ class Watcher:
             if isinstance(recipe, int):
                 found.append(Decision(saved, *_kept(readers[0][1])))
                 continue
-            sources = [record.tensor for one in recipe.all() for record in one.records()]
-            sizes = {_address(tensor): tensor.nbytes for tensor in sources}
+            tensors = [record.tensor for one in recipe.all() for record in one.records()]
+            sizes = {_address(tensor): tensor.nbytes for tensor in tensors}
             inputs = sum(address in kept and size >= SMALLEST for address, size in sizes.items())
             own = sum(size for address, size in sizes.items() if address not in counted)
             counted.update(sizes)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .decide import Node, Rebuild, Unknown
-from .record import Source
+from .record import Operand
 
 
 def layer_norm(read: Node) -> Rebuild:
@@ -25,7 +25,7 @@ def rms_norm(read: Node) -> Rebuild:
     return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], _inputs(read, "input", "weight")
 
 
-def _inputs(read: Node, x: str, *optional: str) -> tuple[Source, ...]:
+def _inputs(read: Node, x: str, *optional: str) -> tuple[Operand, ...]:
     return read.input(x, 0), *[read.saved(name) for name in optional]
 
 

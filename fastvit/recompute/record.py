@@ -192,10 +192,10 @@ class Recipe:
     readers = 0  # records and recipes
     reads = 0
 
-    def __init__(self, value: Value, function: Callable[..., Tensor], sources: tuple[Source, ...]):
-        self.value, self.function, self.sources = value, function, sources
+    def __init__(self, value: Value, function: Callable[..., Tensor], operands: tuple[Operand, ...]):
+        self.value, self.function, self.operands = value, function, operands
         self.dtype: torch.dtype | None = None
-        self.inner = [one for source in sources if type(one := whole(source)) is Recipe]
+        self.inner = [one for operand in operands if type(one := whole(operand)) is Recipe]
         self.depth = 0  # rebuilt tensors on the way to those that are kept
         self.ops = 1
         self.size = 0  # bytes of the result
@@ -205,8 +205,8 @@ class Recipe:
     def adopt(self) -> None:
         """Counts it as a reader of its inputs: something is going to be rebuilt by it."""
         if self.readers == 0:
-            for source in self.sources:
-                one = whole(source)
+            for operand in self.operands:
+                one = whole(operand)
                 if type(one) is Record:
                     one.is_read = True
                 elif type(one) is Recipe:
@@ -229,7 +229,7 @@ class Recipe:
         return result
 
     def _make(self) -> None:
-        tensor = self.function(*[None if source is None else source.read() for source in self.sources])
+        tensor = self.function(*[None if operand is None else operand.read() for operand in self.operands])
         if tensor.dtype is not self.dtype and self.dtype is not None:
             tensor = tensor.to(self.dtype)
         geometry = self.value.geometry
@@ -252,7 +252,7 @@ class Recipe:
 
     def records(self) -> list[Record]:
         """The tensors that it reads itself."""
-        return [one for one in map(whole, self.sources) if isinstance(one, Record)]
+        return [one for one in map(whole, self.operands) if isinstance(one, Record)]
 
     def forget(self) -> None:
         """Drops the results that wait for readers."""
@@ -263,23 +263,23 @@ class Recipe:
 class View:
     """A view of a tensor, by functions and their other arguments."""
 
-    __slots__ = ("source", "views")
+    __slots__ = ("base", "views")
 
-    def __init__(self, source: Record | Recipe, views: tuple[tuple, ...]):
-        self.source, self.views = source, views
+    def __init__(self, base: Record | Recipe, views: tuple[tuple, ...]):
+        self.base, self.views = base, views
 
     def read(self) -> Tensor:
-        tensor = self.source.read()
+        tensor = self.base.read()
         for function, *arguments in self.views:
             tensor = function(tensor, *arguments)
         return tensor
 
 
-Source = Record | Recipe | View | None
+Operand = Record | Recipe | View | None
 
 
-def whole(source: Source) -> Record | Recipe | None:
-    return source.source if type(source) is View else source  # type: ignore[return-value]
+def whole(operand: Operand) -> Record | Recipe | None:
+    return operand.base if type(operand) is View else operand  # type: ignore[return-value]
 
 
 class Unread:

@@ -9,7 +9,7 @@ calls (calls.py).
 No tensor is kept only for a recipe, except copies of small leaves and masks. Records are referred to weakly:
 a scope holds no tensors.
 
-Source of the idea: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
+After Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
 arXiv:1604.06174.
 """
 
