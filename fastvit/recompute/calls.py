@@ -172,7 +172,7 @@ def _want_mask(node) -> None:
         record = getattr(node, attribute).data
         if type(record) is Record and record.recipe is None:
             record.mask_of = partial(mask_of, node)
-            if record.made is None:
+            if record.producer is None:
                 record.reduce_to_mask()
 
 
@@ -216,11 +216,11 @@ def _writing(scope: Calls, x: Tensor, call: Callable) -> Any:
         return scope.telling("written", (x, before + 1) if known else None, call)
     finally:
         if base._version != before:
-            made: Any = base.grad_fn
-            if made is node:
+            after: Any = base.grad_fn
+            if after is node:
                 _forget(node)
             elif known and base._version == before + 1:
-                Value.of(made).version = before + 1
+                Value.of(after).version = before + 1
 
 
 def _forgotten(scope: Calls, base: Tensor, call: Callable) -> Any:

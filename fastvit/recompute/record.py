@@ -2,7 +2,7 @@
 
 A `Record` is what the pack hook returns. Its states:
 
-    filed      the tensor is held, and the decision is to come (`made` is the node that made it, or its base)
+    filed      the tensor is held, and the decision is to come (`producer` made it, or its base)
     kept       the tensor is held until the backward
     stood for  the tensor is gone, and `stand_in` has what is left of it: a mask, or what hooks around hold
     rebuilt    the tensor is gone, and `recipe` makes it again
@@ -14,7 +14,7 @@ and the records that they need hold each other as long as the graph holds one of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,8 +46,7 @@ class Record:
 
     tensor: Tensor
     version: int
-    made: Any = None  # the node that made the tensor or its base, until the decision
-    last: tuple[Any, int] | None = None  # of a view: the node that made it, and which of its results it is
+    producer: Any = None  # the node that made the tensor or its base, until the decision
     base: Geometry | None = None  # of a view: its base
     block = ""  # whose forward saved it
     in_half = False  # in half precision, or under autocast
@@ -176,11 +175,15 @@ class Value:
 
     def live_records(self) -> list[Record]:
         """What stands for it now, as a whole or in parts."""
-        return [record for reference in self.records if (record := reference()) is not None]
+        return alive(self.records)
 
     def kept(self) -> Record | None:
         """A record that holds its memory."""
         return next((one for one in self.live_records() if one.is_intact() and not one.is_freed()), None)
+
+
+def alive(references: Iterable[weakref.ref[Record]]) -> list[Record]:
+    return [record for reference in references if (record := reference()) is not None]
 
 
 class Recipe:

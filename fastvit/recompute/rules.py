@@ -71,12 +71,12 @@ def _padded(read: Node) -> Rebuild:
 def _native_dropout(read: Node) -> Rebuild:
     """`input * mask * scale`."""
     read.noted()  # that the call was one of training: the node looks the same in evaluation
-    mask, made = read.saved("result1"), read.metadata()
-    on_gpu = made.device.type == "cuda"
-    if not on_gpu and made.dtype.itemsize == 2:  # where some versions round the scale
+    mask, output = read.saved("result1"), read.metadata()
+    on_gpu = output.device.type == "cuda"
+    if not on_gpu and output.dtype.itemsize == 2:  # where some versions round the scale
         raise Unknown
     keep = 1 - read.number("p")
-    if on_gpu and made.dtype is not torch.float64:
+    if on_gpu and output.dtype is not torch.float64:
         keep = c_float(keep).value  # the kernel divides by it in float32
     return lambda t, mask: t.mul(mask).mul_(1 / keep), (read.edge(0), mask)
 
@@ -103,17 +103,17 @@ def _clone(read: Node) -> Rebuild:
 
 
 def _to_copy(read: Node) -> Rebuild:
-    made, producer = read.metadata(), read.edges[0][0]
-    if producer is None or producer._input_metadata[0].device != made.device:
+    output, producer = read.metadata(), read.edges[0][0]
+    if producer is None or producer._input_metadata[0].device != output.device:
         raise Unknown
     if producer.name() != LEAF:
-        return _cast_to(made.dtype), (read.edge(0),)
+        return _cast_to(output.dtype), (read.edge(0),)
     weight = producer.variable
-    if read.level and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
-        return _cast_to(made.dtype), (Record.of(weight.detach().clone()),)
+    if read.distance and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
+        return _cast_to(output.dtype), (Record.of(weight.detach().clone()),)
     if not read.policy.weight_casts or type(weight) is not Parameter:
         raise Unknown("the cast of a weight, which is not cast again without weight_casts=True")
-    return _cast_to(made.dtype), (Record.of(weight),)
+    return _cast_to(output.dtype), (Record.of(weight),)
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
