@@ -62,11 +62,6 @@ def _leaky_relu(node, tensor: Tensor) -> Mask:
     return Mask(tensor > 0, tensor.dtype)
 
 
-def _threshold(node, tensor: Tensor) -> Mask:
-    passes = (tensor <= node._saved_threshold).logical_not_()
-    return Mask(passes, tensor.dtype, torch.inf, -torch.inf)
-
-
 def _hardtanh(node, tensor: Tensor) -> Mask | None:
     low, high = node._saved_min_val, node._saved_max_val
     if not math.isfinite(low + high):
@@ -82,7 +77,6 @@ OF_ACTIVATIONS: dict[str, tuple[str, Callable[[Any, Tensor], Mask | None]]] = {
     "ReluBackward0": ("_raw_saved_result", _relu),
     "LeakyReluBackward0": ("_raw_saved_self", _leaky_relu),
     "LeakyReluBackward1": ("_raw_saved_result", _leaky_relu),
-    "ThresholdBackward0": ("_raw_saved_self", _threshold),
     "HardtanhBackward0": ("_raw_saved_self", _hardtanh),
     "HardtanhBackward1": ("_raw_saved_result", _hardtanh),
 }

@@ -50,10 +50,11 @@ def top_hooks() -> Hooks | None:
 class Scope(Calls):
     """One open scope."""
 
-    def __init__(self, policy: Policy, watcher: Watcher | None = None):
+    policy: Policy
+    block: str  # whose forward runs
+
+    def __init__(self, watcher: Watcher | None = None):
         super().__init__()
-        self.policy = policy
-        self.block = ""  # the block whose forward runs
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
         self._filed: list[weakref.ref[Record]] = []
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)  # of a block's sites, by the op's name

@@ -88,7 +88,7 @@ def open_scope(owner: object, policy: Policy, block: str, inputs: Iterable[objec
         scope.mark(inputs)
     elif _can_open():
         _let_torch_func_in()
-        scope = Scope(policy, _stack.watcher)
+        scope = Scope(_stack.watcher)
         scope.begin(policy, block)
         scope.enter()
     _stack.entries.append((owner, scope, before))
