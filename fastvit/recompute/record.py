@@ -7,7 +7,7 @@ A `Record` is what the pack hook returns. Its states:
     stood for  the tensor is gone, and `stand_in` has what is left of it: a mask, or what hooks around hold
     rebuilt    the tensor is gone, and `recipe` makes it again
 
-A `Recipe` is one op and its inputs: records that are kept, other recipes, copies of small leaves. So recipes
+A `Recipe` is one op and its operands: records that are kept, other recipes, copies of small leaves. So recipes
 and the records that they need hold each other as long as the graph holds one of them, and no longer.
 """
 
@@ -187,7 +187,7 @@ def alive(references: Iterable[weakref.ref[Record]]) -> list[Record]:
 
 
 class Recipe:
-    """An op and its inputs: makes one tensor, once for all that read it."""
+    """An op and its operands: makes one tensor, once for all that read it."""
 
     memory: Tensor | None = None  # of the tensor, where it was written to without a new version
     result: Tensor | None = None  # while a reader waits for it
@@ -206,7 +206,7 @@ class Recipe:
         self.flops = 0  # of its matrix products
 
     def adopt(self) -> None:
-        """Counts it as a reader of its inputs: something is going to be rebuilt by it."""
+        """Counts it as a reader of its operands: something is going to be rebuilt by it."""
         if self.readers == 0:
             for operand in self.operands:
                 one = whole(operand)
