@@ -7,8 +7,8 @@ A `Record` is what the pack hook returns. Its states:
     stood for  the tensor is gone, and `stand_in` has what is left of it: a mask, or what hooks around hold
     rebuilt    the tensor is gone, and `recipe` makes it again
 
-A `Recipe` is one op and its operands: records that are kept, other recipes, copies of small leaves. So recipes
-and the records that they need hold each other as long as the graph holds one of them, and no longer.
+A `Recipe` is one op and its operands: records that are kept, other recipes, copies of small leaves. So
+recipes and the records that they need hold each other as long as the graph holds one of them, and no longer.
 """
 
 from __future__ import annotations
