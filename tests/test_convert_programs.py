@@ -12,7 +12,7 @@ from vit_models import kept
 
 import fastvit
 from fastvit.conversion.convert import ScopeHook
-from fastvit.recompute.policy import DEEP
+from fastvit.recompute import DEEP
 
 SIZE = 6
 ACTIVATIONS = [

@@ -70,7 +70,7 @@ ACTIVATIONS = {  # and the most that is kept of eager's bytes
     "leaky_relu in place": (lambda: nn.LeakyReLU(inplace=True), 0.4),
     "hardtanh": (lambda: nn.Hardtanh(-0.5, 0.25), 0.4),
     "one-sided": (lambda: nn.Hardtanh(-float("inf"), 0.25), 0.6),
-    "threshold": (lambda: nn.Threshold(0.1, -1), 0.4),
+    "threshold": (lambda: nn.Threshold(0.1, -1), 0.6),
     "silu": (nn.SiLU, 0.6),
     "none": (nn.Identity, 0.25),
 }

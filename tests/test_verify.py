@@ -12,8 +12,8 @@ from test_recompute_writes import WRITES, Rotated
 from torch import nn
 
 import fastvit
+from fastvit.recompute import CHEAP
 from fastvit.recompute.decide import RULES
-from fastvit.recompute.policy import CHEAP
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 

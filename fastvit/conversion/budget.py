@@ -117,8 +117,8 @@ def _sites(trial: Trial, model: nn.Module) -> dict[Site, float]:
     """The sites of what a forward rebuilds, in its order, and the bytes that each frees for its work."""
     freed: Counter[Site] = Counter()
     work: Counter[Site] = Counter()  # bytes that rebuilding moves, and matrix products in their time
-    with watched(lambda _: None) as saved, trial.held(model):
-        for one in saved.decisions():
+    with watched(lambda _: None) as watcher, trial.held(model):
+        for one in watcher.decisions():
             if one.site is not None:
                 freed[one.site] += one.freed
                 work[one.site] += one.moved + one.flops // _OPERATIONS_A_BYTE

@@ -132,7 +132,7 @@ def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tup
     pairs = list(skip)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"convert: skip must have pairs of a block's name and an op, got {pairs}")
-    names = list(_opening(model).values()) if pairs else []
+    names = list(_scoped(model).values()) if pairs else []
     for block, _ in pairs:
         if block not in names:
             raise ValueError(f"convert: skip must have names of blocks ({names}), got {block!r}")
@@ -142,7 +142,7 @@ def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tup
 def _add(model: nn.Module, policy: Policy) -> nn.Module:
     """Adds hooks in place of those that there are."""
     _take_off(model)
-    for module, name in _opening(model).items():
+    for module, name in _scoped(model).items():
         # First of all hooks: the block ends before FSDP shards its parameters again.
         hook = ScopeHook(policy, name)
         module.register_forward_pre_hook(hook, prepend=True)
@@ -151,7 +151,7 @@ def _add(model: nn.Module, policy: Policy) -> nn.Module:
     return model
 
 
-def _opening(model: nn.Module) -> dict[nn.Module, str]:
+def _scoped(model: nn.Module) -> dict[nn.Module, str]:
     """The modules whose forwards run in a scope, with their names."""
     names = {module: name for name, module in model.named_modules()}
     return {module: names[module] for module in [*_called(model), *blocks(model)]}

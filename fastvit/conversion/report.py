@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..recompute import Decision, Saved, active_scope, watched, why_closed
+from ..recompute import Decision, Watcher, active_scope, watched, why_closed
 from .convert import converted, is_converted, opens_scope, revert
 from .trial import Trial
 
@@ -89,12 +89,12 @@ class Report:
 
     def summary(self) -> str:
         """One line: the bytes that a training forward keeps as converted and as it was."""
-        saved = self.saved_bytes
-        share = abs(saved) / self.kept_before if self.kept_before else 0.0
-        sign = "less" if saved >= 0 else "more"
+        less = self.saved_bytes
+        share = abs(less) / self.kept_before if self.kept_before else 0.0
+        sign = "less" if less >= 0 else "more"
         return (
             f"a training forward keeps {_bytes(self.kept_after)} instead of {_bytes(self.kept_before)}: "
-            f"{_bytes(abs(saved))} or {share:.1%} {sign} (measured)"
+            f"{_bytes(abs(less))} or {share:.1%} {sign} (measured)"
         )
 
     def plot(self, path: str | Path) -> None:
@@ -153,15 +153,15 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
     before = trial.kept_by_original(revert)
     copied = converted(trial.training_copy())
     notes: dict[str, None] = {}
-    with _watched(copied, notes) as saved, trial.held(copied):
-        rows = _rows(saved.decisions([*copied.parameters(), *copied.buffers()]))
+    with _watched(copied, notes) as watcher, trial.held(copied):
+        rows = _rows(watcher.decisions([*copied.parameters(), *copied.buffers()]))
     if any(module._compiled_call_impl is not None for module in model.modules()):
         notes["measured without Module.compile, which is not copied; pass torch.compile(model)"] = None
     return Report(before, trial.kept_bytes(copied), rows, list(notes), is_converted(model))
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, notes: dict[str, None]) -> Iterator[Saved]:
+def _watched(model: nn.Module, notes: dict[str, None]) -> Iterator[Watcher]:
     """Inside, of what an op saves the module whose forward runs is noted."""
     running = ["the model"]  # inner ones last
 

@@ -175,7 +175,7 @@ def _step(
         trial.seed()
         # Results of an op, not leaves, so that the model may overwrite its inputs where the original does.
         given = pytree.tree_map_only(Tensor, torch.clone, leaves)
-        with watched(lambda tensor: (tensor.detach(), tensor._version)) as saved:
+        with watched(lambda tensor: (tensor.detach(), tensor._version)) as watcher:
             try:
                 outputs = tensors_of(trial.forward(model, given))
             except RuntimeError as error:
@@ -186,8 +186,8 @@ def _step(
                 raise RuntimeError(
                     f"verify: the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
                 ) from error
-        sites = _wrong(saved.decisions())
-        del saved  # and what it has noted, before the backward
+        sites = _wrong(watcher.decisions())
+        del watcher  # and what it has noted, before the backward
         if not outputs:
             raise ValueError("verify: a forward that returns tensors expected; the model returned none")
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}

@@ -6,15 +6,15 @@ decide.py   one pass over the graph at the end of a block: what is kept, or rebu
 rules.py    the ops that are repeated, by the names of autograd's nodes; norms.py
 calls.py    what the graph lacks, from the calls of torch's functions
 scope.py    the saved-tensor hooks, and the end of a block
-opening.py  opens and closes scopes
+stack.py    the stack of open scopes of a thread
 decisions.py   what was decided, for those who measure and check it
 compiled.py, joint.py   the same under torch.compile
 """
 
 from . import compiled
-from .decisions import Decision, Saved
-from .opening import active_scope, close_scope, open_scope, recompute_scope, watched, why_closed
+from .decisions import Decision, Watcher
 from .policy import ACROSS, CHEAP, DEEP, PRODUCTS, Policy, Site, pair
+from .stack import active_scope, close_scope, open_scope, recompute_scope, watched, why_closed
 
 __all__ = [
     "ACROSS",
@@ -23,8 +23,8 @@ __all__ = [
     "PRODUCTS",
     "Decision",
     "Policy",
-    "Saved",
     "Site",
+    "Watcher",
     "active_scope",
     "close_scope",
     "compiled",

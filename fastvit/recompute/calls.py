@@ -172,7 +172,7 @@ def _want_mask(node) -> None:
         record = getattr(node, attribute).data
         if type(record) is Record and record.recipe is None:
             record.mask_of = partial(mask_of, node)
-            if record.made is None:
+            if record.producer is None:
                 record.reduce_to_mask()
 
 
@@ -205,9 +205,9 @@ def _writing(scope: Calls, x: Tensor, call: Callable) -> Any:
     """
     base = x if x._base is None else x._base
     if base.grad_fn is None:
-        of = getattr(base.untyped_storage(), _SOURCE, None) if has_memory(base) else None
-        source = None if of is None else of()
-        return call() if source is None else _forgotten(scope, source, call)
+        reference = getattr(base.untyped_storage(), _OWNER, None) if has_memory(base) else None
+        owner = None if reference is None else reference()
+        return call() if owner is None else _forgotten(scope, owner, call)
     node: Any = base.grad_fn
     before = base._version
     _copied_for_recipes(scope, node)
@@ -216,11 +216,11 @@ def _writing(scope: Calls, x: Tensor, call: Callable) -> Any:
         return scope.telling("written", (x, before + 1) if known else None, call)
     finally:
         if base._version != before:
-            made: Any = base.grad_fn
-            if made is node:
+            after: Any = base.grad_fn
+            if after is node:
                 _forget(node)
             elif known and base._version == before + 1:
-                Value.of(made).version = before + 1
+                Value.of(after).version = before + 1
 
 
 def _forgotten(scope: Calls, base: Tensor, call: Callable) -> Any:
@@ -258,7 +258,7 @@ def _copied_for_recipes(scope: Calls, node) -> list[Record]:
     if scope.is_filed(node):
         scope.decide()
     value = Value.of(node)
-    every, value.records = value.saved(), []
+    every, value.records = value.live_records(), []
     for one in every:
         one.copy_for_recipes()
     return every
@@ -276,7 +276,7 @@ def _aliased(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
     if type(x) is Tensor and type(y) is Tensor and has_memory(y):
         base = x if x._base is None else x._base
         if base.grad_fn is not None:
-            setattr(y.untyped_storage(), _SOURCE, TensorWeakRef(base))
+            setattr(y.untyped_storage(), _OWNER, TensorWeakRef(base))
     return y
 
 
@@ -285,7 +285,7 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-_SOURCE = "fastvit_source"  # of a storage: the tensor of the graph that has this memory
+_OWNER = "fastvit_owner"  # of a storage: the tensor of the graph that has this memory
 _data: Any = Tensor.data
 _HANDLERS: dict[Callable, Handler] = {
     **dict.fromkeys((F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm), _norm(4)),

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from .policy import ACROSS, CHEAP, DEEP, PRODUCTS, Policy
-from .record import SMALLEST, Recipe, Record, Source, Unread, Value, View, whole
+from .record import SMALLEST, Operand, Recipe, Record, Unread, Value, View, whole
 from .views import VIEWS, of_unsafe_view, of_views, part, signed
 
 LEAF = "torch::autograd::AccumulateGrad"
 SHARDED = "a parameter that FSDP has sharded again when the block ends"
-Rebuild = tuple[Callable[..., Tensor], tuple[Source, ...]]  # an op and what goes into it
+Rebuild = tuple[Callable[..., Tensor], tuple[Operand, ...]]  # an op and what goes into it
 Rule = Callable[["Node"], Rebuild]
 RULES: dict[str, tuple[int, Rule]] = {}  # and the least level, by the names of nodes; rules.py fills it
 
@@ -70,7 +70,7 @@ class Pass:
     def run(self) -> None:
         # autograd numbers the nodes of a thread: what a node takes has a lower number. But an op in place
         # that saves a copy of its input makes the copy's node second.
-        for value in sorted(self._waiting, key=lambda value: self._waiting[value][0].made._sequence_nr()):
+        for value in sorted(self._waiting, key=lambda value: self._waiting[value][0].producer._sequence_nr()):
             self.settle(value)
 
     def settle(self, value: Value) -> None:
@@ -87,7 +87,7 @@ class Pass:
         except Unknown as reason:
             value.reason = str(reason)
         for record in records:
-            tensor, record.made, record.last = record.tensor, None, None
+            tensor, record.producer = record.tensor, None
             record.is_unfit |= not value.is_known
             # The values of a conjugate or negative view differ from those in memory.
             is_plain = record.base is None or not (tensor.is_neg() or tensor.is_conj())
@@ -114,9 +114,9 @@ class Pass:
             raise Unknown(f"it has less than {SMALLEST} bytes")
         if value.is_boundary and self.policy.level == DEEP:
             raise Unknown("it goes into a block, or comes out of one")
-        if value.kept() is not None or rule_of(first.made.name(), self.policy) is None:
+        if value.kept() is not None or rule_of(first.producer.name(), self.policy) is None:
             return None
-        recipe = self._found_before(value) or self._recipe(first.made, value, 0)
+        recipe = self._found_before(value) or self._recipe(first.producer, value, 0)
         self._refuse(value, recipe, first.in_half)
         return recipe
 
@@ -133,8 +133,8 @@ class Pass:
         if against := policy.against(value.site):
             raise Unknown(against)
 
-    def source(self, node, level: int) -> Source:
-        """The result of `node`: what holds it, or a recipe.
+    def operand(self, node, distance: int) -> Operand:
+        """The result of `node`, so many ops before the tensor that is rebuilt: what holds it, or a recipe.
 
         Raises:
             Unknown: there is neither.
@@ -148,9 +148,9 @@ class Pass:
             return View(record, ((torch.as_strided, *record.base),))
         if (recipe := self._found_before(value)) is not None:
             return recipe
-        if level >= _LONGEST or value in self._failed:
+        if distance >= _LONGEST or value in self._failed:
             raise Unknown
-        return self._recipe(node, value, level)
+        return self._recipe(node, value, distance)
 
     def _found_before(self, value: Value) -> Recipe | None:
         """The recipe of `value` that another reader has."""
@@ -170,7 +170,7 @@ class Pass:
             self._at_hand.add(recipe)
         return recipe
 
-    def _recipe(self, node, value: Value, level: int) -> Recipe:
+    def _recipe(self, node, value: Value, distance: int) -> Recipe:
         """A new recipe for the result of `node`.
 
         Raises:
@@ -180,19 +180,19 @@ class Pass:
         try:
             if rule is None:
                 raise Unknown
-            made = node._input_metadata[0]
-            if made.is_cpp_nested_tensor:  # it has no shape
+            output = node._input_metadata[0]
+            if output.is_cpp_nested_tensor:  # it has no shape
                 raise Unknown("it is nested")
-            read = Node(node, self, value, level)
+            read = Node(node, self, value, distance)
             recipe = Recipe(value, *rule(read))
         except Unknown:
             self._failed.add(value)
             raise
-        recipe.dtype = dtype = made.dtype
-        recipe.size = size = math.prod(made.shape) * dtype.itemsize
+        recipe.dtype = dtype = output.dtype
+        recipe.size = size = math.prod(output.shape) * dtype.itemsize
         moved, flops = size, read.flops * (size // dtype.itemsize)
-        for source in recipe.sources:
-            one = whole(source)
+        for operand in recipe.operands:
+            one = whole(operand)
             if isinstance(one, Recipe):
                 moved += min(one.size, 2 * size)
                 recipe.ops += one.ops
@@ -214,10 +214,10 @@ class Pass:
 class Node:
     """An autograd node, with the accessors that rules use."""
 
-    __slots__ = ("flops", "level", "node", "search", "value")
+    __slots__ = ("distance", "flops", "node", "search", "value")
 
-    def __init__(self, node, search: Pass, value: Value | None, level: int):
-        self.node, self.search, self.value, self.level = node, search, value, level
+    def __init__(self, node, search: Pass, value: Value | None, distance: int):
+        self.node, self.search, self.value, self.distance = node, search, value, distance
         self.flops = 0  # per element of the result, of a matrix product
 
     @property
@@ -240,11 +240,11 @@ class Node:
         packed = getattr(self.node, f"_raw_saved_{name}").data
         return packed is not None and type(packed) is not Unread
 
-    def saved(self, name: str) -> Source:
+    def saved(self, name: str) -> Operand:
         """An input that the op saved; None where the op did not get it."""
         return self.packed(getattr(self.node, f"_raw_saved_{name}").data)
 
-    def packed(self, packed: object) -> Source:
+    def packed(self, packed: object) -> Operand:
         """What an op of this scope has packed."""
         if packed is None:
             return None
@@ -252,7 +252,7 @@ class Node:
             if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
                 return Record.of(packed)
             raise Unknown("saved outside of the scope")
-        if packed.made is not None and packed.value is not None:
+        if packed.producer is not None and packed.value is not None:
             self.search.settle(packed.value)
         if packed.recipe is not None:
             recipe = self.search.at_hand(packed.recipe)
@@ -273,7 +273,7 @@ class Node:
         geometry = packed.geometry or packed.recipe.value.geometry
         return geometry[0]
 
-    def edge(self, index: int) -> Source:
+    def edge(self, index: int) -> Operand:
         """An input that requires a gradient."""
         node, number = self.edges[index]
         views: tuple = ()
@@ -282,10 +282,12 @@ class Node:
             node, number = node.next_functions[0]
         if node is None or number:
             raise Unknown
-        source = self.leaf(node.variable) if name == LEAF else self.search.source(node, self.level + 1)
-        if not views or source is None:
-            return source
-        return View(source.source, source.views + views) if isinstance(source, View) else View(source, views)
+        operand = self.leaf(node.variable) if name == LEAF else self.search.operand(node, self.distance + 1)
+        if not views or operand is None:
+            return operand
+        return (
+            View(operand.base, operand.views + views) if isinstance(operand, View) else View(operand, views)
+        )
 
     def leaf(self, tensor: Tensor) -> Record:
         """A copy of a leaf, which may be written to before the backward, since the op has not saved it."""
@@ -296,7 +298,7 @@ class Node:
             raise Unknown(SHARDED)
         return Record.of(tensor.detach().clone())
 
-    def input(self, name: str, index: int) -> Source:
+    def input(self, name: str, index: int) -> Operand:
         return self.saved(name) if self.has(name) else self.edge(index)
 
     def noted(self) -> tuple[Any, Tensor | None]:
@@ -306,14 +308,14 @@ class Node:
             raise Unknown("the call was not seen")
         return call
 
-    def bias(self, index: int) -> Source:
+    def bias(self, index: int) -> Operand:
         if self.edges[index][0] is not None:
             return self.edge(index)
         bias = self.noted()[1]
         return None if bias is None else Record.of(bias)
 
     def behind(self, node) -> Node:
-        return Node(node, self.search, None, self.level)
+        return Node(node, self.search, None, self.distance)
 
     def is_residual(self) -> bool:
         """Whether this sum has two terms of its shape, one a matrix product that is not kept."""

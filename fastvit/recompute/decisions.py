@@ -42,8 +42,8 @@ class Decision:
     forget: Callable[[], None] = lambda: None
 
 
-class Saved:
-    """What ops save. Holds neither the tensors nor their records.
+class Watcher:
+    """Sees what ops save. Holds neither the tensors nor their records.
 
     Args:
         note: returns what is to be noted of a tensor.
@@ -72,8 +72,8 @@ class Saved:
             if isinstance(recipe, int):
                 found.append(Decision(saved, *_kept(readers[0][1])))
                 continue
-            sources = [record.tensor for one in recipe.all() for record in one.records()]
-            sizes = {_address(tensor): tensor.nbytes for tensor in sources}
+            tensors = [record.tensor for one in recipe.all() for record in one.records()]
+            sizes = {_address(tensor): tensor.nbytes for tensor in tensors}
             inputs = sum(address in kept and size >= SMALLEST for address, size in sizes.items())
             own = sum(size for address, size in sizes.items() if address not in counted)
             counted.update(sizes)

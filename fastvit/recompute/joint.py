@@ -91,7 +91,7 @@ def _count(node: Node, sums: dict[Node, int], is_read: set[Node]) -> int | None:
     if options is None:
         return None
     products, weight_casts, _ = options
-    sources = [_base(source) for source in node.all_input_nodes]
+    bases = [_base(one) for one in node.all_input_nodes]
     if op in _PRODUCTS:
         rows, columns = cast(Node, node.args[-1]).meta["val"].shape
         is_known = isinstance(rows, int) and isinstance(columns, int)
@@ -99,15 +99,15 @@ def _count(node: Node, sums: dict[Node, int], is_read: set[Node]) -> int | None:
             return None
     elif op not in _CHEAP and (op is None or torch.Tag.pointwise not in target.tags):  # a loop that fuses
         return None
-    if op in _CASTS and sources[0].op == "placeholder" and not weight_casts:
+    if op in _CASTS and bases[0].op == "placeholder" and not weight_casts:
         return None
     count = 0
-    for source in sources:
-        if source in sums and not (op in _SUMS and _packet(source) in _PRODUCTS):
-            count = max(count, sums[source])
-        elif source not in is_read and source.op not in ("placeholder", "get_attr"):
+    for base in bases:
+        if base in sums and not (op in _SUMS and _packet(base) in _PRODUCTS):
+            count = max(count, sums[base])
+        elif base not in is_read and base.op not in ("placeholder", "get_attr"):
             # It would be saved for this op, which frees nothing, except where a list shares it with others.
-            if 2 * _size_of(source) >= _size_of(node) and not (op in _JOINS and len(source.users) > 1):
+            if 2 * _size_of(base) >= _size_of(node) and not (op in _JOINS and len(base.users) > 1):
                 return None
     count += op in _SUMS
     return count if count <= _MOST_SUMS else None

@@ -19,12 +19,12 @@ _SPREAD = sum(1 << 9 * i for i in range(8)) - (1 << 64)  # as a signed integer
 
 
 class Mask:
-    """Stands for a tensor by a bit an element: `opened` where that is set, elsewhere `closed`."""
+    """Stands for a tensor by a bit an element: `on` where that is set, elsewhere `off`."""
 
-    __slots__ = ("closed", "dtype", "opened", "packed", "reason", "size", "stride")
+    __slots__ = ("dtype", "off", "on", "packed", "reason", "size", "stride")
 
-    def __init__(self, bits: Tensor, dtype: torch.dtype, opened: float = 1, closed: float = 0):
-        self.dtype, self.opened, self.closed = dtype, opened, closed
+    def __init__(self, bits: Tensor, dtype: torch.dtype, on: float = 1, off: float = 0):
+        self.dtype, self.on, self.off = dtype, on, off
         self.reason = "where an activation passes the gradient on, a bit an element"
         dense = torch.empty_like(bits, device="meta")  # has other strides where elements are not side by side
         if dense.stride() != bits.stride():
@@ -38,11 +38,11 @@ class Mask:
     def unpack(self) -> Tensor:
         lanes = self.packed.to(torch.int64).mul_(_REPEAT).bitwise_and_(_SPREAD)
         bits = lanes.view(torch.uint8).ne(0).as_strided(self.size, self.stride)
-        if self.closed == 0:  # takes half as long on a CPU
-            opened = bits.to(self.dtype)
-            return opened if self.opened == 1 else opened.mul_(self.opened)
+        if self.off == 0:  # takes half as long on a CPU
+            ones = bits.to(self.dtype)
+            return ones if self.on == 1 else ones.mul_(self.on)
         like: dict[str, Any] = {"dtype": self.dtype, "device": bits.device}
-        return torch.where(bits, torch.full((), self.opened, **like), torch.full((), self.closed, **like))
+        return torch.where(bits, torch.full((), self.on, **like), torch.full((), self.off, **like))
 
 
 def of_dropout(tensor: Tensor, p: float) -> Mask:
@@ -62,11 +62,6 @@ def _leaky_relu(node, tensor: Tensor) -> Mask:
     return Mask(tensor > 0, tensor.dtype)
 
 
-def _threshold(node, tensor: Tensor) -> Mask:
-    passes = (tensor <= node._saved_threshold).logical_not_()
-    return Mask(passes, tensor.dtype, torch.inf, -torch.inf)
-
-
 def _hardtanh(node, tensor: Tensor) -> Mask | None:
     low, high = node._saved_min_val, node._saved_max_val
     if not math.isfinite(low + high):
@@ -82,7 +77,6 @@ OF_ACTIVATIONS: dict[str, tuple[str, Callable[[Any, Tensor], Mask | None]]] = {
     "ReluBackward0": ("_raw_saved_result", _relu),
     "LeakyReluBackward0": ("_raw_saved_self", _leaky_relu),
     "LeakyReluBackward1": ("_raw_saved_result", _leaky_relu),
-    "ThresholdBackward0": ("_raw_saved_self", _threshold),
     "HardtanhBackward0": ("_raw_saved_self", _hardtanh),
     "HardtanhBackward1": ("_raw_saved_result", _hardtanh),
 }

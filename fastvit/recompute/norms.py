@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 from .decide import Node, Rebuild, Unknown
-from .record import Source
+from .record import Operand
 
 
 def layer_norm(read: Node) -> Rebuild:
     (eps, _), shape = read.noted(), read.number("normalized_shape")
-    arguments = _saved(read, "input", "weight", "bias")
+    arguments = _inputs(read, "input", "weight", "bias")
     return lambda x, w, b: torch.native_layer_norm(x, shape, w, b, eps)[0], arguments
 
 
 def rms_norm(read: Node) -> Rebuild:
     (eps, _), shape = read.noted(), read.number("normalized_shape")
-    return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], _saved(read, "input", "weight")
+    return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], _inputs(read, "input", "weight")
 
 
-def _saved(read: Node, x: str, *optional: str) -> tuple[Source, ...]:
+def _inputs(read: Node, x: str, *optional: str) -> tuple[Operand, ...]:
     return read.input(x, 0), *[read.saved(name) for name in optional]
 
 
 def group_norm(read: Node) -> Rebuild:
     eps, _ = read.noted()
     n, c, area, groups = (read.number(name) for name in ("N", "C", "HxW", "group"))
-    arguments = *_saved(read, "input", "weight"), read.bias(2)
+    arguments = *_inputs(read, "input", "weight"), read.bias(2)
     return lambda x, w, b: torch.native_group_norm(x, w, b, n, c, area, groups, eps)[0], arguments
 
 
@@ -52,7 +52,7 @@ def _batch_norm_of(read: Node, eps: float, norm: Callable[..., Tensor]) -> Rebui
     statistics = [read.saved(name) for name in names]
     if None in statistics:
         raise Unknown
-    arguments = *_saved(read, "input", "weight"), read.bias(2), *statistics
+    arguments = *_inputs(read, "input", "weight"), read.bias(2), *statistics
     return lambda *tensors: norm(*tensors, training, eps), arguments
 
 

@@ -2,19 +2,19 @@
 
 A `Record` is what the pack hook returns. Its states:
 
-    filed      the tensor is held, and the decision is to come (`made` is the node that made it, or its base)
+    filed      the tensor is held, and the decision is to come (`producer` made it, or its base)
     kept       the tensor is held until the backward
     stood for  the tensor is gone, and `stand_in` has what is left of it: a mask, or what hooks around hold
     rebuilt    the tensor is gone, and `recipe` makes it again
 
-A `Recipe` is one op and its inputs: records that are kept, other recipes, copies of small leaves. So recipes
-and the records that they need hold each other as long as the graph holds one of them, and no longer.
+A `Recipe` is one op and its operands: records that are kept, other recipes, copies of small leaves. So
+recipes and the records that they need hold each other as long as the graph holds one of them, and no longer.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,8 +46,7 @@ class Record:
 
     tensor: Tensor
     version: int
-    made: Any = None  # the node that made the tensor or its base, until the decision
-    last: tuple[Any, int] | None = None  # of a view: the node that made it, and which of its results it is
+    producer: Any = None  # the node that made the tensor or its base, until the decision
     base: Geometry | None = None  # of a view: its base
     block = ""  # whose forward saved it
     in_half = False  # in half precision, or under autocast
@@ -135,7 +134,7 @@ class Record:
     def reduce_to_mask(self) -> None:
         """Drops all but a mask, where nothing but the op that saved the tensor reads it."""
         mask_of, self.mask_of = self.mask_of, None  # a recipe may take it from here on, if it stays
-        others = self.value is not None and any(one is not self for one in self.value.saved())
+        others = self.value is not None and any(one is not self for one in self.value.live_records())
         tensor = self.tensor
         if mask_of is None or others or self.is_read or self.stand_in is not None or not self.is_intact():
             return
@@ -174,17 +173,21 @@ class Value:
         value = node.metadata[VALUE] = cls(of_unsafe_view(node).name())
         return value
 
-    def saved(self) -> list[Record]:
+    def live_records(self) -> list[Record]:
         """What stands for it now, as a whole or in parts."""
-        return [record for reference in self.records if (record := reference()) is not None]
+        return alive(self.records)
 
     def kept(self) -> Record | None:
         """A record that holds its memory."""
-        return next((one for one in self.saved() if one.is_intact() and not one.is_freed()), None)
+        return next((one for one in self.live_records() if one.is_intact() and not one.is_freed()), None)
+
+
+def alive(references: Iterable[weakref.ref[Record]]) -> list[Record]:
+    return [record for reference in references if (record := reference()) is not None]
 
 
 class Recipe:
-    """An op and its inputs: makes one tensor, once for all that read it."""
+    """An op and its operands: makes one tensor, once for all that read it."""
 
     memory: Tensor | None = None  # of the tensor, where it was written to without a new version
     result: Tensor | None = None  # while a reader waits for it
@@ -192,10 +195,10 @@ class Recipe:
     readers = 0  # records and recipes
     reads = 0
 
-    def __init__(self, value: Value, function: Callable[..., Tensor], sources: tuple[Source, ...]):
-        self.value, self.function, self.sources = value, function, sources
+    def __init__(self, value: Value, function: Callable[..., Tensor], operands: tuple[Operand, ...]):
+        self.value, self.function, self.operands = value, function, operands
         self.dtype: torch.dtype | None = None
-        self.inner = [one for source in sources if type(one := whole(source)) is Recipe]
+        self.inner = [one for operand in operands if type(one := whole(operand)) is Recipe]
         self.depth = 0  # rebuilt tensors on the way to those that are kept
         self.ops = 1
         self.size = 0  # bytes of the result
@@ -203,10 +206,10 @@ class Recipe:
         self.flops = 0  # of its matrix products
 
     def adopt(self) -> None:
-        """Counts it as a reader of its inputs: something is going to be rebuilt by it."""
+        """Counts it as a reader of its operands: something is going to be rebuilt by it."""
         if self.readers == 0:
-            for source in self.sources:
-                one = whole(source)
+            for operand in self.operands:
+                one = whole(operand)
                 if type(one) is Record:
                     one.is_read = True
                 elif type(one) is Recipe:
@@ -229,7 +232,7 @@ class Recipe:
         return result
 
     def _make(self) -> None:
-        tensor = self.function(*[None if source is None else source.read() for source in self.sources])
+        tensor = self.function(*[None if operand is None else operand.read() for operand in self.operands])
         if tensor.dtype is not self.dtype and self.dtype is not None:
             tensor = tensor.to(self.dtype)
         geometry = self.value.geometry
@@ -252,7 +255,7 @@ class Recipe:
 
     def records(self) -> list[Record]:
         """The tensors that it reads itself."""
-        return [one for one in map(whole, self.sources) if isinstance(one, Record)]
+        return [one for one in map(whole, self.operands) if isinstance(one, Record)]
 
     def forget(self) -> None:
         """Drops the results that wait for readers."""
@@ -263,23 +266,23 @@ class Recipe:
 class View:
     """A view of a tensor, by functions and their other arguments."""
 
-    __slots__ = ("source", "views")
+    __slots__ = ("base", "views")
 
-    def __init__(self, source: Record | Recipe, views: tuple[tuple, ...]):
-        self.source, self.views = source, views
+    def __init__(self, base: Record | Recipe, views: tuple[tuple, ...]):
+        self.base, self.views = base, views
 
     def read(self) -> Tensor:
-        tensor = self.source.read()
+        tensor = self.base.read()
         for function, *arguments in self.views:
             tensor = function(tensor, *arguments)
         return tensor
 
 
-Source = Record | Recipe | View | None
+Operand = Record | Recipe | View | None
 
 
-def whole(source: Source) -> Record | Recipe | None:
-    return source.source if type(source) is View else source  # type: ignore[return-value]
+def whole(operand: Operand) -> Record | Recipe | None:
+    return operand.base if type(operand) is View else operand  # type: ignore[return-value]
 
 
 class Unread:

@@ -31,8 +31,8 @@ def _unary(function: Callable[..., Tensor], *options: str, saves_input: bool = T
     """An op of one tensor, and of options that its node has under these names."""
 
     def rule(read: Node) -> Rebuild:
-        source = read.input("self", 0) if saves_input else read.edge(0)
-        return _bound(function, *[read.number(name) for name in options]), (source,)
+        operand = read.input("self", 0) if saves_input else read.edge(0)
+        return _bound(function, *[read.number(name) for name in options]), (operand,)
 
     return rule
 
@@ -71,12 +71,12 @@ def _padded(read: Node) -> Rebuild:
 def _native_dropout(read: Node) -> Rebuild:
     """`input * mask * scale`."""
     read.noted()  # that the call was one of training: the node looks the same in evaluation
-    mask, made = read.saved("result1"), read.metadata()
-    on_gpu = made.device.type == "cuda"
-    if not on_gpu and made.dtype.itemsize == 2:  # where some versions round the scale
+    mask, output = read.saved("result1"), read.metadata()
+    on_gpu = output.device.type == "cuda"
+    if not on_gpu and output.dtype.itemsize == 2:  # where some versions round the scale
         raise Unknown
     keep = 1 - read.number("p")
-    if on_gpu and made.dtype is not torch.float64:
+    if on_gpu and output.dtype is not torch.float64:
         keep = c_float(keep).value  # the kernel divides by it in float32
     return lambda t, mask: t.mul(mask).mul_(1 / keep), (read.edge(0), mask)
 
@@ -103,17 +103,17 @@ def _clone(read: Node) -> Rebuild:
 
 
 def _to_copy(read: Node) -> Rebuild:
-    made, source = read.metadata(), read.edges[0][0]
-    if source is None or source._input_metadata[0].device != made.device:
+    output, producer = read.metadata(), read.edges[0][0]
+    if producer is None or producer._input_metadata[0].device != output.device:
         raise Unknown
-    if source.name() != LEAF:
-        return _cast_to(made.dtype), (read.edge(0),)
-    weight = source.variable
-    if read.level and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
-        return _cast_to(made.dtype), (Record.of(weight.detach().clone()),)
+    if producer.name() != LEAF:
+        return _cast_to(output.dtype), (read.edge(0),)
+    weight = producer.variable
+    if read.distance and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
+        return _cast_to(output.dtype), (Record.of(weight.detach().clone()),)
     if not read.policy.weight_casts or type(weight) is not Parameter:
         raise Unknown("the cast of a weight, which is not cast again without weight_casts=True")
-    return _cast_to(made.dtype), (Record.of(weight),)
+    return _cast_to(output.dtype), (Record.of(weight),)
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -122,15 +122,15 @@ def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 def _reshaped(read: Node) -> Rebuild:
     """The view after a clone, in a reshape that copies, or after a product of more than two dimensions."""
-    source = read.edges[0][0]
-    if source is None:
+    producer = read.edges[0][0]
+    if producer is None:
         raise Unknown
     shape = tuple(read.metadata().shape)
-    if source.name() == "CloneBackward0":
-        return lambda t: t.contiguous().view(shape), (read.behind(source).edge(0),)
-    rule = rule_of(source.name(), read.policy)
-    if rule is not None and RULES[source.name()][0] > CHEAP:
-        inner = read.behind(source)
+    if producer.name() == "CloneBackward0":
+        return lambda t: t.contiguous().view(shape), (read.behind(producer).edge(0),)
+    rule = rule_of(producer.name(), read.policy)
+    if rule is not None and RULES[producer.name()][0] > CHEAP:
+        inner = read.behind(producer)
         product, arguments = rule(inner)
         read.flops = inner.flops
         return lambda *tensors: product(*tensors).view(shape), arguments
@@ -171,8 +171,8 @@ def _bmm(read: Node) -> Rebuild:
 
 
 def _softmax(read: Node) -> Rebuild:
-    source, dim = read.edges[0][0], read.number("dim")
-    if source is None or source._input_metadata[0].dtype is not read.metadata().dtype:
+    producer, dim = read.edges[0][0], read.number("dim")
+    if producer is None or producer._input_metadata[0].dtype is not read.metadata().dtype:
         raise Unknown
     return lambda t: torch.softmax(t, dim), (read.edge(0),)
 

@@ -9,7 +9,7 @@ calls (calls.py).
 No tensor is kept only for a recipe, except copies of small leaves and masks. Records are referred to weakly:
 a scope holds no tensors.
 
-Source of the idea: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
+After Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
 arXiv:1604.06174.
 """
 
@@ -27,9 +27,9 @@ from torch import Tensor
 from . import masks, rules  # noqa: F401  # rules fills the tables of graph
 from .calls import Calls
 from .decide import Pass
-from .decisions import Saved
+from .decisions import Watcher
 from .policy import DEEP, Policy, plain
-from .record import SMALLEST, HandedOn, Record, Unread, Value, stream_of, unpack
+from .record import SMALLEST, HandedOn, Record, Unread, Value, alive, stream_of, unpack
 from .views import VIEWS, leads_to, of_unsafe_view
 
 _NO_OP = "no op of the graph made it: an input, a constant, indices, compiled code"
@@ -50,14 +50,15 @@ def top_hooks() -> Hooks | None:
 class Scope(Calls):
     """One open scope."""
 
-    def __init__(self, policy: Policy, saved: Saved | None = None):
+    policy: Policy
+    block: str  # whose forward runs
+
+    def __init__(self, watcher: Watcher | None = None):
         super().__init__()
-        self.policy = policy
-        self.block = ""  # the block whose forward runs
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
         self._filed: list[weakref.ref[Record]] = []
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)  # of a block's sites, by the op's name
-        self._saved = saved  # for those who watch
+        self._watcher = watcher
 
     def enter(self) -> None:
         self._outer = top_hooks()
@@ -112,10 +113,10 @@ class Scope(Calls):
                 record.stand_by(masks.of_dropout(tensor, self.dropout))  # drawing takes ten times as long
         else:
             self._file(record, tensor, node)
-        if self._outer is not None and record.made is None and record.stand_in is None:
+        if self._outer is not None and record.producer is None and record.stand_in is None:
             record.stand_by(HandedOn(record.tensor, *self._outer))
-        if self._saved is not None:
-            self._saved.add(record, tensor)
+        if self._watcher is not None:
+            self._watcher.add(record, tensor)
         return record
 
     def _file(self, record: Record, tensor: Tensor, node) -> None:
@@ -127,25 +128,25 @@ class Scope(Calls):
             record.tensor = tensor.detach()
             return
         if base is None:
-            made, base = node, tensor
+            producer, base = node, tensor
         else:
-            made = base.grad_fn
-            if made is None:  # a view of a leaf, such as a transposed weight
+            producer = base.grad_fn
+            if producer is None:  # a view of a leaf, such as a transposed weight
                 record.tensor = tensor if node.name() in VIEWS else tensor.detach()
                 record.reason = _NO_OP
                 return
-            record.last = node, tensor.output_nr
             record.base = base.size(), base.stride(), base.storage_offset()
         record.tensor = tensor.detach()  # an op's own output refers to its node, and the node to this record
-        record.block, record.made = self.block, made
+        record.block, record.producer = self.block, producer
         record.in_half = base.element_size() == 2 or _autocast()
         # The graph shows neither which of several results this is, nor a cast of the memory.
         is_known = not base.output_nr and base.dtype is tensor.dtype and type(tensor) is Tensor
-        if is_known and record.version and not self._is_written_once(base, made):
+        if is_known and record.version and not self._is_written_once(base, producer):
             is_known, record.is_unfit = False, True  # it may be written to so again
+        is_known = is_known and leads_to(node, tensor.output_nr, producer)
         if not is_known or tensor.layout is not torch.strided or _transforms() is not None:
-            record.made = record.last = record.base = None
-            op = plain(of_unsafe_view(made).name())
+            record.producer = record.base = None
+            op = plain(of_unsafe_view(producer).name())
             record.reason = f"one of several results of {op}, or written to before it was saved"
             return
         self._filed.append(weakref.ref(record))
@@ -159,26 +160,22 @@ class Scope(Calls):
         return version == base._version
 
     def is_filed(self, node) -> bool:
-        return any((record := reference()) is not None and record.made is node for reference in self._filed)
+        return any(record.producer is node for record in alive(self._filed))
 
     def decide(self) -> None:
         filed, self._filed = self._filed, []
         if filed:
             with torch._C.DisableTorchFunction():  # modes would see each attribute that is read here
-                self._decide([record for reference in filed if (record := reference()) is not None])
+                self._decide(alive(filed))
 
     def _decide(self, records: list[Record]) -> None:
         for record in records:
-            if record.last is not None and not leads_to(*record.last, record.made):
-                record.made = record.last = record.base = None
-                record.reason = "made by no op of the graph"
-                continue
-            record.value = value = Value.of(record.made)
+            record.value = value = Value.of(record.producer)
             if value.site is None:
                 counts = self._counts[record.block]
                 counts[value.name] += 1
                 value.site = record.block, value.name, counts[value.name]
-        Pass(self.policy, [one for one in records if one.made is not None], self._outer is None).run()
+        Pass(self.policy, records, self._outer is None).run()
         for record in records:
             if record.recipe is None:
                 if record.mask_of is not None:

@@ -92,15 +92,15 @@ def of_unsafe_view(node):
     return node.next_functions[0][0] if node.name() == "UnsafeViewBackward0" else node
 
 
-def leads_to(node, number: int, made) -> bool:
-    """Whether the graph leads from a tensor by views alone to its base, which the node `made` made.
+def leads_to(node, number: int, producer) -> bool:
+    """Whether the graph leads from a tensor by views alone to its base, which the node `producer`.
 
     A Function may write into its input and return it, without a version.
 
     Args:
         node, number: the node that made the tensor, and which of its results that is.
     """
-    while node is not made:
+    while node is not producer:
         if node is None:
             return False
         if (name := node.name()) in _ALL:

@@ -1,4 +1,4 @@
-"""Opens and closes recompute scopes, one inside the other, and steps aside where a scope cannot work."""
+"""The stack of open scopes of a thread: one inside the other, and none where a scope cannot work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from .decisions import Saved
+from .decisions import Watcher
 from .policy import CHEAP, PRODUCTS, Policy
 from .scope import Scope, top_hooks
 
@@ -61,24 +61,24 @@ def recompute_scope(products: bool = False, weight_casts: bool = False) -> Itera
         close_scope(owner)
 
 
-class _Opened(threading.local):
+class _Stack(threading.local):
     """The scopes that are open in this thread, inner ones last.
 
     An entry is an owner, its scope, and the policy and the block of that scope before.
     """
 
     def __init__(self):
-        self.stack: list[tuple[object, Scope | None, tuple[Policy, str] | None]] = []
-        self.saved: Saved | None = None
+        self.entries: list[tuple[object, Scope | None, tuple[Policy, str] | None]] = []
+        self.watcher: Watcher | None = None
 
 
-_opened = _Opened()
+_stack = _Stack()
 
 
 def open_scope(owner: object, policy: Policy, block: str, inputs: Iterable[object] = ()) -> None:
     """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open."""
     scope = active_scope()
-    if scope is not None and any(entry[0] is owner and entry[1] is scope for entry in _opened.stack):
+    if scope is not None and any(entry[0] is owner and entry[1] is scope for entry in _stack.entries):
         close_scope(owner)  # left open by a KeyboardInterrupt, after which no hook of a module runs
         scope = active_scope()
     before = None
@@ -88,19 +88,19 @@ def open_scope(owner: object, policy: Policy, block: str, inputs: Iterable[objec
         scope.mark(inputs)
     elif _can_open():
         _let_torch_func_in()
-        scope = Scope(policy, _opened.saved)
+        scope = Scope(_stack.watcher)
         scope.begin(policy, block)
         scope.enter()
-    _opened.stack.append((owner, scope, before))
+    _stack.entries.append((owner, scope, before))
 
 
 def close_scope(owner: object, results: Iterable[object] = ()) -> None:
     """Closes the scope that `owner` opened, and those inside it that an exception has left open."""
-    stack = _opened.stack
-    if not any(entry[0] is owner for entry in stack):
+    entries = _stack.entries
+    if not any(entry[0] is owner for entry in entries):
         return
     while True:
-        one, scope, before = stack.pop()
+        one, scope, before = entries.pop()
         if scope is not None:
             if one is owner:
                 scope.mark(results)
@@ -114,13 +114,13 @@ def close_scope(owner: object, results: Iterable[object] = ()) -> None:
 
 
 @contextlib.contextmanager
-def watched(note: Callable[[Tensor], object]) -> Iterator[Saved]:
+def watched(note: Callable[[Tensor], object]) -> Iterator[Watcher]:
     """Gives what ops save in scopes that this thread opens inside, and what `note` returns of it."""
-    before, _opened.saved = _opened.saved, Saved(note)
+    before, _stack.watcher = _stack.watcher, Watcher(note)
     try:
-        yield _opened.saved
+        yield _stack.watcher
     finally:
-        _opened.saved = before
+        _stack.watcher = before
 
 
 def why_closed() -> str:
