@@ -93,7 +93,7 @@ def of_unsafe_view(node):
 
 
 def leads_to(node, number: int, producer) -> bool:
-    """Whether the graph leads from a tensor by views alone to its base, which the node `producer`.
+    """Whether the graph leads from a tensor by views alone to its base, which the node `producer` made.
 
     A Function may write into its input and return it, without a version.
 
