@@ -9,7 +9,7 @@ from PIL import Image
 
 from fastvit.training import datasets, loaders
 from fastvit.training.config import Config, ConfigError
-from fastvit.training.image_folder import IMAGENET_MEAN_STD, ImageFolder
+from fastvit.training.image_folder import IMAGENET_MEAN_STD, ImageFolder, _random_box
 
 
 def generator(seed=0):
@@ -190,6 +190,19 @@ def test_hidden_files_links_and_folders_named_like_images(folder):
     assert data.classes == ("a", "b", "c")
     assert data.train.labels.tolist() == [0] * 4 + [1] * 3 + [2]
     assert data.train.read(list(range(8)), None).shape == (8, 3, 10, 10)
+
+
+def test_training_crops_have_all_areas_and_ratios():
+    """As drawn by Szegedy et al.: areas from 8 % on, evenly, of widths from 3/4 to 4/3 of the heights."""
+    g = generator()
+    boxes = torch.tensor([_random_box(90, 60, g) for _ in range(2000)], dtype=torch.float64)
+    size = boxes[:, 2:] - boxes[:, :2]
+    areas, ratios = size.prod(1) / (90 * 60), size[:, 0] / size[:, 1]
+    assert boxes.min() >= 0 and (boxes[:, 2:].amax(0) <= torch.tensor([90, 60])).all()
+    assert 0.08 <= areas.min() < 0.1 and 0.45 < areas.mean() < 0.54 and areas.max() > 0.85
+    free = areas < 0.5  # larger boxes may be cut to the image
+    assert (0.74 < ratios[free]).all() and ratios[free].min() < 0.76 and ratios[free].max() > 1.3
+    assert 0.95 < ratios[free].median() < 1.05
 
 
 @pytest.mark.parametrize(
