@@ -15,6 +15,7 @@ from torch import nn
 from vit_models import Block, Model, compared, differing, kept, patches, step
 
 import fastvit
+from fastvit.recompute.record import Record
 
 C, SIZE = 8, 12
 
@@ -181,6 +182,21 @@ def test_pools(pool):
     x = images(8)
     before, after = compared(nn.Sequential(conv(), nn.BatchNorm2d(C), nn.ReLU(inplace=True), pool, conv()), x)
     assert after < before - 0.9 * x.nbytes
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(), nn.Hardtanh(), nn.GELU()])
+def test_forwards_without_a_backward_are_freed(act):
+    """A graph that is dropped frees what it has saved: no record refers to the node that holds it."""
+    model = fastvit.convert(nn.Sequential(conv(), nn.BatchNorm2d(C), act, nn.MaxPool2d(3, 2, 1), conv()))
+
+    def records():
+        gc.collect()
+        return sum(type(one) is Record for one in gc.get_objects())
+
+    before = records()
+    for _ in range(3):
+        model(images(8))
+    assert records() == before
 
 
 class SyncBatchNorm(torch.autograd.Function):
