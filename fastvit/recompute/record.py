@@ -133,11 +133,13 @@ class Record:
 
     def reduce_to_mask(self) -> None:
         """Drops all but a mask, where nothing but the op that saved the tensor reads it."""
-        mask_of, self.mask_of = self.mask_of, None  # a recipe may take it from here on, if it stays
-        others = self.value is not None and any(one is not self for one in self.value.live_records())
-        tensor = self.tensor
-        if mask_of is None or others or self.is_read or self.stand_in is not None or not self.is_intact():
+        # A recipe may take it from here on, if it stays. mask_of refers to the node that holds this record.
+        mask_of, self.mask_of = self.mask_of, None
+        if mask_of is None or self.is_read or self.stand_in is not None or not self.is_intact():
             return
+        if self.value is not None and any(one is not self for one in self.value.live_records()):
+            return
+        tensor = self.tensor
         if tensor.nbytes < SMALLEST or (tensor.is_leaf and tensor.requires_grad):
             return
         if (mask := mask_of(tensor)) is not None:

@@ -177,10 +177,7 @@ class Scope(Calls):
                 value.site = record.block, value.name, counts[value.name]
         Pass(self.policy, records, self._outer is None).run()
         for record in records:
-            if record.recipe is not None:
-                record.mask_of = None  # it refers to the node, which holds this record
-            else:
-                if record.mask_of is not None:
-                    record.reduce_to_mask()
-                if self._outer is not None and record.stand_in is None:
-                    record.stand_by(HandedOn(record.tensor, *self._outer))
+            if record.mask_of is not None:
+                record.reduce_to_mask()
+            if record.recipe is None and self._outer is not None and record.stand_in is None:
+                record.stand_by(HandedOn(record.tensor, *self._outer))
