@@ -49,8 +49,7 @@ constexpr int64_t kValuesPerPartial = 1 << 8;  // so that partial results are fa
 constexpr int64_t kRowsPerPartial = 1 << 7;    // for rows, whose partial results stay in the cache
 constexpr int64_t kMaxTasks = 256;
 constexpr int64_t kLongPlane = 512;  // elements of a plane that is summed by itself
-constexpr int64_t kEnoughTasks =
-    8;  // with fewer, rows are divided into tiles too, which are read more slowly
+constexpr int64_t kEnoughTasks = 8;  // with fewer, rows are divided into tiles too, read less fast
 
 }  // namespace
 

@@ -165,8 +165,8 @@ struct RowSums {
   // f(channel, first, second)
   template <class F>
   FASTVIT_INLINE void for_each_channel(int64_t n, const F& f) const {
-    const int64_t whole = n / L * L,
-                  ends = whole + L - n;  // the last vector begins with lanes that the one before covers too
+    // The last vector begins with lanes that the one before covers too.
+    const int64_t whole = n / L * L, ends = whole + L - n;
     for (int64_t c = 0; c < whole; ++c) f(c, first[c], second[c]);
     for (int64_t c = whole; c < n; ++c) f(c, first[ends + c], second[ends + c]);
   }
