@@ -54,16 +54,19 @@ _SILENT |= {"__static_attributes__", "__firstlineno__"}  # since Python 3.13
 _TIMM = ("timm.layers.", "timm.models.layers.")  # by name, so that timm need not be installed
 
 
+def _is_of_timm(kind: type) -> bool:
+    return kind.__module__.startswith(_TIMM)
+
+
 def _same_as(kind: type, known: dict) -> Any:
     """`known` of `kind`, or of its base where the classes down to `kind` add nothing but a constructor.
 
     Classes of timm stand in `known` by name.
     """
-    if kind.__module__.startswith(_TIMM) and kind.__name__ in known:
-        return known[kind.__name__]
     for base in kind.__mro__:
-        if base in known:
-            return known[base]
+        key = base.__name__ if _is_of_timm(base) else base
+        if key in known:
+            return known[key]
         if not vars(base).keys() <= _SILENT:
             return None
     return None
@@ -112,23 +115,28 @@ def _activation(module: nn.Module) -> tuple[str, float] | None:
         return None
 
 
+_BATCH_NORMS_OF_TIMM = {"BatchNormAct2d": BatchNormAct, "SyncBatchNormAct": BatchNormActSync}
 _BATCH_NORMS: dict = {
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, BatchNorm), BatchNormAct),
     **dict.fromkeys((nn.SyncBatchNorm, SyncBatchNorm), BatchNormActSync),
-    "BatchNormAct2d": BatchNormAct,
-    "SyncBatchNormAct": BatchNormActSync,
+    **_BATCH_NORMS_OF_TIMM,
 }
+
+
+def _activation_behind(layer: nn.Module) -> tuple[str, float] | None:
+    """The activation that the BatchNorm `layer` of timm applies; None where no fused layer has it."""
+    drop, act = getattr(layer, "drop", None), getattr(layer, "act", None)
+    dropped = drop is None or _activation(drop) == ("identity", 0.0)
+    return _activation(act) if dropped and act is not None else None
 
 
 def _batch_norm(layer: nn.Module) -> tuple[str, float] | None:
     """The activation behind the BatchNorm that `layer` is; None for any other layer."""
-    kind: type = type(layer)
+    kind, *_ = layer.__dict__.get(_SYNCHRONISED, (type(layer),))  # the class before it was synchronised
     if _is_touched(layer) or _same_as(kind, _BATCH_NORMS) is None:
         return None
-    if kind.__module__.startswith(_TIMM):
-        drop, act = getattr(layer, "drop", None), getattr(layer, "act", None)
-        dropped = drop is None or _activation(drop) == ("identity", 0.0)
-        return _activation(act) if dropped and act is not None else None
+    if _same_as(kind, _BATCH_NORMS_OF_TIMM):
+        return _activation_behind(layer)
     if getattr(layer, "fuse_relu", False):
         return None if _SYNCHRONISED in layer.__dict__ else ("relu", 0.0)
     return "identity", 0.0
@@ -264,7 +272,18 @@ def is_fused(model: nn.Module) -> bool:
 
 # Layers with a synchronised subclass, which adds a process group and no other state.
 _TWINS = {InPlaceABN: InPlaceABNSync, BatchNormAct: BatchNormActSync}
+_WITH_ACTIVATION: dict = {**_TWINS, **_BATCH_NORMS_OF_TIMM}
 _TORCH_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+
+
+class SyncBatchNormAct(SyncBatchNorm):
+    """timm's BatchNormAct2d over a process group, for every drop layer and activation."""
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        y = super().forward(input, z)
+        for name in ("drop", "act"):
+            y = getattr(self, name, nn.Identity())(y)
+        return y
 
 
 @contextlib.contextmanager
@@ -279,59 +298,97 @@ def _unsynchronised(layer: Any) -> Iterator[None]:
     _synchronise(layer, group, channel_last)
 
 
-def _synchronise(layer: Any, process_group: "dist.ProcessGroup | None", channel_last: bool) -> bool:
-    """Synchronises a layer that can be; returns whether it is a BatchNorm that cannot."""
+def _why_left(layer: nn.Module) -> str:
+    """Why `convert_syncbn_model` leaves a BatchNorm as it is, or ""."""
+    kind: Any = type(layer)
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        return "has no channels before a first forward"
+    known = issubclass(kind, (SyncBatchNormAct, *_TWINS.values())) or _same_as(kind, _WITH_ACTIVATION)
+    return "" if known or kind.forward in _TORCH_FORWARDS else "overrides forward"
+
+
+def _synchronise(layer: Any, process_group: "dist.ProcessGroup | None", channel_last: bool) -> None:
+    """Synchronises a BatchNorm, or gives one that is synchronised the group and the layout."""
     kind = type(layer)
-    if kind in _TWINS:
+    if (twin := _same_as(kind, _TWINS)) is not None:
         channel_last = layer.channel_last or (channel_last and _FUSED in layer.__dict__)
-        _become(layer, _TWINS[kind], _SYNCHRONISED, channel_last=channel_last)
+        _become(layer, twin, _SYNCHRONISED, channel_last=channel_last)
         layer.set_group(process_group)
-    elif kind is BatchNormActSync and _FUSED in layer.__dict__:  # torch's SyncBatchNorm once
-        if _SYNCHRONISED not in layer.__dict__:
+    elif kind is BatchNormActSync and {_FUSED, _SYNCHRONISED} & layer.__dict__.keys():
+        if _SYNCHRONISED not in layer.__dict__:  # fused from torch's SyncBatchNorm
             _become(layer, kind, _SYNCHRONISED, channel_last=layer.channel_last)
         layer.set_group(process_group or layer.process_group)
         layer.channel_last = channel_last or layer.channel_last
-    elif issubclass(kind, _BatchNorm) and not issubclass(kind, tuple(_TWINS.values())):
-        if kind.forward not in _TORCH_FORWARDS or isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-            return True
+    elif not issubclass(kind, tuple(_TWINS.values())):
         channel_last = channel_last or getattr(layer, "channel_last", False)
-        if not issubclass(kind, SyncBatchNorm):
+        if _same_as(kind, _BATCH_NORMS_OF_TIMM):
+            _synchronise_timm(layer, channel_last)
+        elif not issubclass(kind, SyncBatchNorm):
             _become(layer, SyncBatchNorm, _SYNCHRONISED, channel_last=channel_last, fuse_relu=False)
         layer.set_group(process_group or layer.process_group)
         layer.channel_last = channel_last
-    return False
+
+
+def _synchronise_timm(layer: nn.Module, channel_last: bool) -> None:
+    activation = _activation_behind(layer)
+    if activation is None:
+        _become(layer, SyncBatchNormAct, _SYNCHRONISED, channel_last=channel_last, fuse_relu=False)
+    else:
+        name, param = activation
+        options = {"activation": name, "activation_param": param, "memory": "recompute"}
+        _become(layer, BatchNormActSync, _SYNCHRONISED, channel_last=channel_last, **options)
 
 
 def convert_syncbn_model(
     module: nn.Module,
     process_group: "dist.ProcessGroup | None" = None,
     channel_last: bool = False,
+    *,
+    strict: bool = False,
 ) -> nn.Module:
     """Turns every BatchNorm in `module` into a SyncBatchNorm, in place, and returns `module`.
 
     Layers change class and stay the same objects: parameters, buffers, hooks, requires_grad, training flags
-    and sharing do not change, so optimizers built before stay valid. BatchNorm1d/2d/3d, torch's and fastvit's
-    SyncBatchNorm, and subclasses that use their forward are converted. InPlaceABN becomes InPlaceABNSync, and
-    BatchNormAct becomes BatchNormActSync. InstanceNorm is not converted. A subclass that overrides forward
-    (timm's BatchNormAct2d, for example) is not converted, and a warning names it; `fastvit.fuse` before makes
-    timm's a BatchNormAct. A SyncBatchNorm retains its process group where `process_group` is None, and its
-    channel_last. Layers that `fastvit.fuse` has made stay fused, with statistics over the group.
+    and sharing do not change, so optimizers built before stay valid. `revert_syncbn_model` undoes it.
+
+    | layers | become |
+    |---|---|
+    | BatchNorm1d/2d/3d, torch's SyncBatchNorm, subclasses with the same forward | `SyncBatchNorm` |
+    | timm's BatchNormAct2d and SyncBatchNormAct | `BatchNormActSync` with their activation |
+    | the same with a drop layer or another activation than those of `fuse` | a `SyncBatchNorm` before both |
+    | `BatchNormAct`, and layers that `fuse` has made | `BatchNormActSync` |
+    | `InPlaceABN` | `InPlaceABNSync` |
+
+    A BatchNorm of another class that overrides forward, and a lazy one, stays as it is; a warning on rank 0
+    names the classes with their counts. InstanceNorm is not converted. A layer that is synchronised already
+    retains its process group where `process_group` is None, and its channel_last.
 
     The check of dimensions of BatchNorm1d/2d/3d is lost: a SyncBatchNorm takes 2 to 5 dimensions.
+
+    Args:
+        process_group: the ranks that share statistics; None is the default group.
+        channel_last: C is the last dimension of the inputs, as in apex.
+        strict: raise instead of the warning.
+
+    Raises:
+        ValueError: a BatchNorm would stay as it is, and `strict` is True or all of them would. Nothing has
+            changed then.
     """
     _checks.check_module("convert_syncbn_model", module)
     _library.check_built("fastvit.convert_syncbn_model")
-    left = Counter(
-        type(layer).__qualname__
-        for layer in module.modules()
-        if _synchronise(layer, process_group, channel_last)
-    )
-    if left:
-        names = ", ".join(f"{name} ({count})" for name, count in sorted(left.items()))
-        warnings.warn(
-            f"convert_syncbn_model: left as they are, because they override forward: {names}",
-            stacklevel=2,
-        )
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    reasons = [_why_left(layer) for layer in layers]
+    kinds = [(type(layer).__qualname__, why) for layer, why in zip(layers, reasons, strict=True) if why]
+    if kinds:
+        counts = sorted(Counter(kinds).items())
+        named = "; ".join(f"{kind} ({count}), which {why}" for (kind, why), count in counts)
+        if strict or len(kinds) == len(layers):
+            raise ValueError(f"convert_syncbn_model: cannot synchronise {named}")
+        if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+            warnings.warn(f"convert_syncbn_model: not synchronised: {named}", stacklevel=2)
+    for layer, why in zip(layers, reasons, strict=True):
+        if not why:
+            _synchronise(layer, process_group, channel_last)
     return module
 
 

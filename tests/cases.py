@@ -2,6 +2,7 @@
 
 import torch
 from tolerances import check
+from torch import nn
 
 from fastvit import _checks, ops, reference
 
@@ -173,3 +174,17 @@ def check_threads(run) -> None:
 def fresh(x: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, to be overwritten."""
     return strided_like(x, x)
+
+
+class TimmBatchNorm(nn.BatchNorm2d):
+    """What timm's BatchNormAct2d does."""
+
+    def __init__(self, *args, act=None, drop=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.drop, self.act = drop or nn.Identity(), act or nn.SiLU()
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+TimmBatchNorm.__module__, TimmBatchNorm.__name__ = "timm.layers.norm_act", "BatchNormAct2d"

@@ -1,18 +1,22 @@
 """convert_syncbn_model and revert_syncbn_model change classes only."""
 
 import copy
+import warnings
 
 import pytest
 import torch
-from cases import shape_of
+from cases import TimmBatchNorm, shape_of
+from packages import package
 from torch import nn
 
 import fastvit
 from fastvit import SyncBatchNorm, convert_syncbn_model, revert_syncbn_model
+from fastvit.compat import inplace_abn
+from fastvit.fuse import SyncBatchNormAct
 
 
 class OwnForward(nn.BatchNorm2d):
-    """Like timm's BatchNormAct2d: the activation is in the forward."""
+    """Like FrozenBatchNorm and NaiveSyncBatchNorm of many projects: nothing says what the forward does."""
 
     def forward(self, x):
         return super().forward(x).relu()
@@ -44,9 +48,7 @@ def net():
 
 
 def convert(net, **options):
-    with pytest.warns(
-        UserWarning, match=r"left as they are, because they override forward: OwnForward \(1\)"
-    ):
+    with pytest.warns(UserWarning, match=r"not synchronised: OwnForward \(1\), which overrides forward$"):
         return convert_syncbn_model(net, **options)
 
 
@@ -107,7 +109,7 @@ def test_converting_twice_and_a_single_layer():
 
 def test_lazy_layers_are_left_until_they_are_real():
     lazy = nn.LazyBatchNorm2d()
-    with pytest.warns(UserWarning, match="LazyBatchNorm2d"):
+    with pytest.raises(ValueError, match=r"LazyBatchNorm2d \(1\), which has no channels before a first"):
         convert_syncbn_model(lazy)
     lazy(torch.randn(2, 3, 4, 4))
     assert isinstance(convert_syncbn_model(lazy), fastvit.SyncBatchNorm)
@@ -135,3 +137,99 @@ def test_layers_that_are_synchronised_already_keep_their_options():
     convert_syncbn_model(layer)
     assert layer.channel_last and layer.fuse_relu and layer.process_group == "its own"
     assert copy.copy(layer).process_group == "its own"
+
+
+class TimmSyncBatchNorm(nn.SyncBatchNorm):
+    """What timm's own converter makes of a BatchNormAct2d."""
+
+
+TimmSyncBatchNorm.__module__, TimmSyncBatchNorm.__name__ = "timm.layers.norm_act", "SyncBatchNormAct"
+
+
+class OfTimm(TimmBatchNorm):
+    """A subclass that has a constructor alone."""
+
+    def __init__(self, channels):
+        super().__init__(channels, act=nn.Hardswish())
+
+
+def timm_layers():
+    """Layers with an activation of their own, and what each becomes."""
+    theirs = TimmSyncBatchNorm(3)
+    theirs.drop, theirs.act = nn.Identity(), nn.ReLU()
+    watched = TimmBatchNorm(3)
+    watched.act.register_forward_hook(lambda module, args, y: y + 1)
+    return {
+        "silu": (TimmBatchNorm(3), fastvit.BatchNormActSync),
+        "identity": (TimmBatchNorm(3, act=nn.Identity()), fastvit.BatchNormActSync),
+        "subclass": (OfTimm(3), fastvit.BatchNormActSync),
+        "synchronised by timm": (theirs, fastvit.BatchNormActSync),
+        "mapillary's ABN": (inplace_abn.ABN(3), fastvit.BatchNormActSync),
+        "mish": (TimmBatchNorm(3, act=nn.Mish()), SyncBatchNormAct),
+        "drop": (TimmBatchNorm(3, drop=nn.Dropout(0.5)), SyncBatchNormAct),
+        "hook": (watched, SyncBatchNormAct),
+    }
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("name", timm_layers())
+def test_layers_with_an_activation_are_synchronised_with_it(name, channels_last):
+    layer, kind = timm_layers()[name]
+    nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
+    before, eager, x = shape_of(layer), copy.deepcopy(layer), torch.randn(4, 3, 5, 5)
+    if type(layer) is TimmSyncBatchNorm:  # torch's refuses the CPU
+        eager = TimmBatchNorm(3, act=nn.ReLU())
+        eager.load_state_dict(layer.state_dict())
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    assert convert_syncbn_model(layer, strict=True) is layer and shape_of(layer)[1:4] == before[1:4]
+    for model in (layer, copy.deepcopy(layer), convert_syncbn_model(layer)):
+        assert type(model) is kind
+    for mode in (True, False):
+        layer.train(mode), eager.train(mode)
+        for model in (layer, eager):
+            torch.manual_seed(0)
+            model.y = model(x)
+            model.zero_grad()
+            model.y.square().sum().backward()
+        torch.testing.assert_close(layer.y, eager.y)
+        torch.testing.assert_close(layer.weight.grad, eager.weight.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.running_var, eager.running_var)
+    del layer.y
+    assert shape_of(revert_syncbn_model(layer.train())) == before
+
+
+def test_the_converter_of_torch_keeps_no_activation_from_being_lost():
+    model = convert_syncbn_model(nn.Sequential(TimmBatchNorm(3, act=nn.Mish())))
+    with pytest.raises(TypeError, match=r"lacks act=Mish\(\) of SyncBatchNormAct"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_nothing_changes_where_it_is_an_error(net, strict):
+    model = net if strict else nn.ModuleList([OwnForward(3), OwnForward(4), nn.Linear(3, 3)])
+    before = shape_of(model)
+    with pytest.raises(ValueError, match=r"cannot synchronise OwnForward \([12]\), which overrides forward"):
+        convert_syncbn_model(model, strict=strict)
+    assert shape_of(model) == before
+    assert convert_syncbn_model(nn.Linear(3, 3), strict=True)  # no BatchNorm is nothing to refuse
+
+
+def warned(rank, world):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        convert_syncbn_model(nn.Sequential(nn.BatchNorm2d(3), OwnForward(3)))
+    return len(said)
+
+
+def test_one_rank_warns(ranks):
+    assert ranks.run(2, warned) == [1, 0]
+
+
+def test_models_of_timm():
+    timm = package("timm")
+    for name in ("mobilevit_xxs", "tf_efficientnetv2_b0", "test_resnet"):
+        model = timm.create_model(name)
+        before = shape_of(model)
+        convert_syncbn_model(model, strict=True)
+        assert not any(type(m) is nn.BatchNorm2d or "BatchNormAct2d" in str(type(m)) for m in model.modules())
+        assert shape_of(model)[1:4] == before[1:4] and shape_of(revert_syncbn_model(model)) == before

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from cases import shape_of
+from cases import TimmBatchNorm, shape_of
 from packages import package
 from tolerances import check
 from torch import nn
@@ -25,20 +25,6 @@ ACTIVATIONS = {
 
 
 X = torch.randn(4, 3, 6, 6, dtype=torch.float64)
-
-
-class TimmBatchNorm(nn.BatchNorm2d):
-    """What timm's BatchNormAct2d does."""
-
-    def __init__(self, *args, act=None, drop=None, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.drop, self.act = drop or nn.Identity(), act or nn.SiLU()
-
-    def forward(self, x):
-        return self.act(self.drop(super().forward(x)))
-
-
-TimmBatchNorm.__module__, TimmBatchNorm.__name__ = "timm.layers.norm_act", "BatchNormAct2d"
 
 
 class OwnInit(nn.BatchNorm2d):
@@ -235,7 +221,7 @@ def test_activations_that_are_left():
 
 
 @pytest.mark.parametrize("options", [{}, {"process_group": "a group", "channel_last": True}])
-@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.SyncBatchNorm, fastvit.SyncBatchNorm])
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, TimmBatchNorm, nn.SyncBatchNorm, fastvit.SyncBatchNorm])
 def test_with_synchronised(kind, options):
     """In any order, either is undone without the other."""
 
@@ -256,7 +242,7 @@ def test_with_synchronised(kind, options):
     for model in (both, fused, copy.deepcopy(both)):
         assert seen(unfuse(model)) == states[2]
         fastvit.fuse(model)
-        if kind is nn.BatchNorm2d:  # the others are synchronised by themselves
+        if kind in (nn.BatchNorm2d, TimmBatchNorm):  # the others are synchronised by themselves
             assert seen(fastvit.revert_syncbn_model(model)) == states[1]
             assert seen(unfuse(model)) == states[0]
 

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from packages import package
+from torch import nn
 from training_runs import alone, state_of
 
+from fastvit import BatchNormActSync, SyncBatchNorm
 from fastvit.memory import live_bytes
 from fastvit.training import loop, model, train_state
 from fastvit.training.config import Config, ConfigError
@@ -76,6 +78,17 @@ def test_the_norm_of_timm_models():
         ConfigError, match="--norm inplace-abn-sync is built into .* and --memory convert to sa"
     ):
         model.build_model(config, (3, 32, 32), 10)
+    for name in ("test_resnet", "test_efficientnet"):  # BatchNorm2d, and timm's BatchNormAct2d
+        made = model.build_model(Config(model=f"timm/{name}"), (3, 32, 32), 10)
+        norms = [m for m in made.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        assert norms and all(isinstance(m, (SyncBatchNorm, BatchNormActSync)) for m in norms)
+
+
+def test_a_model_whose_batch_norms_cannot_be_synchronised(monkeypatch):
+    timm, norm = package("timm"), type("Own", (nn.BatchNorm2d,), {"forward": lambda self, x: x})
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: nn.Sequential(norm(3)))
+    with pytest.raises(ConfigError, match=r"--norm fastvit-sync: .* Own \(1\), which overr.* --norm torch"):
+        model.build_model(Config(model="timm/test_resnet"), (3, 32, 32), 10)
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])

@@ -67,7 +67,12 @@ def _from_timm(config: Config, shape: tuple[int, int, int], outputs: int) -> nn.
     if config.norm == "torch-sync":
         model = convert_sync_batchnorm(model)  # torch's drops the activation of timm's BatchNormAct2d
     elif config.norm == "fastvit-sync":
-        model = convert_syncbn_model(model)
+        try:
+            model = convert_syncbn_model(model)
+        except ValueError as error:
+            raise ConfigError(
+                f"--norm fastvit-sync: {error}; --norm torch trains without synchronising"
+            ) from None
     return model
 
 
