@@ -1,5 +1,6 @@
 """Checks of the layers' arguments: activations, shapes, dtypes, inputs that may be overwritten."""
 
+import sys
 from numbers import Real
 
 import torch
@@ -73,6 +74,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return None
 
 
+def is_distributed(x: Tensor) -> bool:
+    """Whether x is a DTensor, which has shards on several ranks."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and type(x) is not Tensor and isinstance(x, module.DTensor)
+
+
 def check_kernels(name: str, x: Tensor) -> None:
     if x.is_cuda and (problem := _library.gpu_problem(x.device)):
         raise ValueError(f"{name}: the input is on {x.device}, but {problem}")
@@ -88,6 +95,11 @@ def check_input(
     """
     weight, bias, running_mean, running_var, num_batches_tracked = tensors
     channel_dim = channel_dimension(name, x, channel_last)
+    if is_distributed(x):
+        raise ValueError(
+            f"{name}: the input is a DTensor, whose shards the op cannot read; pass x.to_local(), or keep "
+            "torch's layer (call fastvit.fuse after parallelize_module)"
+        )
     if not x.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
     check_kernels(name, x)

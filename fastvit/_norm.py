@@ -21,7 +21,7 @@ from ._formulas import ACTIVATIONS, effective_gamma
 _UNSAFE = 0.05  # relative error of the recovered xhat above which a layer warns
 _CHECK_EVERY = 1024  # forwards; each check reads one number on the host
 _CONVERTERS = ("convert_sync_batchnorm", "convert_syncbn_model")  # torch's and timm's, apex's
-_LOST = ("channel_last", "fuse_relu", "abs_weight", "activation")  # options that torch's layers lack
+_LOST = ("channel_last", "fuse_relu", "abs_weight", "activation", "act")  # options that torch's layers lack
 
 
 class NormLayer(_BatchNorm):
@@ -80,11 +80,6 @@ class NormLayer(_BatchNorm):
         except KeyError:  # a tensor is computed (torch.nn.utils.parametrize) or is a plain attribute
             weight, bias, tracked = self.weight, self.bias, self.num_batches_tracked
             mean, var = self.running_mean, self.running_var
-        # Ops read parameters without gaps; a parameter may be a slice of a matrix, or one number expanded.
-        if weight is not None and not weight.is_contiguous():
-            weight = weight.contiguous()
-        if bias is not None and not bias.is_contiguous():
-            bias = bias.contiguous()
         if self.abs_weight and weight is not None:
             weight = functional.absolute_weight(weight, self.eps)
         momentum = self.momentum
@@ -107,7 +102,12 @@ class NormLayer(_BatchNorm):
             self.layer_number,
         )
         tensors = weight, bias, mean, var, tracked
-        y = functional.normalise(x, z, tensors, options, self._statistics_group())
+        group = self._statistics_group()
+        if group is not None and options.training and not self.training:
+            if not torch.compiler.is_compiling():
+                sync.check()
+            group = None  # a rank may evaluate alone, as with torch's SyncBatchNorm
+        y = functional.normalise(x, z, tensors, options, group)
         if in_place:
             self.check_conditioning(x)
         return y

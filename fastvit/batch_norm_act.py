@@ -84,7 +84,7 @@ class BatchNormActSync(_norm.SharesGroup, BatchNormAct):
         process_group: by keyword; None is the default group (this process alone when torch.distributed is
             not initialised).
 
-    One exchange in each direction in training, none in evaluation by running statistics, and none for
+    One exchange in each direction in training, none in evaluation, and none for
     rebuilding an output. Ranks, errors, copies and pickles as in `SyncBatchNorm`.
     """
 

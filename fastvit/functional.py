@@ -28,6 +28,7 @@ from ._checks import (
     check_kernels,
     check_may_be_overwritten,
     check_tensor,
+    is_distributed,
 )
 from ._formulas import activate
 
@@ -61,6 +62,8 @@ def normalise(
     """
     name = options.name
     check_tensor(name, x)
+    if not all(t is None or t.is_contiguous() for t in tensors):
+        return _normalise_strided(x, z, tensors, options, process_group)
     compiling = torch.compiler.is_compiling()
     if options.in_place and not compiling:
         check_may_be_overwritten(name, x)
@@ -89,6 +92,19 @@ def normalise(
         if not checked:
             check_input(name, x, z, tensors, options.channel_last)
         raise
+
+
+def _normalise_strided(x, z, tensors, options, process_group) -> Tensor:
+    """`normalise` with parameters and buffers of any strides: the ops read and write contiguous ones.
+
+    A tensor may be a slice of a matrix, or one number expanded.
+    """
+    contiguous = tuple(t if t is None else t.contiguous() for t in tensors)
+    y = normalise(x, z, contiguous, options, process_group)
+    for buffer, updated in zip(tensors[2:], contiguous[2:], strict=True):
+        if options.training and updated is not buffer:
+            buffer.copy_(updated)
+    return y
 
 
 def _trace(x, weight, bias, z, mean, var, tracked, options, transport) -> Tensor:
@@ -266,8 +282,8 @@ def layer_norm(
     Returns:
         A new contiguous tensor. Statistics and sums are in float32 (float64 for float64). Saves x for
         backward, and two numbers a row; inside `fastvit.recompute_scope()` the result is rebuilt for later
-        ops that save it. torch.compile traces torch's ops. Not differentiable twice. Its bits differ from
-        torch's.
+        ops that save it. torch.compile and DTensors use torch's ops. Not differentiable twice. Its bits
+        differ from torch's.
 
     Raises:
         ValueError: x does not end with normalized_shape, or is on a GPU and there are no CUDA kernels.
@@ -282,7 +298,7 @@ def layer_norm(
     if output_dtype is None:
         half = autocast_dtype(x) if x.dtype == torch.float32 else None
         output_dtype = half or x.dtype
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_distributed(x):
         wide = ops.accumulation_dtype(x.dtype)
         weight, bias = (t if t is None else t.to(wide) for t in (weight, bias))
         return F.layer_norm(x.to(wide), shape, weight, bias, eps).to(output_dtype)
@@ -312,7 +328,7 @@ def act(x: Tensor, activation: str = "gelu", activation_param: float | None = No
         and derivatives as in `layer_norm`.
     """
     param = check_activation(activation, activation_param)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_distributed(x):
         return activate(x, activation, param)
     check_kernels("act", x)
     return apply_of(ActFunction, x)(activation, param, x)
@@ -327,7 +343,7 @@ def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float 
     Other arguments and the result as in `act`. Saves a and b for backward; torch's two ops save `act(a)` too.
     """
     param = check_activation(activation, activation_param)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_distributed(a):
         return activate(a, activation, param) * b
     check_kernels("glu", a)
     return apply_of(ActFunction, a)(activation, param, a, b)

@@ -85,7 +85,7 @@ class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
         group: by keyword; None is the default group (this process alone when torch.distributed is not
             initialised).
 
-    One exchange in each direction in training, none in evaluation by running statistics. Ranks, errors,
+    One exchange in each direction in training, none in evaluation. Ranks, errors,
     copies and pickles as in `SyncBatchNorm`.
     """
 

@@ -26,12 +26,12 @@ class SyncBatchNorm(_norm.SharesGroup):
     `forward(input, z=None)`: input (N, C, *), 2 to 5 dimensions, any floating-point dtype; z a residual of
     the same shape that is added before the ReLU. Returns a new tensor. The state_dict is BatchNorm's.
 
-    In training with several ranks there is one exchange in each direction: through shared or peer memory
-    where all ranks are CPU processes of one host or have a GPU of one host each, else by collectives: one
-    all_to_all on CPUs, on GPUs one all_gather forward and one all_reduce backward.
-    FASTVIT_STATISTICS=collective always uses collectives, and `peer` raises where they would be needed. The
-    logger fastvit.sync names the choice of a group at level DEBUG. Every rank of the group must run the same
-    layers in the same order, so DDP's Join needs throw_on_early_termination=True.
+    Evaluation exchanges nothing. In training with several ranks there is one exchange in each direction:
+    through shared or peer memory where all ranks are CPU processes of one host or have a GPU of one host
+    each, else by collectives: one all_to_all on CPUs, on GPUs one all_gather forward and one all_reduce
+    backward. FASTVIT_STATISTICS=collective always uses collectives, and `peer` raises where they would be
+    needed. The logger fastvit.sync names the choice of a group at level DEBUG. Every rank of the group must
+    run the same layers in the same order, so DDP's Join needs throw_on_early_termination=True.
 
     Uneven and empty ranks are exact. Gradients of weight and bias are this rank's own, which DDP averages.
     Not differentiable twice. Copies share the group; pickles have None in its place, since a group is valid

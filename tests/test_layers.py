@@ -592,6 +592,34 @@ def test_parameters_with_gaps(made):
     assert not layer.weight.is_contiguous() and all(map(torch.equal, step(layer, x, dy), want))
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda **options: InPlaceABN(4, activation="identity", **options),
+        lambda **options: BatchNormAct(4, activation="identity", **options),
+        lambda **options: SyncBatchNorm(4, **options),
+        lambda **options: fastvit.convert_syncbn_model(nn.BatchNorm2d(4, **options)),
+        lambda **options: fastvit.fuse(nn.BatchNorm2d(4, **options)),
+    ],
+)
+def test_running_statistics_with_gaps(made, momentum):
+    """They are updated where they are, and used in evaluation, as nn.BatchNorm2d does it."""
+    layer, plain = made(momentum=momentum), nn.BatchNorm2d(4, momentum=momentum)
+    for norm in (layer, plain):
+        for name in ("running_mean", "running_var"):
+            norm.matrix = torch.ones(4, 3)
+            setattr(norm, name, norm.matrix[:, 1])
+    for mode in (True, True, False):
+        x, layers = torch.randn(2, 4, 3, 3), (layer.train(mode), plain.train(mode))
+        got, want = (norm(x.clone()) for norm in layers)
+        torch.testing.assert_close(got, want)
+        for name in ("running_mean", "running_var"):
+            torch.testing.assert_close(getattr(layer, name), getattr(plain, name))
+    assert layer.matrix[:, ::2].eq(1).all() and not layer.matrix[:, 1].eq(1).any()
+    assert not layer.running_var.is_contiguous()
+
+
 def test_arguments_of_another_kind():
     message = "a tensor expected, got an object of type ndarray; torch.from_numpy makes one"
     for layer in (InPlaceABN(3), BatchNormAct(3), SyncBatchNorm(3), fastvit.LayerNorm(3)):

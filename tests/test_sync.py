@@ -144,6 +144,61 @@ def test_no_value_and_one_value_on_each_rank(ranks):
     ranks.run(2, no_value_and_one)
 
 
+def one_rank_evaluates(rank, world, kind, compiled):
+    """Without running statistics too, an evaluation is this rank's own: it neither sends nor waits."""
+    layer = make_layer(kind, 6, track_running_stats=False).eval()
+    (x, dy), norm = batch(4), nn.BatchNorm2d(6, track_running_stats=False).double()
+    norm.weight, norm.bias = (nn.Parameter(p.detach().double()) for p in (layer.weight, layer.bias))
+    model = torch.compile(layer, backend="aot_eager") if compiled else layer
+    if rank == 0:
+        leaf, plain = x.clone().requires_grad_(), x.double().requires_grad_()
+        got, want = model(leaf * 1), ACTIVATION[kind](norm(plain))
+        got.backward(dy), want.backward(dy.double())
+        check("in_place_layer", got, want)
+        check("in_place_layer", leaf.grad, plain.grad)
+    y = layer.train()(x.split(2)[rank].clone())  # a step of both ranks
+    check("in_place_layer", y, ACTIVATION[kind](norm(x.double())).split(2)[rank])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@both_ways
+def test_one_rank_evaluates_without_running_statistics(ranks, kind, compiled, statistics):
+    ranks.run(2, one_rank_evaluates, kind, compiled, statistics=statistics)
+
+
+def tensor_parallel(rank, world):
+    """Layers of fastvit over a sequence in shards, and a model that is parallelised before it is fused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    mesh, x = init_device_mesh("cpu", (world,)), torch.randn(2, 4, 6)
+    plain = nn.Sequential(nn.LayerNorm(6), nn.GELU("tanh"))
+    fused = fastvit.fuse(copy.deepcopy(plain))
+    parallel = parallelize_module(copy.deepcopy(plain), mesh, {"0": SequenceParallel()})
+    parallelize_module(fused, mesh, {"0": SequenceParallel()})
+    assert type(fused[0]) is not nn.LayerNorm and type(fastvit.fuse(parallel)[0]) is nn.LayerNorm
+    want = plain(x)
+    want.square().sum().backward()
+    for net in (fused, parallel):
+        y = net(x.chunk(world, 1)[rank])
+        assert isinstance(y, DTensor) and y.placements == (Shard(1),)
+        check("layer", y.full_tensor(), want)
+        y.full_tensor().square().sum().backward()
+        check("layer", net[0].weight.grad.full_tensor(), plain[0].weight.grad)
+    shards = distribute_tensor(x, mesh, [Shard(1)])
+    gated = fastvit.functional.glu(shards, shards)
+    check("layer", gated.full_tensor(), nn.functional.silu(x) * x)
+    for layer in (make_layer("bna", 4), make_layer("abn", 4)):
+        with pytest.raises(ValueError, match=r"the input is a DTensor.*call fastvit.fuse after parallelize"):
+            layer.eval()(shards * 1)
+
+
+def test_tensor_parallel(ranks):
+    ranks.run(2, tensor_parallel)
+
+
 def model(kind):
     torch.manual_seed(3)
     return nn.Sequential(nn.Conv2d(6, 6, 3, bias=False), make_layer(kind, 6), nn.Conv2d(6, 4, 1))
