@@ -53,8 +53,8 @@ def normalise(
     """A normalisation of every kind: all layers, and the functions of this module, call it.
 
     With other ranks check_input runs before they send numbers. Otherwise the op checks its arguments before
-    it writes, and check_input, which takes as long as the op, runs only after the op has raised, for an error
-    in the layer's words.
+    it writes. Only after it has raised does check_input run, which takes as long as the op, for an error in
+    the layer's words; and only then are strided parameters and buffers copied.
 
     Args:
         tensors: weight, bias, running_mean, running_var, num_batches_tracked.
@@ -62,9 +62,9 @@ def normalise(
     """
     name = options.name
     check_tensor(name, x)
-    if not all(t is None or t.is_contiguous() for t in tensors):
-        return _normalise_strided(x, z, tensors, options, process_group)
     compiling = torch.compiler.is_compiling()
+    if (compiling or process_group is not None) and _are_strided(tensors):
+        return _normalise_strided(x, z, tensors, options, process_group)
     if options.in_place and not compiling:
         check_may_be_overwritten(name, x)
     transport: sync.Transport = sync.LOCAL
@@ -89,9 +89,15 @@ def normalise(
     try:
         return apply_of(InPlaceABNFunction if options.in_place else BatchNormFunction, x)(*arguments)
     except RuntimeError:
+        if _are_strided(tensors):
+            return _normalise_strided(x, z, tensors, options, process_group)
         if not checked:
             check_input(name, x, z, tensors, options.channel_last)
         raise
+
+
+def _are_strided(tensors) -> bool:
+    return not all(t is None or t.is_contiguous() for t in tensors)
 
 
 def _normalise_strided(x, z, tensors, options, process_group) -> Tensor:
