@@ -1,6 +1,7 @@
 """Checks of the layers' arguments: activations, shapes, dtypes, inputs that may be overwritten."""
 
 from numbers import Real
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from ._formulas import ACTIVATIONS
 
 _SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
+Model = TypeVar("Model", bound=nn.Module)  # functions that return their model keep its class for type checkers
 
 
 def check_module(name: str, model: object) -> None:

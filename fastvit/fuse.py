@@ -164,7 +164,7 @@ class GELU(nn.GELU):
         return functional.act(input, "gelu_tanh")
 
 
-def fuse(model: nn.Module) -> nn.Module:
+def fuse(model: _checks.Model) -> _checks.Model:
     """Makes fastvit's layers of torch's in `model`, in place, and returns `model`.
 
     Only types, options and visible structure decide; nothing is run.
@@ -243,7 +243,7 @@ def _fuse(layer: nn.Module, activation: tuple[str, float]) -> None:
         )
 
 
-def unfuse(model: nn.Module) -> nn.Module:
+def unfuse(model: _checks.Model) -> _checks.Model:
     """Undoes `fuse` in `model`, in place, and returns `model`. Layers stay synchronised."""
     for layer in list(model.modules()):
         if _FUSED in layer.__dict__:
@@ -303,10 +303,10 @@ def _synchronise(layer: Any, process_group: "dist.ProcessGroup | None", channel_
 
 
 def convert_syncbn_model(
-    module: nn.Module,
+    module: _checks.Model,
     process_group: "dist.ProcessGroup | None" = None,
     channel_last: bool = False,
-) -> nn.Module:
+) -> _checks.Model:
     """Turns every BatchNorm in `module` into a SyncBatchNorm, in place, and returns `module`.
 
     Layers change class and stay the same objects: parameters, buffers, hooks, requires_grad, training flags
@@ -335,7 +335,7 @@ def convert_syncbn_model(
     return module
 
 
-def revert_syncbn_model(module: nn.Module) -> nn.Module:
+def revert_syncbn_model(module: _checks.Model) -> _checks.Model:
     """Undoes `convert_syncbn_model` in `module`, in place, and returns `module`.
 
     A SyncBatchNorm built as such becomes a BatchNorm for 2 to 5 dimensions. One with fuse_relu, or with

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_module
+from .._checks import Model, check_module
 from ..fuse import unfuse
 from ..recompute import CHEAP, DEEP, PRODUCTS, Policy, close_scope, compiled, open_scope
 from .budget import Budget, parsed, within_budget
@@ -57,14 +57,14 @@ class Planner:
 
 
 def convert(
-    model: nn.Module,
+    model: Model,
     *,
     products: bool = False,
     weight_casts: bool = False,
     budget: float | str | None = None,
     example_inputs: Tensor | Sequence | Mapping | None = None,
     skip: Iterable[tuple[str, str]] = (),
-) -> nn.Module:
+) -> Model:
     """Reduces the memory that a model keeps for backward. Gradients have the same bits.
 
     Outputs that take little arithmetic (normalisations, activations, elementwise products, sums, casts,
@@ -139,7 +139,7 @@ def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tup
     return frozenset(pairs)
 
 
-def _add(model: nn.Module, policy: Policy) -> nn.Module:
+def _add(model: Model, policy: Policy) -> Model:
     """Adds hooks in place of those that there are."""
     _take_off(model)
     for module, name in _scoped(model).items():
@@ -174,7 +174,7 @@ def is_converted(model: nn.Module) -> bool:
     return any(map(opens_scope, model.modules()))
 
 
-def converted(model: nn.Module) -> nn.Module:
+def converted(model: Model) -> Model:
     """`model`, converted as it is, or by default."""
     return model if is_converted(model) else convert(model)
 
@@ -215,7 +215,7 @@ def _hide_scopes_from_torchscript() -> None:
     torch.jit._recursive.get_hook_stubs = get_hook_stubs_without_scopes
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: Model) -> Model:
     """Undoes `convert` and `fuse` in place.
 
     Args:
