@@ -5,6 +5,7 @@ import copy
 import functools
 import io
 import pickle
+import re
 import warnings
 
 import numpy as np
@@ -372,6 +373,25 @@ ONES = torch.ones(2, 3)
 def test_impossible_requests(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("make", [InPlaceABN, BatchNormAct, SyncBatchNorm, InPlaceABNSync, fastvit.LayerNorm])
+@pytest.mark.parametrize("eps", ["1e-5", None, -1e-5, float("nan"), float("inf"), True], ids=str)
+def test_an_eps_that_is_none(make, eps):
+    with pytest.raises(ValueError, match=r"\w+: eps is .*; a finite number of at least 0 expected"):
+        make(3, eps=eps)
+    assert make(3, eps=np.float32(1e-3)).eps == np.float32(1e-3) and make(3, eps=0).eps == 0
+
+
+@pytest.mark.parametrize("make", [InPlaceABN, BatchNormAct, SyncBatchNorm, BatchNormActSync])
+@pytest.mark.parametrize("momentum", ["0.1", 2.0, -0.1, float("nan"), True], ids=str)
+def test_a_momentum_that_would_make_variances_negative_or_is_no_number(make, momentum):
+    """torch's layers take such a number, and a string until the first forward."""
+    message = f"{make.__name__}: momentum is {momentum!r}; a number from 0 to 1, or None, expected"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(3, 1e-5, momentum)
+    for right in (None, 0, 1, 0.1):
+        assert make(3, momentum=right).momentum == right
 
 
 def inference_tensor():

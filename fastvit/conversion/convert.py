@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._checks import Model, check_module
+from .._checks import Model, check_flag, check_module
 from ..fuse import unfuse
 from ..recompute import CHEAP, DEEP, PRODUCTS, Policy, close_scope, compiled, open_scope
 from .budget import Budget, parsed, within_budget
@@ -103,11 +103,14 @@ def convert(
 
     Raises:
         TypeError: `model` is not a module, or an example input is a size and not a tensor.
-        ValueError: `budget` is out of range or less than what is possible, `example_inputs` are given
-            without it, the model cannot be copied for it, or a block of `skip` does not exist. Without
-            `example_inputs` the first forward raises what only a forward can show.
+        ValueError: `products` or `weight_casts` is no bool, `budget` is out of range or less than what is
+            possible, `example_inputs` are given without it, the model cannot be copied for it, or a block of
+            `skip` does not exist. Without `example_inputs` the first forward raises what only a forward can
+            show.
     """
     check_module("convert", model)
+    check_flag("convert", "products", products)
+    check_flag("convert", "weight_casts", weight_casts)
     policy = Policy(PRODUCTS if products else CHEAP, weight_casts, skip=_skipped(model, skip))
     if budget == "least":
         return _add(model, dataclasses.replace(policy, level=DEEP))
@@ -129,9 +132,10 @@ def convert(
 
 
 def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
-    pairs = list(skip)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"convert: skip must have pairs of a block's name and an op, got {pairs}")
+    pairs = list(skip) if isinstance(skip, Iterable) else [skip]
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(name, str) for name in pair)):
+            raise ValueError(f"convert: skip must have pairs of a block's name and an op, got {pair!r}")
     names = list(_scoped(model).values()) if pairs else []
     for block, _ in pairs:
         if block not in names:
