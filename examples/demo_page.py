@@ -80,6 +80,13 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
 
 
+class _PlainLogFormatter(LogFormatter):
+    """Labels the ticks that LogFormatter labels, with 0.6 in place of 6e-01."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def _curves(results: Sequence[Result], column: str) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         for result in results:
@@ -90,8 +97,8 @@ def _curves(results: Sequence[Result], column: str) -> Callable[[Axes], None]:
         axes.xaxis.get_major_locator().set_params(integer=True)
         if "loss" in column:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(LogFormatter())
-            axes.yaxis.set_minor_formatter(LogFormatter())
+            axes.yaxis.set_major_formatter(_PlainLogFormatter())
+            axes.yaxis.set_minor_formatter(_PlainLogFormatter())
         else:
             least = min(row[column] for result in results for row in result.history)
             axes.set_ylim(math.floor(10 * least) / 10, 1.01)
