@@ -26,7 +26,9 @@ def rendezvous(timeout: float = 300.0) -> "tuple[dist.Store, int, int]":
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
     Args:
-        timeout: seconds to wait for the others.
+        timeout: seconds to wait for the others. `init_process_group` has a timeout of its own, of which gloo
+            waits for five where a rank cannot be reached, such as one whose host calls itself 127.0.1.1.
+            GLOO_SOCKET_IFNAME=eth0 then names the network interface to use.
 
     Returns:
         A store without keys of earlier attempts, the rank, and the number of ranks.
