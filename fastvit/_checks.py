@@ -40,6 +40,11 @@ def check_eps(name: str, eps: object) -> None:
         raise ValueError(f"{name}: eps is {eps!r}; a finite number of at least 0 expected")
 
 
+def check_dtype(name: str, argument: str, dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name}: {argument} is {dtype!r}; a floating-point torch.dtype or None expected")
+
+
 def check_flag(name: str, flag: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name}: {flag} is {value!r}; True or False expected")
@@ -47,7 +52,7 @@ def check_flag(name: str, flag: str, value: object) -> None:
 
 def check_activation(activation: str, activation_param: float | None) -> float:
     """The parameter to use, 0 for an activation without one. Raises ValueError for a wrong name or value."""
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} expected")
     _, default = ACTIVATIONS[activation]
     if default is None:

@@ -350,6 +350,25 @@ ONES = torch.ones(2, 3)
         (lambda: BatchNormAct(3, activation="tanh"), "activation is 'tanh'; one of identity, relu"),
         (lambda: BatchNormAct(3, activation="elu", activation_param="1"), "activation_param is '1'"),
         (lambda: BatchNormAct(3, activation="elu", activation_param=float("nan")), "is nan; a finite"),
+        (lambda: BatchNormAct(3, activation=["relu"]), r"activation is \['relu'\]; one of identity, relu"),
+        (lambda: BatchNormAct(3, activation=None), "activation is None; one of identity, relu"),
+        (
+            lambda: fastvit.LayerNorm(3, output_dtype="float16"),
+            "LayerNorm: output_dtype is 'float16'; a floating",
+        ),
+        (
+            lambda: fastvit.LayerNorm(3, output_dtype=torch.int),
+            "LayerNorm: output_dtype is torch.int32; a float",
+        ),
+        (
+            lambda: fastvit.create_syncbn_process_group("2"),
+            "group_size is '2'; an int of at least 0 expected",
+        ),
+        (lambda: fastvit.create_syncbn_process_group(-1), "group_size is -1; an int of at least 0 expected"),
+        (
+            lambda: fastvit.create_syncbn_process_group(True),
+            "group_size is True; an int of at least 0 expected",
+        ),
         (lambda: BatchNormAct(3, memory="auto"), "memory is 'auto'; one of recompute, inplace, keep"),
         (lambda: InPlaceABN(0), "InPlaceABN: num_features is 0; a positive int"),
         (lambda: SyncBatchNorm("3"), "SyncBatchNorm: num_features is '3'"),

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from fastvit.sync.rendezvous import meet, roll_call
+from fastvit.sync.rendezvous import meet, rendezvous, roll_call
 
 
 def call(store, ranks, world, timeout=20.0, run=()):
@@ -77,3 +77,12 @@ def test_ranks_meet_by_both_families_of_addresses_or_give_up_in_time(address):
     with pytest.raises(RuntimeError, match="rank 1 did not come in time"):
         meet(0, 2, address, port, 0.5)
     assert time.monotonic() - begin < 5
+
+
+def test_a_script_that_no_launcher_started(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ValueError, match="rendezvous: RANK, MASTER_ADDR must be set, as by torchrun"):
+        rendezvous(1.0)

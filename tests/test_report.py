@@ -213,7 +213,15 @@ def test_a_report_says_that_the_model_is_not_converted(x):
 
 
 @pytest.mark.parametrize(
-    "function", [fastvit.report, fastvit.verify, fastvit.convert, fastvit.fuse, fastvit.convert_syncbn_model]
+    "function",
+    [
+        fastvit.report,
+        fastvit.verify,
+        fastvit.convert,
+        fastvit.revert,
+        fastvit.fuse,
+        fastvit.convert_syncbn_model,
+    ],
 )
 def test_a_model_that_is_none(function):
     with pytest.raises(TypeError, match=f"{function.__name__}: model must be a torch.nn.Module, got .* type"):

@@ -228,6 +228,7 @@ def revert(model: Model) -> Model:
     Returns:
         `model`.
     """
+    check_module("revert", model)
     _take_off(model)
     return unfuse(model)
 
