@@ -1,5 +1,7 @@
 """fastvit: fused, memory-saving, synchronised BatchNorm layers, and a ViT trainer for the apex recipe."""
 
+import typing as _typing
+
 from . import _library, functional, ops, sync
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .conversion import Report, TensorReport, Verification, convert, report, revert, verify
@@ -35,7 +37,9 @@ __all__ = [
 __version__: str
 
 
-def __getattr__(name: str) -> str:
-    if name == "__version__":  # computed at the first use, since it reads every source file
-        return _library.version()
-    raise AttributeError(f"module 'fastvit' has no attribute {name!r}")
+if not _typing.TYPE_CHECKING:  # type checkers would take every name for an attribute
+
+    def __getattr__(name: str) -> str:
+        if name == "__version__":  # computed at the first use, since it reads every source file
+            return _library.version()
+        raise AttributeError(f"module 'fastvit' has no attribute {name!r}")
