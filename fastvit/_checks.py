@@ -12,9 +12,8 @@ from ._formulas import ACTIVATIONS
 
 _SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
-Model = TypeVar(
-    "Model", bound=nn.Module
-)  # functions that return their model keep its class for type checkers
+# Functions that return their model are annotated with it, so that type checkers keep the model's class.
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def check_module(name: str, model: object) -> None:
