@@ -7,6 +7,7 @@ Neither needs Python's headers, torch's CUDA headers or a GPU, and both load in 
 FASTVIT_KERNELS=0: neither, on any system; the wheel is py3-none-any.
 """
 
+import hashlib
 import os
 import re
 import shlex
@@ -146,6 +147,8 @@ def ninja_file(cxx: str, cuda: Path | None, why: str, sets: list[str], gencode: 
     if cuda:
         codes = re.findall(r",code=(\w+)", " ".join(gencode))
         built = f"built for {', '.join(codes)} with CUDA {version_of(cuda)}"
+    sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((ROOT / "csrc").rglob("*.*"))))
+    built += f"; sources {sources.hexdigest()[:8]}"  # a part of fastvit.__version__
     compiler, *flags = [word for word in shlex.split(cxx) if Path(word).name != "ccache"]
     cache = "ccache " if shutil.which("ccache") else ""
     cxx = cache + shlex.join([compiler, *flags])

@@ -2,6 +2,7 @@
 
 import html
 import io
+import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from string import Template
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from fastvit import info
 
@@ -78,6 +80,13 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
 
 
+class _PlainLogFormatter(LogFormatter):
+    """Labels the ticks that LogFormatter labels, with 0.6 in place of 6e-01."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def _curves(results: Sequence[Result], column: str) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         for result in results:
@@ -88,9 +97,12 @@ def _curves(results: Sequence[Result], column: str) -> Callable[[Axes], None]:
         axes.xaxis.get_major_locator().set_params(integer=True)
         if "loss" in column:
             axes.set_yscale("log")
-            axes.legend(fontsize=6.5, frameon=False)
+            axes.yaxis.set_major_formatter(_PlainLogFormatter())
+            axes.yaxis.set_minor_formatter(_PlainLogFormatter())
         else:
-            axes.set_ylim(0.8 if min(result.accuracy for result in results) > 0.9 else 0, 1.01)
+            least = min(row[column] for result in results for row in result.history)
+            axes.set_ylim(math.floor(10 * least) / 10, 1.01)
+        axes.legend(fontsize=8, frameon=False)
 
     return draw
 
@@ -180,6 +192,8 @@ def write_page(path: Path, results: Sequence[Result], kept: dict[str, int], batc
         "bars": _svg("kept for backward by layer", 8.2, 2.9, _bars(kept)),
         "layer_table": _html_table(("layer", "kept for backward", "of torch's"), layers),
         "level": main.level + emulated,
+        "losses": " and ".join(f"{result.history[-1]['test_loss']:.3f}" for result in results),
+        "accuracies": " and ".join(f"{result.accuracy:.3f}" for result in results),
         "facts": _facts(results, batch),
         "commands": html.escape("\n".join(result.command for result in results)),
         "batch": str(batch),

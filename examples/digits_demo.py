@@ -92,13 +92,9 @@ def clear(out: Path) -> None:
     (out / "index.html").unlink(missing_ok=True)
 
 
-def compare(out: Path, epochs: int, quick: bool) -> list[Result]:
+def compare(out: Path, epochs: int, ranks: int, quick: bool) -> list[Result]:
     """Train with InPlaceABNSync, then with apex's SyncBatchNorm."""
-    gpus = torch.cuda.device_count()
-    ranks = gpus or 2
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    where = "CUDA" if gpus else "the CPU: about a minute on two cores"
-    print(f"{MAIN}, then apex's SyncBatchNorm: {epochs} epochs each, {ranks} rank(s), {where}", flush=True)
     first = train(MAIN, ranks, epochs, threads, out)
     return [first, train(apex_norm(), 1 if quick else ranks, epochs, threads, out)]
 
@@ -113,14 +109,21 @@ def main() -> None:
         parser.error(f"--epochs must be at least 1, got {options.epochs}")
     out = options.out.resolve()
     start = time.perf_counter()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs its start and stop
     try:
         check_packages(Config())
     except ConfigError as error:
         sys.exit(f"digits_demo: {error}")
+    gpus = torch.cuda.device_count()
+    ranks = gpus or 2
+    where = "CUDA" if gpus else "the CPU: about a minute on two free cores"
+    print(
+        f"digits_demo: measures what a ViT keeps for backward, then trains it with {MAIN} and with apex's "
+        f"SyncBatchNorm: {options.epochs} epochs each, {ranks} rank(s), {where}",
+        flush=True,
+    )
     clear(out)
     kept = kept_bytes(load_digits(0).train.images[:BATCH])
-    results = compare(out, options.epochs, options.quick)
+    results = compare(out, options.epochs, ranks, options.quick)
     for name, found in (("summary.json", [asdict(result) for result in results]), ("memory.json", kept)):
         (out / name).write_text(json.dumps(found, indent=2) + "\n")
     page = write_page(out / "index.html", results, kept, BATCH)

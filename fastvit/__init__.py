@@ -1,8 +1,8 @@
 """fastvit: fused, memory-saving, synchronised BatchNorm layers, and a ViT trainer for the apex recipe."""
 
-from importlib.metadata import PackageNotFoundError, version
+import typing as _typing
 
-from . import functional, ops, sync
+from . import _library, functional, ops, sync
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .conversion import Report, TensorReport, Verification, convert, report, revert, verify
 from .fuse import convert_syncbn_model, fuse, revert_syncbn_model
@@ -10,11 +10,6 @@ from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .layer_norm import LayerNorm
 from .recompute import recompute_scope
 from .sync_batchnorm import SyncBatchNorm, create_syncbn_process_group
-
-try:
-    __version__ = version("fastvit")
-except PackageNotFoundError:  # a source tree that was built in place
-    __version__ = "0+unknown"
 
 __all__ = [
     "BatchNormAct",
@@ -39,3 +34,12 @@ __all__ = [
     "sync",
     "verify",
 ]
+__version__: str
+
+
+if not _typing.TYPE_CHECKING:  # type checkers would take every name for an attribute
+
+    def __getattr__(name: str) -> str:
+        if name == "__version__":  # computed at the first use, since it reads every source file
+            return _library.version()
+        raise AttributeError(f"module 'fastvit' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 import sys
 from numbers import Real
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from ._formulas import ACTIVATIONS
 
 _SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
+# Functions that return their model are annotated with it, so that type checkers keep the model's class.
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def check_module(name: str, model: object) -> None:
@@ -26,15 +29,36 @@ def check_tensor(name: str, x: object) -> None:
         raise TypeError(f"{name}: a tensor expected, got an object of type {type(x).__name__}{hint}")
 
 
+def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
+    """Returns whether `value` is a number from `least` to `most`. A bool is none, and neither is nan."""
+    number: Any = value  # Real has no order for type checkers
+    return isinstance(value, Real) and not isinstance(value, bool) and least <= number <= most
+
+
+def check_eps(name: str, eps: object) -> None:
+    if not is_number(eps, 0, 1 / _SMALLEST):
+        raise ValueError(f"{name}: eps is {eps!r}; a finite number of at least 0 expected")
+
+
+def check_dtype(name: str, argument: str, dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name}: {argument} is {dtype!r}; a floating-point torch.dtype or None expected")
+
+
+def check_flag(name: str, flag: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: {flag} is {value!r}; True or False expected")
+
+
 def check_activation(activation: str, activation_param: float | None) -> float:
     """The parameter to use, 0 for an activation without one. Raises ValueError for a wrong name or value."""
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} expected")
     _, default = ACTIVATIONS[activation]
     if default is None:
         return 0.0
     param = default if activation_param is None else activation_param
-    if isinstance(param, bool) or not isinstance(param, Real) or not abs(param) <= 1 / _SMALLEST:
+    if not is_number(param, -1 / _SMALLEST, 1 / _SMALLEST):
         raise ValueError(f"activation_param is {param!r}; a finite number expected for {activation}")
     return param
 

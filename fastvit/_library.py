@@ -7,6 +7,8 @@ verify, recompute_scope, compat's amp and optimizers), and a fused layer raises 
 import contextlib
 import ctypes
 import functools
+import hashlib
+import importlib.metadata
 import math
 import os
 import re
@@ -17,6 +19,33 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).parent
+
+
+@functools.cache
+def version() -> str:
+    """`fastvit.__version__`: the release, and a checksum of the sources, as in 0.1.0+1a2b3c4d.
+
+    Two checkouts have different versions unless their sources are equal, with or without git. The sources are
+    the Python files, and the C++ files that the kernels were built from, whose checksum is in the library.
+    """
+    try:
+        release = importlib.metadata.version("fastvit")
+    except importlib.metadata.PackageNotFoundError:  # a source tree that was built in place
+        release = "0+unknown"
+    compiled = "" if NOT_BUILT else re.sub(r".*sources ", "", ops.cuda_build())
+    found = hashlib.sha256(compiled.encode())
+    for path in sorted(FOLDER.rglob("*.py")):
+        found.update(f"{path.relative_to(FOLDER)} {path.stat().st_size} ".encode() + path.read_bytes())
+    return f"{release}{'.' if '+' in release else '+'}{found.hexdigest()[:8]}"
+
+
+def installed_without_kernels() -> bool:
+    """Whether the installed fastvit has no kernels on purpose: then its wheel is for any system."""
+    try:
+        wheel = importlib.metadata.distribution("fastvit").read_text("WHEEL")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return "Root-Is-Purelib: true" in (wheel or "")
 
 
 def driver_version() -> int:
@@ -110,6 +139,12 @@ def load() -> tuple[str, bool, str]:
         raise ImportError(f"fastvit: FASTVIT_KERNELS is {wish!r}; 0 or 1 expected")
     if wish == "0":
         return "FASTVIT_KERNELS=0 says that none are loaded", False, "not loaded: FASTVIT_KERNELS=0"
+    if not cpu.exists() and installed_without_kernels():
+        why = (
+            "this fastvit was installed with FASTVIT_KERNELS=0; `pip install .` in its sources without that "
+            "variable builds them, on Linux with a C++ compiler"
+        )
+        return why, False, "not built: FASTVIT_KERNELS=0"
     if not cpu.exists():
         why = (
             f"{cpu} is missing; build it with `make install` or `pip install .`, on Linux with a C++ "

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _library, functional, sync
+from . import _checks, _library, functional, sync
 from ._autograd import NormOptions
 from ._formulas import ACTIVATIONS, effective_gamma
 
@@ -42,6 +42,11 @@ class NormLayer(_BatchNorm):
         if isinstance(num_features, bool) or not isinstance(num_features, Integral) or num_features < 1:
             raise ValueError(f"{name}: num_features is {num_features!r}; a positive int expected")
         super().__init__(num_features, *args, **kwargs)
+        _checks.check_eps(name, self.eps)
+        if self.momentum is not None and not _checks.is_number(self.momentum, 0, 1):
+            raise ValueError(
+                f"{name}: momentum is {self.momentum!r}; a number from 0 to 1, or None, expected"
+            )
         if not bias:
             self.register_parameter("bias", None)
 

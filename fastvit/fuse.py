@@ -172,7 +172,7 @@ class GELU(nn.GELU):
         return functional.act(input, "gelu_tanh")
 
 
-def fuse(model: nn.Module) -> nn.Module:
+def fuse(model: _checks.Model) -> _checks.Model:
     """Makes fastvit's layers of torch's in `model`, in place, and returns `model`.
 
     Only types, options and visible structure decide; nothing is run.
@@ -251,7 +251,7 @@ def _fuse(layer: nn.Module, activation: tuple[str, float]) -> None:
         )
 
 
-def unfuse(model: nn.Module) -> nn.Module:
+def unfuse(model: _checks.Model) -> _checks.Model:
     """Undoes `fuse` in `model`, in place, and returns `model`. Layers stay synchronised."""
     for layer in list(model.modules()):
         if _FUSED in layer.__dict__:
@@ -340,12 +340,12 @@ def _synchronise_timm(layer: nn.Module, channel_last: bool) -> None:
 
 
 def convert_syncbn_model(
-    module: nn.Module,
+    module: _checks.Model,
     process_group: "dist.ProcessGroup | None" = None,
     channel_last: bool = False,
     *,
     strict: bool = False,
-) -> nn.Module:
+) -> _checks.Model:
     """Turns every BatchNorm in `module` into a SyncBatchNorm, in place, and returns `module`.
 
     Layers change class and stay the same objects: parameters, buffers, hooks, requires_grad, training flags
@@ -392,13 +392,14 @@ def convert_syncbn_model(
     return module
 
 
-def revert_syncbn_model(module: nn.Module) -> nn.Module:
+def revert_syncbn_model(module: _checks.Model) -> _checks.Model:
     """Undoes `convert_syncbn_model` in `module`, in place, and returns `module`.
 
     A SyncBatchNorm built as such becomes a BatchNorm for 2 to 5 dimensions. One with fuse_relu, or with
     channel_last and built as such, has no counterpart: it is left, and a warning names it. An InPlaceABNSync
     or BatchNormActSync built as such is left.
     """
+    _checks.check_module("revert_syncbn_model", module)
     left = []
     layer: Any  # changes its class
     for name, layer in module.named_modules():

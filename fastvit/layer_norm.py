@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from . import _library, functional
+from . import _checks, _library, functional
 
 __all__ = ["LayerNorm"]
 
@@ -34,6 +34,8 @@ class LayerNorm(nn.LayerNorm):
     ):
         _library.check_built("fastvit.LayerNorm")
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
+        _checks.check_eps("LayerNorm", self.eps)
+        _checks.check_dtype("LayerNorm", "output_dtype", output_dtype)
         self.output_dtype = output_dtype
 
     def forward(self, input: Tensor) -> Tensor:

@@ -4,13 +4,17 @@ Saved-tensor hooks would count other numbers: hooks hide each other, a tensor th
 another reason is counted wrongly, and recompute_scope() works by hooks itself.
 """
 
+import ctypes
 import gc
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 __all__ = ["live_bytes", "peak_bytes"]
+
+_SILENT = 99  # a log level of Kineto above all of its messages
 
 
 def live_bytes(work: Callable[[], object], *devices: str | torch.device) -> tuple[int, object]:
@@ -54,14 +58,40 @@ def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
             "fastvit.memory: a running profiler of torch would end where bytes on the CPU are counted; "
             "measure before or after it"
         )
-    with torch.profiler.profile(
+    profile = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
         profile_memory=True,
         acc_events=True,  # torch 2.11 warns without it
-    ) as profile:
-        result = work()
-        gc.collect()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    )
+    level = _log_level_of_kineto()
+    usual, level.value = level.value, _SILENT
+    try:
+        profile.prepare_trace()
+        if level.value != _SILENT:  # the first profile of a process sets the level
+            usual, level.value = level.value, _SILENT
+        profile.start_trace()
+        try:
+            result = work()
+            gc.collect()
+        finally:
+            profile.stop_trace()
+    finally:
+        level.value = usual
+    results: Any = profile.profiler  # which the types of torch do not know
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     cpu = torch.autograd.DeviceType.CPU
     return [event.nbytes() for event in events if event.device_type() == cpu], result
+
+
+def _log_level_of_kineto() -> ctypes.c_int:
+    """The log level of Kineto, by which torch profiles, in torch's library; a number alone where it has none.
+
+    Kineto writes a line to stderr when a profile starts and when it stops, and one where a torch with CUDA
+    finds no GPU. These read as errors of the program that calls fastvit. Kineto reads KINETO_LOG_LEVEL only
+    once in a process, so the variable would hide messages of other profiles too.
+    """
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "_ZN9libkineto6Logger14severityLevel_E")
+    except (OSError, ValueError):
+        return ctypes.c_int()

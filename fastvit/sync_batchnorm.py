@@ -1,5 +1,7 @@
 """SyncBatchNorm: batch normalisation over a process group."""
 
+from numbers import Integral
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -88,8 +90,12 @@ def create_syncbn_process_group(group_size: int) -> "dist.ProcessGroup | None":
     the creation of every group.
 
     Raises:
-        ValueError: group_size is negative, or does not divide the number of ranks.
+        ValueError: group_size is no int, is negative, or does not divide the number of ranks.
     """
+    if isinstance(group_size, bool) or not isinstance(group_size, Integral) or group_size < 0:
+        raise ValueError(
+            f"create_syncbn_process_group: group_size is {group_size!r}; an int of at least 0 expected"
+        )
     if group_size == 0:
         return None
     return dist.new_subgroups(group_size)[0]

@@ -214,10 +214,47 @@ def test_each_op_is_repeated_at_most_once_at_any_depth():
     assert 60 < count.convolutions <= 80 and kept(model, x) < 0.1 * whole
 
 
-@pytest.mark.parametrize("budget", [0, 1.5, -0.5, float("nan"), float("inf"), "2 GiBs", "1.2.3 GB", True])
-def test_a_budget_out_of_range(budget, x):
-    with pytest.raises(ValueError, match="budget must be a share above 0 and at most 1, or bytes "):
+@pytest.mark.parametrize(
+    "budget",
+    [
+        0,
+        1.5,
+        2.0,
+        1e9,
+        "2.0",
+        "1.5",
+        "1e9",
+        torch.tensor(2),
+        -0.5,
+        float("nan"),
+        float("inf"),
+        "2 GiBs",
+        "1.2.3 GB",
+    ]
+    + ["1e400 GiB", "lots", True, False, [0.5]],
+    ids=str,
+)
+def test_a_budget_that_is_neither_a_share_nor_bytes(budget, x):
+    """A float above 1 is no number of bytes."""
+    takes = "a share above 0 and at most 1, or bytes as an int or as '2 GiB', or 'least'"
+    with pytest.raises(ValueError) as error:
         fastvit.convert(Net(1), budget=budget, example_inputs=x)
+    assert str(error.value) == f"convert: budget must be {takes}, got {budget!r}"
+
+
+@pytest.mark.parametrize("value", ["yes", "False", 1, 0, None, torch.tensor(True)], ids=str)
+@pytest.mark.parametrize("option", ["products", "weight_casts"])
+def test_an_option_that_is_no_bool(option, value):
+    with pytest.raises(ValueError, match=f"convert: {option} is .*; True or False expected"):
+        fastvit.convert(Net(1), **{option: value})
+
+
+@pytest.mark.parametrize(
+    "skip", ["blocks.0", {"blocks.0": "gelu"}, [("blocks.0",)], [("blocks.0", 1)], ["gelu"], None, 3], ids=str
+)
+def test_what_is_skipped_must_be_pairs_of_names(skip):
+    with pytest.raises(ValueError, match="convert: skip must have pairs of a block's name and an op, got "):
+        fastvit.convert(Net(1), skip=skip)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """setup.py: its choices and its error messages."""
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -191,6 +192,31 @@ def test_a_package_without_kernels(monkeypatch, tmp_path):
     assert run.returncode == 0, run.stderr
     (wheel,) = (tmp_path / "d").iterdir()
     assert wheel.name.endswith("-py3-none-any.whl")
+    shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
+    code = "import fastvit.info; fastvit.info.main(); fastvit.LayerNorm(3)"
+    run = python("-c", code, cwd=tmp_path / "installed", PYTHONPATH="")
+    why = "this fastvit was installed with FASTVIT_KERNELS=0; `pip install .` in its sources without that "
+    assert f"CPU kernels     {why}" in run.stdout and "not built: FASTVIT_KERNELS=0" in run.stdout
+    assert f"ImportError: fastvit.LayerNorm needs fastvit's kernels, but {why}" in run.stderr
+
+
+def test_kernels_know_the_sources_that_they_were_built_from(tmp_path):
+    """Whatever is built, and in whichever folder."""
+
+    def checksum(root, *given):
+        setup = setup_globals()
+        setup["ninja_file"].__globals__["ROOT"] = root
+        (found,) = set(re.findall(r"; sources ([0-9a-f]{8})\b", setup["ninja_file"]("g++", *given)))
+        return found
+
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    given = None, "FASTVIT_CUDA=0", ["baseline"], []
+    assert checksum(ROOT, *given) == checksum(tmp_path, *given)
+    with_cuda = toolkit(tmp_path / "cuda"), "", ["baseline"], ["-gencode=arch=compute_90,code=sm_90"]
+    assert checksum(ROOT, *given) == checksum(tmp_path, *with_cuda)
+    with (tmp_path / "csrc/ops.cpp").open("a") as file:
+        file.write("\n")
+    assert checksum(ROOT, *given) != checksum(tmp_path, *given)
 
 
 def test_instruction_sets():

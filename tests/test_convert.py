@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import time
+import typing
 import weakref
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from vit_models import Block, Model, compared, differing, kept, patches, step
 
 import fastvit
+from fastvit.fuse import unfuse
 from fastvit.recompute.record import Record
 
 C, SIZE = 8, 12
@@ -225,6 +227,20 @@ def test_torchs_synchronised_norm(monkeypatch):
     norm = Call(lambda x: SyncBatchNorm.apply(x, weight, bias))
     before, after = compared(nn.Sequential(conv(), norm, conv()), x)
     assert after == pytest.approx(before - x.nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        fastvit.convert, fastvit.revert, fastvit.fuse, unfuse, fastvit.convert_syncbn_model,
+        fastvit.revert_syncbn_model,
+    ],
+)  # fmt: skip
+def test_a_type_checker_knows_the_class_of_the_model_that_is_returned(function):
+    hints = typing.get_type_hints(function)
+    model = hints[next(iter(hints))]
+    assert isinstance(model, typing.TypeVar) and model.__bound__ is nn.Module
+    assert hints["return"] is model
 
 
 def test_nothing_is_replaced():

@@ -136,6 +136,15 @@ def test_make_targets_that_are_named_exist():
             assert named in targets, f"{page.name} names make {named}"
 
 
+def test_the_places_of_an_activation_are_those_of_the_last_one():
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## Add an activation")[1].split("\n## ")[0]
+    sources = [path for suffix in ("py", "h", "cpp", "cu") for path in ROOT.glob(f"[cf]*/**/*.{suffix}")]
+    places = {str(path.relative_to(ROOT)) for path in sources if "hardswish" in path.read_text().lower()}
+    assert places and places <= set(re.findall(r"`([\w/]+\.\w+)`", section))
+    for name in re.findall(r"`(_?[A-Z]+(?:_[A-Z]+)*|k?[A-Z]\w+|is_\w+|dispatch_\w+)`", section):
+        assert any(name in path.read_text() for path in [*sources, *ROOT.glob("tests/*.py")]), name
+
+
 def test_the_reference_has_everything_public():
     reference = " ".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
     for name in fastvit.__all__:

@@ -1,8 +1,12 @@
 """`python -m fastvit.info` describes the build and the machine."""
 
+import importlib.metadata
 import os
+import re
+import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +71,52 @@ def test_a_cuda_tensor_without_cuda_kernels_hears_why():
     with pytest.raises(ValueError, match="the input is on cuda:0, but the CUDA kernels are") as error:
         fastvit.SyncBatchNorm(3)(x)
     assert str(error.value).endswith(_library.CUDA_STATUS)
+
+
+PEP_440 = r"\d+(\.\d+)*\+[a-z0-9]+(\.[a-z0-9]+)*"
+
+
+def test_two_checkouts_have_different_versions_unless_their_sources_are_equal(monkeypatch, tmp_path):
+    """With and without changes that are committed, and with and without metadata of an installation."""
+    only_sources = shutil.ignore_patterns("*.so", "__pycache__")
+
+    def version(*parts, change=None):
+        folder = shutil.copytree(_library.FOLDER, tmp_path.joinpath(*parts), ignore=only_sources)
+        if change is not None:
+            change(folder)
+        monkeypatch.setattr(_library, "FOLDER", folder)
+        found = _library.version.__wrapped__()
+        monkeypatch.undo()
+        return found
+
+    assert fastvit.__version__ == info.facts()["fastvit"] == version("a") == version("b", "c")
+    assert fastvit.__version__.startswith(importlib.metadata.version("fastvit") + "+")
+    changed = [
+        version("edited", change=lambda folder: (folder / "models/vit.py").open("a").write("#")),
+        version("moved", change=lambda folder: (folder / "memory.py").rename(folder / "memories.py")),
+        version("added", change=lambda folder: (folder / "new.py").touch()),
+    ]
+    monkeypatch.setattr(
+        torch.ops.fastvit, "cuda_build", lambda: "not built: FASTVIT_CUDA=0; sources 12345678"
+    )
+    changed.append(_library.version.__wrapped__())
+    monkeypatch.setattr(torch.ops.fastvit, "cuda_build", lambda: "built for sm_90; sources 12345678")
+    assert _library.version.__wrapped__() == changed[-1]  # the same sources, built for another machine
+    monkeypatch.setattr(
+        importlib.metadata, "version", mock.Mock(side_effect=importlib.metadata.PackageNotFoundError)
+    )
+    changed.append(_library.version.__wrapped__())
+    assert len({fastvit.__version__, *changed}) == 6
+    assert all(re.fullmatch(PEP_440, one) for one in changed)
+
+
+def test_public_names_are_those_of_fastvit():
+    """Functions of other libraries are no attributes."""
+    public = {name for name in vars(fastvit) if not name.startswith("_")}
+    modules = {name for name in public if f"fastvit.{name}" in sys.modules}
+    assert public - modules <= {*fastvit.__all__}
+    with pytest.raises(AttributeError, match="module 'fastvit' has no attribute 'version'"):
+        fastvit.version  # noqa: B018
 
 
 def test_command_line(capsys):

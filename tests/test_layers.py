@@ -5,6 +5,7 @@ import copy
 import functools
 import io
 import pickle
+import re
 import warnings
 
 import numpy as np
@@ -349,6 +350,25 @@ ONES = torch.ones(2, 3)
         (lambda: BatchNormAct(3, activation="tanh"), "activation is 'tanh'; one of identity, relu"),
         (lambda: BatchNormAct(3, activation="elu", activation_param="1"), "activation_param is '1'"),
         (lambda: BatchNormAct(3, activation="elu", activation_param=float("nan")), "is nan; a finite"),
+        (lambda: BatchNormAct(3, activation=["relu"]), r"activation is \['relu'\]; one of identity, relu"),
+        (lambda: BatchNormAct(3, activation=None), "activation is None; one of identity, relu"),
+        (
+            lambda: fastvit.LayerNorm(3, output_dtype="float16"),
+            "LayerNorm: output_dtype is 'float16'; a floating",
+        ),
+        (
+            lambda: fastvit.LayerNorm(3, output_dtype=torch.int),
+            "LayerNorm: output_dtype is torch.int32; a float",
+        ),
+        (
+            lambda: fastvit.create_syncbn_process_group("2"),
+            "group_size is '2'; an int of at least 0 expected",
+        ),
+        (lambda: fastvit.create_syncbn_process_group(-1), "group_size is -1; an int of at least 0 expected"),
+        (
+            lambda: fastvit.create_syncbn_process_group(True),
+            "group_size is True; an int of at least 0 expected",
+        ),
         (lambda: BatchNormAct(3, memory="auto"), "memory is 'auto'; one of recompute, inplace, keep"),
         (lambda: InPlaceABN(0), "InPlaceABN: num_features is 0; a positive int"),
         (lambda: SyncBatchNorm("3"), "SyncBatchNorm: num_features is '3'"),
@@ -372,6 +392,25 @@ ONES = torch.ones(2, 3)
 def test_impossible_requests(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("make", [InPlaceABN, BatchNormAct, SyncBatchNorm, InPlaceABNSync, fastvit.LayerNorm])
+@pytest.mark.parametrize("eps", ["1e-5", None, -1e-5, float("nan"), float("inf"), True], ids=str)
+def test_an_eps_that_is_none(make, eps):
+    with pytest.raises(ValueError, match=r"\w+: eps is .*; a finite number of at least 0 expected"):
+        make(3, eps=eps)
+    assert make(3, eps=np.float32(1e-3)).eps == np.float32(1e-3) and make(3, eps=0).eps == 0
+
+
+@pytest.mark.parametrize("make", [InPlaceABN, BatchNormAct, SyncBatchNorm, BatchNormActSync])
+@pytest.mark.parametrize("momentum", ["0.1", 2.0, -0.1, float("nan"), True], ids=str)
+def test_a_momentum_that_would_make_variances_negative_or_is_no_number(make, momentum):
+    """torch's layers take such a number, and a string until the first forward."""
+    message = f"{make.__name__}: momentum is {momentum!r}; a number from 0 to 1, or None, expected"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(3, 1e-5, momentum)
+    for right in (None, 0, 1, 0.1):
+        assert make(3, momentum=right).momentum == right
 
 
 def inference_tensor():

@@ -1,11 +1,13 @@
 """Ranks that meet again over a store in which earlier attempts have left their keys."""
 
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
-from fastvit.sync.rendezvous import roll_call
+from fastvit.sync.rendezvous import meet, rendezvous, roll_call
 
 
 def call(store, ranks, world, timeout=20.0, run=()):
@@ -56,3 +58,31 @@ def test_a_rank_that_comes_anew_is_answered_anew(rank):
         early = pool.submit(call, store, (rank,), 3)
         late = call(store, (1 - rank, 2), 3)
     assert {*late, *early.result()} == {late[0]} and len(late[0]) == 32
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_ranks_meet_by_both_families_of_addresses_or_give_up_in_time(address):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            pytest.skip(f"this host has no {address}")
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(2) as pool:
+        stores = list(pool.map(lambda rank: meet(rank, 2, address, port, 20.0), (1, 0)))
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 did not come in time"):
+        meet(0, 2, address, port, 0.5)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_script_that_no_launcher_started(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ValueError, match="rendezvous: RANK, MASTER_ADDR must be set, as by torchrun"):
+        rendezvous(1.0)

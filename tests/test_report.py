@@ -2,6 +2,9 @@
 
 import copy
 import random
+import re
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -130,7 +133,11 @@ def test_progress_of_slow_models(x, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("fastvit.conversion.trial._QUIET", 0.0)
     fastvit.report(Net(), x)
-    assert capsys.readouterr().err.splitlines()[-1].startswith("fastvit.report: forward 4, after ")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("fastvit.report: runs a copy of the model: forward 4, after ")
+    )
 
 
 def test_checkpointed_blocks_are_noted(x):
@@ -206,11 +213,53 @@ def test_a_report_says_that_the_model_is_not_converted(x):
 
 
 @pytest.mark.parametrize(
-    "function", [fastvit.report, fastvit.verify, fastvit.convert, fastvit.fuse, fastvit.convert_syncbn_model]
+    "function",
+    [
+        fastvit.report,
+        fastvit.verify,
+        fastvit.convert,
+        fastvit.revert,
+        fastvit.fuse,
+        fastvit.convert_syncbn_model,
+        fastvit.revert_syncbn_model,
+    ],
 )
 def test_a_model_that_is_none(function):
     with pytest.raises(TypeError, match=f"{function.__name__}: model must be a torch.nn.Module, got .* type"):
         function(kept)
+
+
+PROFILED = """
+import torch
+with torch.profiler.profile():
+    torch.ones(3)
+"""
+
+
+def test_torchs_profiler_writes_nothing_in_a_report_and_what_it_wrote_before_in_other_profiles(x, capfd):
+    """Whichever is the first profile of a process."""
+
+    def lines():
+        return [re.sub(r"\d+", "#", line) for line in capfd.readouterr().err.splitlines()]
+
+    exec(PROFILED)  # the first of a process may write more
+    lines()
+    exec(PROFILED)
+    usual = lines()
+    fastvit.report(fastvit.convert(Net()), x)
+    assert lines() == []
+    exec(PROFILED)
+    assert lines() == usual
+    code = f"import fastvit.memory, torch; fastvit.memory.live_bytes(lambda: torch.ones(3))\n{PROFILED}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert lines() == usual
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    message = r"Report.plot needs matplotlib: pip install matplotlib, or in .* pip install '.\[train\]'"
+    with pytest.raises(ImportError, match=message):
+        fastvit.Report(1, 1).plot(tmp_path / "report.png")
 
 
 def test_a_profiler_that_runs_goes_on(x):

@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import re
 
 import numpy
 import pytest
@@ -170,8 +171,21 @@ def test_what_is_skipped_must_exist():
         ValueError, match=r"skip must have names of blocks \(\['', 'blocks.0'\]\), got 'blocks.7'"
     ):
         fastvit.convert(Net(1), skip=[("blocks.7", "gelu")])
-    with pytest.raises(ValueError, match="skip must have pairs of a block's name and an op"):
-        fastvit.convert(Net(1), skip=["gelu"])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "takes"),
+    [
+        *(
+            ("dtype", value, "a floating-point torch.dtype or None")
+            for value in ("float64", torch.int64, float)
+        ),
+        *(("limit", value, "a number of at least 0, or None,") for value in ("0", -1, float("nan"), True)),
+    ],
+)
+def test_options_of_another_kind(option, value, takes, x):
+    with pytest.raises(ValueError, match=f"verify: {option} is {re.escape(repr(value))}; {takes}"):
+        fastvit.verify(Net(1), x, **{option: value})
 
 
 def test_a_wrong_gradient_fails_and_prints(x, monkeypatch):

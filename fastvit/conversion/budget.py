@@ -106,10 +106,13 @@ def parsed(budget: object) -> Budget:
             number //= 1
         elif 0 < number <= 1:
             return number, 0
-        if number > 1 and number == number // 1:
+        elif not str(budget).strip().isdecimal():  # 2.0 is neither a share nor a number of bytes
+            number = math.nan
+        if number > 1:
             return 0.0, int(number)
     raise ValueError(
-        f"budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', got {budget!r}"
+        "budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', or 'least', "
+        f"got {budget!r}"
     )
 
 

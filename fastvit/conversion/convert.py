@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_module
+from .._checks import Model, check_flag, check_module
 from ..fuse import unfuse
 from ..recompute import CHEAP, DEEP, PRODUCTS, Policy, close_scope, compiled, open_scope
 from .budget import Budget, parsed, within_budget
@@ -57,14 +57,14 @@ class Planner:
 
 
 def convert(
-    model: nn.Module,
+    model: Model,
     *,
     products: bool = False,
     weight_casts: bool = False,
     budget: float | str | None = None,
     example_inputs: Tensor | Sequence | Mapping | None = None,
     skip: Iterable[tuple[str, str]] = (),
-) -> nn.Module:
+) -> Model:
     """Reduces the memory that a model keeps for backward. Gradients have the same bits.
 
     Outputs that take little arithmetic (normalisations, activations, elementwise products, sums, casts,
@@ -103,11 +103,14 @@ def convert(
 
     Raises:
         TypeError: `model` is not a module, or an example input is a size and not a tensor.
-        ValueError: `budget` is out of range or less than what is possible, `example_inputs` are given
-            without it, the model cannot be copied for it, or a block of `skip` does not exist. Without
-            `example_inputs` the first forward raises what only a forward can show.
+        ValueError: `products` or `weight_casts` is no bool, `budget` is out of range or less than what is
+            possible, `example_inputs` are given without it, the model cannot be copied for it, or a block of
+            `skip` does not exist. Without `example_inputs` the first forward raises what only a forward can
+            show.
     """
     check_module("convert", model)
+    check_flag("convert", "products", products)
+    check_flag("convert", "weight_casts", weight_casts)
     policy = Policy(PRODUCTS if products else CHEAP, weight_casts, skip=_skipped(model, skip))
     if budget == "least":
         return _add(model, dataclasses.replace(policy, level=DEEP))
@@ -129,9 +132,10 @@ def convert(
 
 
 def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
-    pairs = list(skip)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"convert: skip must have pairs of a block's name and an op, got {pairs}")
+    pairs = list(skip) if isinstance(skip, Iterable) else [skip]
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(name, str) for name in pair)):
+            raise ValueError(f"convert: skip must have pairs of a block's name and an op, got {pair!r}")
     names = list(_scoped(model).values()) if pairs else []
     for block, _ in pairs:
         if block not in names:
@@ -139,7 +143,7 @@ def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tup
     return frozenset(pairs)
 
 
-def _add(model: nn.Module, policy: Policy) -> nn.Module:
+def _add(model: Model, policy: Policy) -> Model:
     """Adds hooks in place of those that there are."""
     _take_off(model)
     for module, name in _scoped(model).items():
@@ -174,7 +178,7 @@ def is_converted(model: nn.Module) -> bool:
     return any(map(opens_scope, model.modules()))
 
 
-def converted(model: nn.Module) -> nn.Module:
+def converted(model: Model) -> Model:
     """`model`, converted as it is, or by default."""
     return model if is_converted(model) else convert(model)
 
@@ -215,7 +219,7 @@ def _hide_scopes_from_torchscript() -> None:
     torch.jit._recursive.get_hook_stubs = get_hook_stubs_without_scopes
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: Model) -> Model:
     """Undoes `convert` and `fuse` in place.
 
     Args:
@@ -224,6 +228,7 @@ def revert(model: nn.Module) -> nn.Module:
     Returns:
         `model`.
     """
+    check_module("revert", model)
     _take_off(model)
     return unfuse(model)
 

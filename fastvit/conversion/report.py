@@ -98,8 +98,16 @@ class Report:
         )
 
     def plot(self, path: str | Path) -> None:
-        """Draws the kept and the rebuilt bytes to an image file, tensors of one kind in one bar."""
-        from matplotlib.figure import Figure
+        """Draws the kept and the rebuilt bytes to an image file, tensors of one kind in one bar.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            where = "pip install matplotlib, or in fastvit's sources pip install '.[train]'"
+            raise ImportError(f"Report.plot needs matplotlib: {where} ({error})") from error
 
         rows = [
             row for row in self.tensors if row.rebuilt_bytes + row.kept_bytes >= _SHOWN * self.kept_before
@@ -112,6 +120,7 @@ class Report:
         labels = [f"{row.count} x {' & '.join(row.names)}" for row in rows]
         axis.set_yticks(range(len(rows)), labels, fontsize=7)
         axis.invert_yaxis()
+        axis.set_xlim(0, 1.03 * max(map(sum, zip(kept, rebuilt, strict=True)), default=0) or 1)
         axis.set_xlabel("MiB for backward", fontsize=8)
         figure.suptitle(self.summary().replace(": ", "\n"), fontsize=8)  # the axes would cut off a title
         axis.legend(fontsize=8)

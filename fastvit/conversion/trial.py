@@ -24,7 +24,7 @@ __all__ = ["Arguments", "Trial", "as_arguments", "tensors_of"]
 
 Arguments = tuple[tuple, dict[str, object]]
 
-_QUIET = 3.0  # seconds before progress is shown
+_QUIET = 3.0  # seconds before progress is shown, and between its lines
 
 
 def as_arguments(inputs: Tensor | Sequence | Mapping) -> Arguments:
@@ -69,7 +69,8 @@ class Trial:
         if any(device.type not in ("cpu", "cuda") for device in self.devices):
             names = ", ".join(map(str, self.devices))
             raise ValueError(f"{caller}: a model and inputs on the CPU or on CUDA expected, got {names}")
-        self._begun, self._forwards = time.monotonic(), 0
+        self._begun = self._shown = time.monotonic()
+        self._forwards = 0
 
     def _refuse(self) -> None:
         check_module(self.caller, self.model)
@@ -131,9 +132,10 @@ class Trial:
             TypeError: it failed, and an argument is the size of a tensor, or holds the arguments.
         """
         self._forwards += 1
-        if time.monotonic() - self._begun > _QUIET:
-            seconds = f"{time.monotonic() - self._begun:.0f} s"
-            print(f"fastvit.{self.caller}: forward {self._forwards}, after {seconds}", file=sys.stderr)
+        if (now := time.monotonic()) - self._shown > _QUIET:
+            self._shown = now
+            done = f"forward {self._forwards}, after {now - self._begun:.0f} s"
+            print(f"fastvit.{self.caller}: runs a copy of the model: {done}", file=sys.stderr)
         args, kwargs = arguments
         try:
             return model(*args, **kwargs)

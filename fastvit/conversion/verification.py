@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .._checks import check_dtype, is_number
 from ..fuse import is_fused
 from ..recompute import Decision, pair, watched
 from .convert import converted, revert
@@ -113,9 +114,12 @@ def verify(
     Raises:
         TypeError: `model` is not a module, or an input is a size and not a tensor.
         ValueError: the model cannot be copied, is wrapped for data parallelism or sharded, is neither on the
-            CPU nor on CUDA, or returns no tensor.
+            CPU nor on CUDA, or returns no tensor; `dtype` or `limit` is of another kind.
     """
     trial = Trial("verify", model, (inputs, kwinputs))
+    check_dtype("verify", "dtype", dtype)
+    if limit is not None and not is_number(limit, 0, math.inf):
+        raise ValueError(f"verify: limit is {limit!r}; a number of at least 0, or None, expected")
     if limit is None:
         computed = dtype or next((p.dtype for p in model.parameters()), torch.float32)
         limit = _TOLERANCES.get(computed, _HALF_PRECISION) if is_fused(model) else 0.0

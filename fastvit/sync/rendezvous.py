@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from .agreement import answered, polled, ranks_text
 
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def rendezvous(timeout: float = 300.0) -> "tuple[dist.Store, int, int]":
     """Meets the ranks that a launcher has started, after a restart by torchrun too.
@@ -26,16 +28,22 @@ def rendezvous(timeout: float = 300.0) -> "tuple[dist.Store, int, int]":
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
     Args:
-        timeout: seconds to wait for the others.
+        timeout: seconds to wait for the others. `init_process_group` has a timeout of its own, of which gloo
+            waits for five where a rank cannot be reached, such as one whose host calls itself 127.0.1.1.
+            GLOO_SOCKET_IFNAME=eth0 then names the network interface to use.
 
     Returns:
         A store without keys of earlier attempts, the rank, and the number of ranks.
 
     Raises:
+        ValueError: a variable is not set.
         RuntimeError: ranks did not come in time; the message of rank 0 names them.
     """
-    rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    return meet(rank, world, os.environ["MASTER_ADDR"], port, timeout), rank, world
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(f"rendezvous: {', '.join(missing)} must be set, as by torchrun")
+    rank, world, address, port = (os.environ[name] for name in _VARIABLES)
+    return meet(int(rank), int(world), address, int(port), timeout), int(rank), int(world)
 
 
 def meet(rank: int, world: int, address: str, port: int, timeout: float, run: str = "") -> "dist.Store":
