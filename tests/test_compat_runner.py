@@ -139,7 +139,6 @@ def spelled(monkeypatch):
     spell_local_rank()
 
 
-
 @pytest.mark.parametrize(
     ("declared", "environment", "given", "want"),
     [
@@ -265,7 +264,11 @@ def test_words_that_are_no_options_keep_their_spelling(spelled):
     parser.add_argument(*OLD, type=int)
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     for rank in (["--local-rank=1"], ["--local-rank", "1"]):
-        for rest in (["train.py", "--local-rank=9"], ["train.py", "--local-rank", "9"], ["a", "--local-rank"]):
+        for rest in (
+            ["train.py", "--local-rank=9"],
+            ["train.py", "--local-rank", "9"],
+            ["a", "--local-rank"],
+        ):
             found = parser.parse_args([*rank, *rest])
             assert (found.local_rank, found.rest) == (1, rest)
     other = argparse.ArgumentParser()  # declares none
