@@ -5,7 +5,6 @@ in the environment.
 """
 
 import argparse
-import functools
 import os
 import sys
 from typing import Any
@@ -30,7 +29,6 @@ def spell_local_rank() -> None:
     """
     parse, find = Parser.parse_known_args, Parser._parse_optional
 
-    @functools.wraps(parse)
     def parse_known_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         rank, others = _launched(words)
@@ -42,9 +40,7 @@ def spell_local_rank() -> None:
             words = others  # a launcher's option is before the command, whose parser may declare it
         return parse(self, words, namespace)
 
-    @functools.wraps(find)
-    def find_option(self: Any, word: str) -> Any:
-        """Leaves it to argparse which of the words are options."""
+    def find_option(self: Any, word: str) -> Any:  # argparse tells which words may be options
         name, equals, rank = word.partition("=")
         options = self._option_string_actions
         if name not in options and SPELLINGS.get(name) in options:
