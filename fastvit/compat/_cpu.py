@@ -129,7 +129,7 @@ def _count() -> int:
 
 
 class _NeedsGPU(NotImplementedError, AttributeError):
-    """An AttributeError for `hasattr`."""
+    """An AttributeError too, so that `hasattr` answers."""
 
 
 def _refuse(asked: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,10 +166,10 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
     (_properties, "get_device_properties"),
     (types.SimpleNamespace(cudaProfilerStart=_answer(0), cudaProfilerStop=_answer(0)), "cudart"),
     ((2, 27, 3), "version"),  # of NCCL
-    ("cpu", "_get_available_device_type"),  # to nn.DataParallel
+    ("cpu", "_get_available_device_type"),  # nn.DataParallel asks
 )
 _CONTEXTS = "Stream ExternalStream StreamContext stream device device_of range profile"
-_NAMES: dict[str, Any] = {  # other functions of torch.cuda work by these
+_NAMES: dict[str, Any] = {  # the other functions of torch.cuda call these
     **{name: _answer(value) for value, names in _ANSWERS for name in names.split()},
     **{kind: getattr(torch, kind) for of in _TYPES for kind in (f"{of}Tensor", f"{of}Storage")},
     **dict.fromkeys(_CONTEXTS.split(), Stream),
@@ -178,7 +178,7 @@ _NAMES: dict[str, Any] = {  # other functions of torch.cuda work by these
     "device_count": _count,
     "current_device": lambda: _current[0],
     "set_device": lambda device: _current.append(torch._utils._get_device_index(device, True)),
-    "default_generators": defaultdict(torch.Generator),  # keep their seeds, and nothing draws from them
+    "default_generators": defaultdict(torch.Generator),  # they keep their seeds; nothing draws from them
     "make_graphed_callables": lambda callables, *args, **kwargs: callables,
     "cufft_plan_cache": types.SimpleNamespace(size=0, max_size=0, clear=_answer(None)),
     "parallel_apply": _parallel_apply,
@@ -215,7 +215,7 @@ def _half(dtype: Any) -> Any:
 
 
 def _autocast(name: str) -> Callable:
-    """The function of the CPU's autocast, for CUDA, and for no device, which means CUDA."""
+    """Asks or sets the state of the CPU's autocast, for CUDA and where no device is given."""
     function = getattr(torch, name.replace("_gpu", ""))
 
     def of_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -262,25 +262,24 @@ def install() -> None:
     _change(torch.profiler.profile, "__init__", activities=None)
     _change(nn.DataParallel, "__init__", device_ids=[0], output_device=None)
     _change(nn.parallel, "data_parallel", device_ids=[0], output_device=None)
-    _change(torch.amp, "custom_fwd", device_type=_moved, cast_inputs=_half)
-    _change(torch.amp, "custom_bwd", device_type=_moved)
+    for module in (torch.amp, torch.amp.autocast_mode):
+        _change(module, "custom_fwd", device_type=_moved, cast_inputs=_half)
+        _change(module, "custom_bwd", device_type=_moved)
     for module in (dist, dist.distributed_c10d):
         _change(module, "init_process_group", backend=_backend, device_id=None)
         _change(module, "new_group", backend=_backend)
         _change(module, "barrier", device_ids=None)
-    vars(torch._C).update(
-        __getattr__=_refuse,
-        _scatter=lambda x, gpus, sizes, dim, _: x.split(sizes, dim) if sizes else x.chunk(len(gpus), dim),
-        _gather=lambda tensors, dim, gpu: torch.cat(torch.atleast_1d(tensors), dim),
-        _broadcast=lambda x, gpus: (x,) * len(gpus),
-        _broadcast_coalesced=lambda tensors, gpus, size: [list(tensors) for _ in gpus],
-    )
-    parts = nn.parallel._functions
+    part, core = nn.parallel._functions, torch._C
     for owner, name, value in (
-        (parts.Scatter, "apply", lambda gpus, sizes, dim, x: torch._C._scatter(x, gpus, sizes, dim, None)),
-        (parts.Gather, "apply", lambda gpu, dim, *tensors: torch._C._gather(tensors, dim, gpu)),
-        (parts.Broadcast, "apply", lambda gpus, *tensors: tensors * len(gpus)),
-        (parts.ReduceAddCoalesced, "apply", lambda gpu, n, *x: tuple(sum(x[i::n]) for i in range(n))),
+        (core, "__getattr__", _refuse),
+        (core, "_scatter", lambda x, gpus, n, dim, _: x.split(n, dim) if n else x.chunk(len(gpus), dim)),
+        (core, "_gather", lambda tensors, dim, gpu: torch.cat(torch.atleast_1d(tensors), dim)),
+        (core, "_broadcast", lambda x, gpus: (x,) * len(gpus)),
+        (core, "_broadcast_coalesced", lambda tensors, gpus, size: [list(tensors) for _ in gpus]),
+        (part.Scatter, "apply", lambda gpus, sizes, dim, x: core._scatter(x, gpus, sizes, dim, None)),
+        (part.Gather, "apply", lambda gpu, dim, *tensors: core._gather(tensors, dim, gpu)),
+        (part.Broadcast, "apply", lambda gpus, *tensors: tensors * len(gpus)),
+        (part.ReduceAddCoalesced, "apply", lambda gpu, n, *x: tuple(sum(x[i::n]) for i in range(n))),
         (torch.version, "cuda", torch.version.cuda or "12.8"),
         (torch.backends.cudnn, "version", _answer(91002)),
         (dist, "is_nccl_available", _answer(True)),
