@@ -207,10 +207,12 @@ assert torch.cuda.initial_seed() == generator.initial_seed() == 7
 def scaled(x):
     return x * (2 if torch.is_autocast_enabled() else 1), torch.get_autocast_gpu_dtype()
 
+assert torch.jit.script(nn.TransformerEncoderLayer(2, 1, 2))(x.view(4, 1, 2)).shape == (4, 1, 2)
 compiled = torch.compile(scaled, backend="eager", fullgraph=True)
 for enabled in (True, False, True):
     with torch.cuda.amp.autocast(enabled):
         assert compiled(x)[0][0, 0] == 1 + enabled
+assert torch.cuda.BFloat16Tensor(2).dtype == torch.bfloat16
 assert torch.cuda.FloatStorage(3).cuda().size() == 3 and torch.device("cpu:0") == x.device
 print("asked")
 """

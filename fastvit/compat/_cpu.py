@@ -147,7 +147,6 @@ _memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 _properties = types.SimpleNamespace(
     name="CPU", major=8, minor=0, total_memory=_memory, multi_processor_count=os.cpu_count(), warp_size=32
 )
-_TYPES = "Float Double Half BFloat16 Byte Char Short Int Long Bool".split()
 _ANSWERS: tuple[tuple[Any, str], ...] = (
     (None, "init synchronize empty_cache ipc_collect set_stream check_error set_sync_debug_mode start stop"),
     (None, "mark range_end reset_peak_memory_stats reset_accumulated_memory_stats _record_memory_history"),
@@ -171,7 +170,7 @@ _ANSWERS: tuple[tuple[Any, str], ...] = (
 _CONTEXTS = "Stream ExternalStream StreamContext stream device device_of range profile"
 _NAMES: dict[str, Any] = {  # the other functions of torch.cuda call these
     **{name: _answer(value) for value, names in _ANSWERS for name in names.split()},
-    **{kind: getattr(torch, kind) for of in _TYPES for kind in (f"{of}Tensor", f"{of}Storage")},
+    **{kind: getattr(torch, kind) for kind in dir(torch) if kind.endswith(("Tensor", "Storage"))},
     **dict.fromkeys(_CONTEXTS.split(), Stream),
     **{name: type(name, (), {"__new__": _refuse}) for name in ("CUDAGraph", "MemPool", "graph_pool_handle")},
     "Event": Event,
@@ -224,6 +223,7 @@ def _autocast(name: str) -> Callable:
         return function(*device, *(_half(_moved(value)) for value in args))
 
     vars(of_cpu)["_dynamo_marked_constant"] = not name.startswith("set")  # torch.compile guards autocast
+    torch.jit._builtins._register_builtin(of_cpu, f"aten::{name}")
     return of_cpu
 
 
