@@ -32,10 +32,10 @@ def spell_local_rank() -> None:
     def parse_known_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         rank, others = _launched(words)
-        declared = SPELLINGS.keys() & self._option_string_actions.keys()
+        declared = [name for name in self._option_string_actions if name in SPELLINGS]
         if declared and rank is None:
             rank = _launched(sys.argv[1:])[0] or os.environ.get("LOCAL_RANK")
-            words[:0] = [f"{declared.pop()}={rank}"] if rank else []
+            words[:0] = [f"{declared[0]}={rank}"] if rank else []
         elif not declared and self._subparsers is not None:
             words = others  # a launcher's option is before the command, whose parser may declare it
         return parse(self, words, namespace)
