@@ -131,6 +131,14 @@ def test_wrong_use(monkeypatch, capsys, arguments, message):
 OLD, NEW = ("--local_rank",), ("--local-rank",)
 
 
+@pytest.fixture
+def spelled(monkeypatch):
+    for name in ("parse_known_args", "_parse_optional"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, getattr(argparse.ArgumentParser, name))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    spell_local_rank()
+
+
 @pytest.mark.parametrize(
     ("declared", "environment", "given", "want"),
     [
@@ -146,13 +154,10 @@ OLD, NEW = ("--local_rank",), ("--local-rank",)
         ((), "2", ["a"], None),
     ],
 )
-def test_local_rank_is_spelled_as_declared(monkeypatch, declared, environment, given, want):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+def test_local_rank_is_spelled_as_declared(monkeypatch, spelled, declared, environment, given, want):
     if environment is not None:
         monkeypatch.setenv("LOCAL_RANK", environment)
     monkeypatch.setattr("sys.argv", ["main.py", *given])
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
-    spell_local_rank()
     parser = argparse.ArgumentParser()
     parser.add_argument("file")
     if declared:
@@ -167,12 +172,9 @@ def test_local_rank_is_spelled_as_declared(monkeypatch, declared, environment, g
     ("environment", "given"),
     [("3", []), (None, ["--local-rank=3"]), ("9", ["--local_rank", "3"]), ("3", ["--local-rank=3"])],
 )
-def test_parsers_after_the_first_find_the_local_rank(monkeypatch, environment, given):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+def test_parsers_after_the_first_find_the_local_rank(monkeypatch, spelled, environment, given):
     if environment is not None:
         monkeypatch.setenv("LOCAL_RANK", environment)
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
-    spell_local_rank()
 
     def parser(rank=True, **options):
         made = argparse.ArgumentParser(**options)
@@ -196,6 +198,83 @@ def test_parsers_after_the_first_find_the_local_rank(monkeypatch, environment, g
         args = second.parse_args(rest)
         assert (args.local_rank, args.lr) == (3, 2)
     assert second.parse_args(["--local_rank=5"]).local_rank == 5
+
+
+POSITIONALS = {
+    "a remainder": {"rest": {"nargs": argparse.REMAINDER}},
+    "a script and a remainder": {"script": {}, "rest": {"nargs": "..."}},
+    "any number": {"rest": {"nargs": "*"}},
+    "a command": {"rest": {"nargs": argparse.PARSER}},
+}
+WORDS = [
+    "--local_rank=1 train.py --local_rank=9",
+    "--local_rank 1 train.py --local_rank 9 -- --local_rank=8",
+    "--local_rank=1 -- --local_rank 9",
+    "--local_rank=1 -- --local-rank 9",
+    "-- --local_rank=9",
+    "train.py --local_rank=9",
+    "train.py --local_rank 9 --local_rank=2",
+    "--local_r 1 train.py",
+    "--local 1 train.py --lr 2",
+    "--lr=2 --local=1 a b",
+    "--local_rank",
+    "--local_rank --lr 2 train.py",
+    "--local_rank=a train.py",
+    "",
+]
+
+
+@pytest.mark.parametrize("positionals", POSITIONALS)
+def test_argparse_tells_which_words_give_the_local_rank(monkeypatch, positionals):
+    """A word after `--`, in a remainder, or abbreviated is what it is for argparse alone."""
+
+    def outcomes(environment=None):
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if environment is not None:
+            monkeypatch.setenv("LOCAL_RANK", environment)
+        for words in WORDS:
+            parser = argparse.ArgumentParser(prog="main.py")
+            parser.add_argument("--local_rank", type=int, default=-1)
+            parser.add_argument("--lr", type=int)
+            for name, options in POSITIONALS[positionals].items():
+                parser.add_argument(name, **options)
+            parser.error = lambda message: (_ for _ in ()).throw(ValueError(message))
+            monkeypatch.setattr("sys.argv", ["main.py", *words.split()])
+            try:
+                yield words, *parser.parse_known_args()
+            except ValueError as error:
+                yield words, str(error), None
+
+    alone = list(outcomes())
+    assert any(getattr(found, "rest", None) and "--local_rank=9" in found.rest for _, found, _ in alone)
+    with monkeypatch.context() as patch:
+        for name in ("parse_known_args", "_parse_optional"):
+            patch.setattr(argparse.ArgumentParser, name, getattr(argparse.ArgumentParser, name))
+        spell_local_rank()
+        assert list(outcomes()) == alone
+        for (words, expected, _), (_, found, _) in zip(alone, outcomes("7"), strict=True):
+            if isinstance(expected, argparse.Namespace):
+                if expected.local_rank == -1:
+                    expected.local_rank = 7  # LOCAL_RANK, where the words do not give it
+                assert found == expected, words
+
+
+def test_words_that_are_no_options_keep_their_spelling(spelled):
+    parser = argparse.ArgumentParser()
+    parser.add_argument(*OLD, type=int)
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    for rank in (["--local-rank=1"], ["--local-rank", "1"]):
+        for rest in (
+            ["train.py", "--local-rank=9"],
+            ["train.py", "--local-rank", "9"],
+            ["a", "--local-rank"],
+        ):
+            found = parser.parse_args([*rank, *rest])
+            assert (found.local_rank, found.rest) == (1, rest)
+    other = argparse.ArgumentParser()  # declares none
+    other.add_argument("rest", nargs=argparse.REMAINDER)
+    assert other.parse_args(["train.py", "--local-rank=9"]).rest == ["train.py", "--local-rank=9"]
+    assert other.parse_known_args(["--local-rank=9"])[1] == ["--local-rank=9"]
 
 
 def test_arguments_of_the_launcher():

@@ -1,7 +1,7 @@
 """`python -m fastvit.compat --cpu`: runs a script that was written for CUDA on the CPU, to try it.
 
-Devices in the arguments of torch's functions become the CPU, `torch.cuda` answers for it, and NCCL is gloo.
-What has no CPU kernel keeps torch's error. Nothing else imports this module.
+Devices in the arguments of torch's functions become the CPU, `torch.cuda` answers for it, CUDA's autocast is
+the CPU's, and NCCL is gloo. What has no CPU kernel keeps torch's error. Nothing else imports this module.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import functools
 import inspect
 import os
 import re
+import sys
 import threading
 import time
 import types
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..fuse import convert_syncbn_model
 from ..sync_batchnorm import SyncBatchNorm
@@ -29,7 +29,8 @@ from ._half import cpu_half
 
 SAID = "python -m fastvit.compat --cpu: CUDA is the CPU here, to try a script and not for its speed"
 
-_CUDA = re.compile(r"cuda(:\d+)?")
+_DEVICE = re.compile(r"cuda(:\d+)?")
+_AUTOCAST = re.compile(r"(is|get|set)_autocast_(gpu_)?(enabled|dtype)")
 _STAY = {Tensor.cuda, Tensor.pin_memory}  # they return their tensor
 _CPU = torch.device("cpu")
 
@@ -39,7 +40,7 @@ def _moved(value: Any) -> Any:
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
     if isinstance(value, str):
-        return "cpu" if _CUDA.fullmatch(value) else value.replace("torch.cuda.", "torch.")
+        return "cpu" if _DEVICE.fullmatch(value) else value.replace("torch.cuda.", "torch.")
     return value
 
 
@@ -48,8 +49,12 @@ def _device(value: Any) -> Any:
     return _CPU if type(value) is int else _moved(value)
 
 
-class _OnCPU(TorchFunctionMode):
+class _OnCPU(torch.overrides.TorchFunctionMode, contextlib.ContextDecorator):
     """Sees every call of a function of torch from Python."""
+
+    def __enter__(self) -> Any:
+        torch.set_autocast_dtype("cpu", cpu_half())  # of this thread
+        return super().__enter__()
 
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -58,12 +63,11 @@ class _OnCPU(TorchFunctionMode):
             return args[0]
         if function is torch.device:  # stays what the script says, for `.type` and `.index`
             args = ("cuda", *args) if args and type(args[0]) is int else args
-            return function(*args, **(kwargs or {}))
-        moved = {name: _moved(value) for name, value in (kwargs or {}).items()}
-        if "device" in moved:
-            moved["device"] = _device(moved["device"])
-        if moved.get("pin_memory"):
-            moved["pin_memory"] = False
+            device = function(*args, **(kwargs or {}))
+            return _CPU if device.type == "cpu" else device  # that of tensors has no index
+        given = kwargs or {}
+        moved = {name: (_device if name == "device" else _moved)(given[name]) for name in given}
+        moved.pop("pin_memory", None)
         if function is Tensor.to:
             args = tuple(map(_device, args))
         return function(*map(_moved, args), **moved)
@@ -72,8 +76,9 @@ class _OnCPU(TorchFunctionMode):
 # torch.cuda
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+def _answer(value: Any) -> Callable:
+    """A function of its own for each name, as torch.compile wants."""
+    return lambda *args, **kwargs: value
 
 
 class Event(torch.cpu.Event):
@@ -89,10 +94,11 @@ class Event(torch.cpu.Event):
         return 1000 * (end.time - self.time)
 
 
-class Stream:
-    """Work is done when it is asked for, so that a stream has nothing to wait for."""
+class Stream(contextlib.ContextDecorator):
+    """Work is done when it is asked for: a stream, or a context of one, has nothing to wait for."""
 
-    cuda_stream, device = 0, torch.device("cuda", 0)
+    cuda_stream = device_index = stream_id = priority = 0
+    device, priority_range = torch.device("cuda", 0), staticmethod(lambda: (0, 0))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -107,21 +113,13 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    synchronize = wait_stream = wait_event = __exit__ = _nothing
+    synchronize = wait_stream = wait_event = __exit__ = _answer(None)
 
 
-_stream, _current = Stream(), 0
-_generator = torch.Generator()  # of the GPU: what it is seeded with is kept, and nothing is drawn from it
-
-
-def _set_device(device: Any) -> None:
-    global _current
-    index = device if isinstance(device, int) else torch.device(device).index
-    _current = _current if index is None else index
-
-
-def _seed(seed: int | None = None) -> None:
-    _generator.seed() if seed is None else _generator.manual_seed(seed)
+def _parallel_apply(modules: Any, inputs: Any, kwargs_tup: Any = None, devices: Any = None) -> list[Any]:
+    inputs = [given if isinstance(given, (list, tuple)) else (given,) for given in inputs]
+    calls = zip(modules, inputs, kwargs_tup or [{}] * len(inputs), devices or inputs, strict=True)
+    return [module(*given, **kwargs) for module, given, kwargs, _ in calls]
 
 
 def _count() -> int:
@@ -130,61 +128,65 @@ def _count() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", len(visible)))
 
 
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+class _NeedsGPU(NotImplementedError, AttributeError):
+    """An AttributeError too, so that `hasattr` answers."""
 
 
-def _properties(device: Any = None) -> types.SimpleNamespace:
-    of_device = {"name": "CPU", "major": 8, "minor": 0, "gcnArchName": ""}
-    return types.SimpleNamespace(**of_device, total_memory=_memory(), multi_processor_count=os.cpu_count())
+def _refuse(asked: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raises for a name that torch._C lacks without CUDA, and for a class in its place."""
+    caller = sys._getframe(1)
+    raise _NeedsGPU(
+        f"--cpu: {caller.f_globals.get('__name__')}.{caller.f_code.co_name} asks for"
+        f" {getattr(asked, '__name__', asked)}, which needs a GPU; leave the call out on the CPU,"
+        " by an option of the script or `if torch.cuda.get_device_name() != 'CPU'`"
+    )
 
 
-_NOTHING = """
-    init synchronize empty_cache ipc_collect set_stream reset_peak_memory_stats reset_max_memory_allocated
-    reset_max_memory_cached reset_accumulated_memory_stats set_per_process_memory_fraction
+_current = deque([0], maxlen=1)
+_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+_properties = types.SimpleNamespace(
+    name="CPU", major=8, minor=0, total_memory=_memory, multi_processor_count=os.cpu_count(), warp_size=32
+)
+_ANSWERS: tuple[tuple[Any, str], ...] = (
+    (None, "init synchronize empty_cache ipc_collect set_stream check_error set_sync_debug_mode start stop"),
+    (None, "mark range_end reset_peak_memory_stats reset_accumulated_memory_stats _record_memory_history"),
+    (None, "reset_peak_host_memory_stats reset_accumulated_host_memory_stats caching_allocator_enable"),
+    (None, "set_per_process_memory_fraction preferred_linalg_library preferred_blas_library _sleep"),
+    (0, "range_push range_pop range_start get_sync_debug_mode"),
+    (0, "utilization memory_usage device_memory_used temperature power_draw clock_rate"),
+    (True, "is_available is_initialized is_bf16_supported"),
+    (False, "is_current_stream_capturing can_device_access_peer"),
+    (Stream(), "current_stream default_stream get_stream_from_external"),
+    (defaultdict(int), "memory_stats host_memory_stats"),
+    ({"segments": [], "device_traces": []}, "_snapshot"),
+    ([], "get_arch_list memory_snapshot"),
+    ("", "memory_summary"),
+    ((_memory, _memory), "mem_get_info"),
+    (_properties, "get_device_properties"),
+    (types.SimpleNamespace(cudaProfilerStart=_answer(0), cudaProfilerStop=_answer(0)), "cudart"),
+    ((2, 27, 3), "version"),  # of NCCL
+    ("cpu", "_get_available_device_type"),  # nn.DataParallel asks
+)
+_CONTEXTS = "Stream ExternalStream StreamContext stream device device_of range profile"
+_NAMES: dict[str, Any] = {  # the other functions of torch.cuda call these
+    **{name: _answer(value) for value, names in _ANSWERS for name in names.split()},
+    **{kind: getattr(torch, kind) for kind in dir(torch) if kind.endswith(("Tensor", "Storage"))},
+    **dict.fromkeys(_CONTEXTS.split(), Stream),
+    **{name: type(name, (), {"__new__": _refuse}) for name in ("CUDAGraph", "MemPool", "graph_pool_handle")},
+    "Event": Event,
+    "device_count": _count,
+    "current_device": lambda: _current[0],
+    "set_device": lambda device: _current.append(torch._utils._get_device_index(device, True)),
+    "default_generators": defaultdict(torch.Generator),  # they keep their seeds; nothing draws from them
+    "make_graphed_callables": lambda callables, *args, **kwargs: callables,
+    "cufft_plan_cache": types.SimpleNamespace(size=0, max_size=0, clear=_answer(None)),
+    "parallel_apply": _parallel_apply,
+    "reduce_add": lambda tensors, destination=None: sum(tensors),
+}
+_MODULES = """
+    backends.cuda backends.cudnn cuda cuda.graphs cuda.memory cuda.nccl cuda.nvtx cuda.profiler cuda.random
+    cuda.streams nn.parallel nn.parallel.comm nn.parallel.data_parallel nn.parallel.parallel_apply
 """
-_ZERO = "memory_allocated memory_reserved memory_cached"
-_ZERO += " max_memory_allocated max_memory_reserved max_memory_cached"
-_TENSORS = "Float Double Half BFloat16 Byte Char Short Int Long Bool"
-
-
-def _cuda() -> dict[str, Any]:
-    """What replaces names of torch.cuda."""
-
-    def answer(value: Any) -> Callable:  # torch.compile wants a function of its own for each name
-        return lambda *args, **kwargs: value
-
-    def all_of(names: str, make: Callable, *arguments: Any) -> dict[str, Any]:
-        return {name: make(*arguments) for name in names.split()}
-
-    return {
-        **all_of(_NOTHING, answer, None),
-        **all_of(_ZERO, answer, 0),
-        **all_of("is_available is_initialized is_bf16_supported", answer, True),
-        **all_of("current_stream default_stream", answer, _stream),
-        **all_of("manual_seed manual_seed_all seed seed_all", lambda: lambda seed=None: _seed(seed)),
-        **{f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in _TENSORS.split()},
-        **dict.fromkeys(("stream", "device", "device_of"), contextlib.nullcontext),
-        "is_current_stream_capturing": answer(False),
-        "Stream": Stream,
-        "Event": Event,
-        "device_count": _count,
-        "current_device": lambda: _current,
-        "set_device": _set_device,
-        "get_device_name": answer("CPU"),
-        "get_device_capability": answer((8, 0)),
-        "get_device_properties": _properties,
-        "get_arch_list": answer([]),
-        "mem_get_info": lambda device=None: (_memory(), _memory()),
-        "memory_stats": answer(defaultdict(int)),
-        "memory_summary": answer(""),
-        "initial_seed": _generator.initial_seed,
-        "get_rng_state": lambda device=None: _generator.get_state(),
-        "get_rng_state_all": lambda: [_generator.get_state()] * _count(),
-        "set_rng_state": lambda state, device=None: _generator.set_state(state),
-        "set_rng_state_all": lambda states: _generator.set_state(states[0]),
-        "cudart": answer(types.SimpleNamespace(cudaProfilerStart=answer(0), cudaProfilerStop=answer(0))),
-    }
 
 
 # What has a device of its own
@@ -207,28 +209,26 @@ def _change(owner: Any, name: str, **changes: Any) -> None:
     setattr(owner, name, changed)
 
 
-def _half(dtype: torch.dtype | None) -> torch.dtype:
-    return cpu_half() if dtype is None or dtype == torch.float16 else dtype
+def _half(dtype: Any) -> Any:
+    return cpu_half() if dtype == torch.float16 else dtype
+
+
+def _autocast(name: str) -> Callable:
+    """Asks or sets the state of the CPU's autocast, for CUDA and where no device is given."""
+    function = getattr(torch, name.replace("_gpu", ""))
+
+    def of_cpu(*args: Any, **kwargs: Any) -> Any:
+        args = (*args, *kwargs.values())
+        device = () if args and isinstance(args[0], str) else ("cpu",)
+        return function(*device, *(_half(_moved(value)) for value in args))
+
+    vars(of_cpu)["_dynamo_marked_constant"] = not name.startswith("set")  # torch.compile guards autocast
+    torch.jit._builtins._register_builtin(of_cpu, f"aten::{name}")
+    return of_cpu
 
 
 def _backend(name: str | None) -> str:
     return "gloo" if name is None or "nccl" in name.lower() else name
-
-
-def _change_arguments() -> None:
-    _change(torch.autocast, "__init__", device_type=_moved, dtype=_half)
-    _change(torch.amp.GradScaler, "__init__", device="cpu")
-    _change(nn.Module, "to", args=lambda args: tuple(map(_device, args)))
-    _change(nn.parallel.DistributedDataParallel, "__init__", device_ids=None, output_device=None)
-    _change(torch, "load", map_location="cpu")
-    _change(torch.jit, "load", map_location="cpu")
-    _change(torch, "set_default_tensor_type", t=_moved)
-    _change(torch, "set_default_device", device=_device)
-    _change(torch.autograd.profiler.profile, "__init__", use_cuda=False, use_device=None)
-    for module in (dist, dist.distributed_c10d):
-        _change(module, "init_process_group", backend=_backend, device_id=None)
-        _change(module, "new_group", backend=_backend)
-        _change(module, "barrier", device_ids=None)
 
 
 class _Generator(torch.Generator):
@@ -246,31 +246,53 @@ def install() -> None:
     """Changes torch in this process for good."""
     if nn.SyncBatchNorm is _SyncBatchNorm:
         return
-    names = _cuda()
-    for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
-        vars(module).update((name, value) for name, value in names.items() if hasattr(module, name))
-    context = contextlib.nullcontext
-    vars(torch.cuda.nvtx).update(range_push=_nothing, range_pop=_nothing, mark=_nothing, range=context)
-    vars(torch.cuda.profiler).update(init=_nothing, start=_nothing, stop=_nothing, profile=context)
-    _change_arguments()
+    for module in (sys.modules[f"torch.{name}"] for name in _MODULES.split()):
+        vars(module).update((name, value) for name, value in _NAMES.items() if hasattr(module, name))
+    vars(torch).update((name, _autocast(name)) for name in dir(torch) if _AUTOCAST.fullmatch(name))
+    _change(torch.autocast, "__init__", device_type=_moved, dtype=_half)
+    _change(torch.amp.GradScaler, "__init__", device="cpu")
+    _change(nn.Module, "to", args=lambda args: tuple(map(_device, args)))
+    _change(nn.parallel.DistributedDataParallel, "__init__", device_ids=None, output_device=None)
+    _change(torch, "load", map_location="cpu")
+    _change(torch.jit, "load", map_location="cpu")
+    _change(torch, "set_default_tensor_type", t=_moved)
+    _change(torch, "set_default_device", device=_device)
+    _change(torch.autograd.profiler.profile, "__init__", use_cuda=False, use_device=None)
+    _change(torch.autograd.profiler.emit_nvtx, "__init__", enabled=False)
+    _change(torch.profiler.profile, "__init__", activities=None)
+    _change(nn.DataParallel, "__init__", device_ids=[0], output_device=None)
+    _change(nn.parallel, "data_parallel", device_ids=[0], output_device=None)
+    for module in (torch.amp, torch.amp.autocast_mode):
+        _change(module, "custom_fwd", device_type=_moved, cast_inputs=_half)
+        _change(module, "custom_bwd", device_type=_moved)
+    for module in (dist, dist.distributed_c10d):
+        _change(module, "init_process_group", backend=_backend, device_id=None)
+        _change(module, "new_group", backend=_backend)
+        _change(module, "barrier", device_ids=None)
+    part, core = nn.parallel._functions, torch._C
     for owner, name, value in (
-        (inspect.getmodule(nn.DataParallel), "_get_available_device_type", _nothing),
+        (core, "__getattr__", _refuse),
+        (core, "_scatter", lambda x, gpus, n, dim, _: x.split(n, dim) if n else x.chunk(len(gpus), dim)),
+        (core, "_gather", lambda tensors, dim, gpu: torch.cat(torch.atleast_1d(tensors), dim)),
+        (core, "_broadcast", lambda x, gpus: (x,) * len(gpus)),
+        (core, "_broadcast_coalesced", lambda tensors, gpus, size: [list(tensors) for _ in gpus]),
+        (part.Scatter, "apply", lambda gpus, sizes, dim, x: core._scatter(x, gpus, sizes, dim, None)),
+        (part.Gather, "apply", lambda gpu, dim, *tensors: core._gather(tensors, dim, gpu)),
+        (part.Broadcast, "apply", lambda gpus, *tensors: tensors * len(gpus)),
+        (part.ReduceAddCoalesced, "apply", lambda gpu, n, *x: tuple(sum(x[i::n]) for i in range(n))),
+        (torch.version, "cuda", torch.version.cuda or "12.8"),
+        (torch.backends.cudnn, "version", _answer(91002)),
+        (dist, "is_nccl_available", _answer(True)),
+        (torch.storage._StorageBase, "cuda", lambda storage, *args, **kwargs: storage),
         (nn, "SyncBatchNorm", _SyncBatchNorm),
         (torch, "Generator", _Generator),
-        (Tensor, "record_stream", _nothing),
+        (Tensor, "record_stream", _answer(None)),
     ):
         setattr(owner, name, value)
-    # A mode is of one thread, and a subclass has a `run` of its own.
     start = threading.Thread.start
 
     def start_on_cpu(self: threading.Thread) -> None:
-        run = self.run
-
-        def run_on_cpu() -> None:
-            with _OnCPU():
-                run()
-
-        self.run = run_on_cpu  # type: ignore[method-assign]
+        self.run = _OnCPU()(self.run)  # type: ignore[method-assign]  # a mode is of one thread
         start(self)
 
     threading.Thread.start = start_on_cpu  # type: ignore[method-assign]
