@@ -27,6 +27,16 @@ def norms(
     return torch._foreach_norm(tensors, ord, dtype)
 
 
+def wide(tensor: Tensor) -> torch.dtype:
+    """The dtype to compute in: float64, or float32 for any other."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def zeros_like(tensor: Tensor) -> Tensor:
+    """Zeros in `wide`, for the state of a parameter."""
+    return torch.zeros_like(tensor, dtype=wide(tensor), memory_format=torch.preserve_format)
+
+
 def _strides(tensor: Tensor) -> list[tuple[int, int]]:
     """Stride and size of each dimension that has more than one element."""
     return [(stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
@@ -34,12 +44,12 @@ def _strides(tensor: Tensor) -> list[tuple[int, int]]:
 
 def is_flat(tensor: Tensor) -> bool:
     """Whether the elements fill a range of memory, in any order of the dimensions."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # else it is contiguous
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def laid_as(pattern: Tensor, tensor: Tensor) -> Tensor:
     """`tensor` in the strides of a flat `pattern` of its shape: itself, or a copy."""
-    if _strides(tensor) == _strides(pattern):
+    if tensor.stride() == pattern.stride() or _strides(tensor) == _strides(pattern):
         return tensor
     return torch.empty_like(pattern, dtype=tensor.dtype).copy_(tensor)
 
@@ -73,6 +83,10 @@ def follow_(master: Tensor, half: Tensor) -> Tensor:
     return master.copy_(torch.where(half == master.to(half.dtype), master, half))
 
 
+def _device(group: State) -> torch.device | None:
+    return group["params"][0].device if group["params"] else None
+
+
 class FusedOptimizer(Optimizer):
     """A torch optimizer whose arithmetic and state are float32 for half parameters.
 
@@ -87,7 +101,11 @@ class FusedOptimizer(Optimizer):
     moments: tuple[str, ...] = ()
     """Names of the state tensors that are like their parameter and start at 0."""
 
-    counts_steps = False
+    counts_steps = True
+    """Whether groups have a count of steps, as apex's have."""
+
+    tensors_in_groups = False
+    """Whether the rate and the count of a group are tensors, to be written in place."""
 
     def __init__(
         self,
@@ -102,6 +120,28 @@ class FusedOptimizer(Optimizer):
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
         super().__init__(params, defaults)
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int, device=_device(self.param_groups[0]))
+
+    def add_param_group(self, param_group: State) -> None:
+        super().add_param_group(param_group)
+        self._convert(self.param_groups[-1])
+
+    def _convert(self, group: State) -> None:
+        """Makes tensors of the rate and the count of a group, or a number of the count."""
+        if self.tensors_in_groups:
+            device, count = _device(group), group.get("step", 0)
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+            group["step"] = torch.as_tensor(count, dtype=torch.int, device=device).reshape(1).clone()
+        elif "step" in group:
+            group["step"] = int(group["step"])
+
+    @property
+    def _masters(self) -> list[dict[str, list[Tensor | None]]]:
+        """The float32 master of each parameter, in groups; None where no step has made one."""
+        return [
+            {"params": [self.state.get(p, {}).get("master_param") for p in group["params"]]}
+            for group in self.param_groups
+        ]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
@@ -117,20 +157,22 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         self._prepare()
         for group in self.param_groups:
-            by_device: dict[torch.device, list[tuple]] = defaultdict(list)
+            # Operations take lists of one device and dtype.
+            alike: dict[tuple[torch.device, torch.dtype], list[tuple]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_device[parameter.device].append(self._operands(parameter, parameter.grad))
-            for operands in by_device.values():
-                parameters, values, gradients, states = map(list, zip(*operands, strict=True))
-                self._update(group, values, gradients, states)
+                    operands = self._operands(parameter, parameter.grad)
+                    alike[parameter.device, parameter.dtype].append(operands)
+            for several in alike.values():
+                parameters, values, gradients = map(list, zip(*several, strict=True))
+                self._update(group, parameters, values, gradients)
                 for parameter, value in zip(parameters, values, strict=True):
                     if value is not parameter:
                         parameter.copy_(value)
         return loss
 
     def _operands(self, parameter: nn.Parameter, gradient: Tensor) -> tuple:
-        """The parameter, its value and gradient in float32 or float64, and its state.
+        """The parameter, its master if it has one or else itself, and its gradient.
 
         Gradients are divided by the scale of GradScaler, which leaves that to optimizers whose
         `_step_supports_amp_scaling` is True. It refuses half parameters with any other.
@@ -141,44 +183,43 @@ class FusedOptimizer(Optimizer):
                 "torch.optim.Adam complex ones"
             )
         state = self.state[parameter]
-        value = self._float32(parameter, state)
-        value = value if is_flat(value) else value.contiguous()
-        self._start(state, value)
-        _lay_out_state(state, value)
-        in_float32, scale = gradient.to(value.dtype), getattr(self, "grad_scale", None)
-        if scale is not None:
-            in_float32.div_(scale.to(gradient.device))
-            gradient.copy_(in_float32)
-        return parameter, value, laid_as(value, in_float32), state
+        value = self._value(parameter, state)
+        for name in self.moments:
+            if name not in state:
+                state[name] = zeros_like(value)
+        if is_flat(value):
+            _lay_out_state(state, value)
+        if (scale := getattr(self, "grad_scale", None)) is not None:
+            unscaled = gradient.to(wide(value)).div_(scale.to(gradient.device))
+            gradient.copy_(unscaled)
+            gradient = unscaled
+        return parameter, value, gradient
 
     def _prepare(self) -> None:
-        """Runs before the first group is stepped. With `counts_steps` every group counts a step, as in apex,
-        but for one without any gradient.
+        """Runs before the first group is stepped. Every group counts a step, as in apex, but for one without
+        any gradient.
         """
         if self.counts_steps and any(p.grad is not None for g in self.param_groups for p in g["params"]):
             for group in self.param_groups:
-                group["step"] = group.get("step", 0) + 1
+                group.setdefault("step", 0)
+                group["step"] += 1
 
-    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
-        """Steps the values, in place. Those of one call are on one device."""
+    def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
+        """Steps the values, in place. Those of one call are on one device and of one dtype."""
         raise NotImplementedError
 
-    def _start(self, state: State, value: Tensor) -> None:
-        """Adds missing entries to the state of a parameter."""
-        for name in self.moments:
-            if name not in state:
-                state[name] = torch.zeros_like(value, memory_format=torch.preserve_format)
-
-    def _float32(self, parameter: nn.Parameter, state: State) -> Tensor:
-        if parameter.dtype in (torch.float32, torch.float64):
+    def _value(self, parameter: nn.Parameter, state: State) -> Tensor:
+        if wide(parameter) == parameter.dtype or not self.master_weights:
             return parameter
-        if not self.master_weights:
-            return parameter.float()
         if "master_param" not in state:
             state["master_param"] = parameter.detach().to(
                 torch.float32, memory_format=torch.contiguous_format
             )
         return follow_(state["master_param"], parameter)
+
+    def _held(self, parameters: Tensors) -> list[Tensors]:
+        """The moments of parameters, a list for each name in `moments`."""
+        return [[self.state[p][name] for p in parameters] for name in self.moments]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's files too. The state of half parameters stays float32."""
@@ -194,3 +235,8 @@ class FusedOptimizer(Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+            # In other files, such as those of apex's first FusedAdam, every parameter has a count.
+            states = [self.state[p] for p in group["params"] if p in self.state]
+            if counts := [state.pop("step") for state in states if "step" in state]:
+                group.setdefault("step", max(map(int, counts)))
+            self._convert(group)

@@ -4,13 +4,12 @@ Source: Kingma and Ba, "Adam", arXiv:1412.6980; Loshchilov and Hutter, "Decouple
 Regularization", arXiv:1711.05101.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim.adam import adam
 
+from .. import _operations
 from .._fused import FusedOptimizer, State, Tensors, norms
 
 
@@ -27,6 +26,11 @@ class FusedAdam(FusedOptimizer):
     """
 
     moments = ("exp_avg", "exp_avg_sq")
+    eps_mode = 1  # eps is added to the square root; its name in apex.contrib.optimizers
+    multi_tensor_adam = staticmethod(_operations.multi_tensor_adam)
+    multi_tensor_adam_capturable = staticmethod(_operations.multi_tensor_adam_capturable)
+    multi_tensor_adam_capturable_master = staticmethod(_operations.multi_tensor_adam_capturable_master)
+    param_groups_master = FusedOptimizer._masters
 
     def __init__(
         self,
@@ -43,9 +47,15 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
         *,
         max_grad_norm: float = 0.0,
+        **old: Any,
     ) -> None:
+        if old:
+            raise TypeError(
+                f"FusedAdam takes no {', '.join(old)}: eps is added outside of the square root, and all tensors "
+                "are stepped together; leave out eps_inside_sqrt, use_mt and amp_scale_adjustment"
+            )
         self.adam_w_mode = adam_w_mode
-        self.capturable = self._step_supports_amp_scaling = capturable
+        self.capturable = self.tensors_in_groups = self._step_supports_amp_scaling = capturable
         super().__init__(
             params,
             set_grad_none,
@@ -59,47 +69,31 @@ class FusedAdam(FusedOptimizer):
             max_grad_norm=max_grad_norm,
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            if (step := group.pop("step", None)) is not None:  # apex's files have one step for all parameters
-                for state in (self.state[p] for p in group["params"] if p in self.state):
-                    state["step"] = torch.tensor(float(step))
+    def step(self, closure: Callable[[], Any] | None = None, *old: Any, **named: Any) -> Any:
+        given = {**dict(zip(("grads", "output_params", "scale", "grad_norms", "grad_scaler"), old)), **named}
+        if names := [name for name, value in given.items() if value is not None]:
+            raise RuntimeError(
+                f"FusedAdam.step takes a closure alone, got {', '.join(names)}; write p.grad = gradient and "
+                "optimizer.step(), inside amp.scale_loss or scaler.step(optimizer) if gradients are scaled"
+            )
+        return super().step(closure)
 
-    def _start(self, state: State, value: Tensor) -> None:
-        super()._start(state, value)
-        # A fused kernel needs its count on the device of the parameter; a loaded one may be on another.
-        step = state.get("step")
-        state["step"] = torch.zeros((), device=value.device) if step is None else step.to(value.device)
+    def _prepare(self) -> None:
+        super()._prepare()
+        found = getattr(self, "found_inf", None)  # GradScaler sets it
+        self._dummy_overflow_buf.fill_(0) if found is None else self._dummy_overflow_buf.copy_(found.sign())
+        if found is not None:  # a skipped step does not count
+            for group in self.param_groups:
+                group["step"] -= self._dummy_overflow_buf.to(group["step"].device)
 
-    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
+    def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
         if group["max_grad_norm"] > 0:
-            excess = torch.stack(norms(gradients)).norm() / group["max_grad_norm"]
-            gradients = list(torch._foreach_div(gradients, excess.clamp_min(1.0)))
-        means, squares, steps = ([state[n] for state in states] for n in ("exp_avg", "exp_avg_sq", "step"))
-        found_inf = getattr(self, "found_inf", None)  # GradScaler sets it
-        if not group["bias_correction"]:  # as after infinitely many steps, where beta^step is 0
-            counts, steps = steps, [torch.full_like(step, float("inf")) for step in steps]
-            for count in counts:
-                count += 1.0 if found_inf is None else 1.0 - found_inf.to(count.device)
-        beta1, beta2 = group["betas"]
-        adam(
-            values,
-            gradients,
-            means,
-            squares,
-            [],
-            steps,
-            foreach=False,
-            fused=True,
-            capturable=self.capturable,
-            amsgrad=False,
-            maximize=False,
-            decoupled_weight_decay=self.adam_w_mode,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            found_inf=found_inf,
-        )
+            excess = torch.stack(norms(gradients, dtype=torch.float32)).norm() / group["max_grad_norm"]
+            gradients = list(torch._foreach_div([g.float() for g in gradients], excess.clamp_min(1.0)))
+        operation = _operations.multi_tensor_adam
+        options = [group["lr"], *group["betas"], group["eps"], group["step"], self.adam_w_mode]
+        options += [group["bias_correction"], group["weight_decay"]]
+        if self.capturable:
+            operation = _operations.multi_tensor_adam_capturable
+            options.append(torch.ones(1, device=values[0].device))  # gradients are unscaled
+        operation(0, self._dummy_overflow_buf, [gradients, values, *self._held(parameters)], *options)

@@ -1,12 +1,12 @@
 """FusedSGD over torch's fused SGD."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch.optim.sgd import sgd
+from torch import Tensor
 
-from .._fused import FusedOptimizer, State, Tensors
+from .. import _operations
+from .._fused import FusedOptimizer, State, Tensors, zeros_like
 from .._notices import warn_once
 
 
@@ -18,6 +18,9 @@ class FusedSGD(FusedOptimizer):
             the gradient before the momentum.
         materialize_master_grads: False has no effect, and warns: amp has no masters beside the weights.
     """
+
+    counts_steps = False
+    multi_tensor_sgd = staticmethod(_operations.multi_tensor_sgd)
 
     def __init__(
         self,
@@ -39,6 +42,9 @@ class FusedSGD(FusedOptimizer):
         if not materialize_master_grads:
             warn_once("FusedSGD: materialize_master_grads=False has no effect; there are no masters")
         self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.most_recent_scale = 1.0  # gradients are divided by it once
+        self.scale_set_by_backward = False
         super().__init__(
             params,
             set_grad_none,
@@ -49,27 +55,37 @@ class FusedSGD(FusedOptimizer):
             nesterov=nesterov,
         )
 
-    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
-        momentum, decay = group["momentum"], group["weight_decay"]
-        if decay and self.wd_after_momentum:
-            torch._foreach_mul_(values, 1.0 - group["lr"] * decay)
-            decay = 0.0
-        buffers = [state.get("momentum_buffer") for state in states]
-        # torch's fused SGD starts all buffers of a call at once, but gradients may begin at different steps.
-        fused = not momentum or all(buffer is not None for buffer in buffers)
-        sgd(
-            values,
-            gradients,
-            buffers,
-            foreach=not fused,
-            fused=fused,
-            weight_decay=decay,
-            momentum=momentum,
-            lr=group["lr"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=False,
-        )
-        if momentum:
-            for state, buffer in zip(states, buffers, strict=True):
-                state["momentum_buffer"] = buffer
+    def get_momentums(self, params: Iterable[Tensor]) -> tuple[Tensors, bool]:
+        """The momentum buffers of parameters, and whether one of them has been made by this call."""
+        states = [(self.state[p], p) for p in params]
+        fresh = any("momentum_buffer" not in state for state, _ in states)
+        for state, parameter in states:
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = zeros_like(parameter)
+        return [state["momentum_buffer"] for state, _ in states], fresh
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        result = super().step(closure)
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
+        return result
+
+    def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
+        # The operation starts all buffers of a call at once, but gradients may begin at different steps.
+        started = ["momentum_buffer" in self.state[p] for p in parameters]
+        for running in set(started):
+            several = zip(parameters, values, gradients, started, strict=True)
+            owners, *lists = map(list, zip(*(row[:3] for row in several if row[3] == running), strict=True))
+            buffers, first_run = self.get_momentums(owners) if group["momentum"] else ([], False)
+            _operations.multi_tensor_sgd(
+                0,
+                self._dummy_overflow_buf,
+                [lists[1], lists[0], buffers],
+                group["weight_decay"],
+                group["momentum"],
+                group["dampening"],
+                group["lr"],
+                group["nesterov"],
+                first_run,
+                self.wd_after_momentum,
+                1.0 / self.most_recent_scale,
+            )
