@@ -2,12 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from .._finder import without
 
 State = dict[str, Any]  # what an optimizer holds for a parameter or for a group of parameters
 Tensors = list[Tensor]
@@ -101,6 +104,9 @@ class FusedOptimizer(Optimizer):
     moments: tuple[str, ...] = ()
     """Names of the state tensors that are like their parameter and start at 0."""
 
+    operations: tuple[str, ...] = ()
+    """Names of the operations of `amp_C` that are attributes, as in apex."""
+
     counts_steps = True
     """Whether groups have a count of steps, as apex's have."""
 
@@ -122,6 +128,11 @@ class FusedOptimizer(Optimizer):
         super().__init__(params, defaults)
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int, device=_device(self.param_groups[0]))
 
+    def __getattr__(self, name: str) -> Any:
+        if name in self.operations:
+            return getattr(import_module("fastvit.compat.amp_C"), name)  # which imports this module
+        return without(f"apex.optimizers.{type(self).__name__}")(name)
+
     def add_param_group(self, param_group: State) -> None:
         super().add_param_group(param_group)
         self._convert(self.param_groups[-1])
@@ -134,14 +145,6 @@ class FusedOptimizer(Optimizer):
             group["step"] = torch.as_tensor(count, dtype=torch.int, device=device).reshape(1).clone()
         elif "step" in group:
             group["step"] = int(group["step"])
-
-    @property
-    def _masters(self) -> list[dict[str, list[Tensor | None]]]:
-        """The float32 master of each parameter, in groups; None where no step has made one."""
-        return [
-            {"params": [self.state.get(p, {}).get("master_param") for p in group["params"]]}
-            for group in self.param_groups
-        ]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
@@ -207,6 +210,13 @@ class FusedOptimizer(Optimizer):
     def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
         """Steps the values, in place. Those of one call are on one device and of one dtype."""
         raise NotImplementedError
+
+    def _run(self, name: str, lists: list[Tensors], group: State, **more: Any) -> None:
+        """Calls an operation of `amp_C` with its options by their names in the optimizer and the group."""
+        betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+        known = vars(self) | group | betas | more
+        operation = getattr(self, name)
+        operation(0, self._dummy_overflow_buf, lists, *(known[option] for option in operation.options))
 
     def _value(self, parameter: nn.Parameter, state: State) -> Tensor:
         if wide(parameter) == parameter.dtype or not self.master_weights:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .. import _operations
 from .._fused import FusedOptimizer, State, Tensors, norms
 
 
@@ -25,12 +24,9 @@ class FusedAdam(FusedOptimizer):
         max_grad_norm: of apex before 2020: largest norm of the gradients of each group; 0 does not clip.
     """
 
+    operations = ("multi_tensor_adam", "multi_tensor_adam_capturable")
     moments = ("exp_avg", "exp_avg_sq")
     eps_mode = 1  # eps is added to the square root; its name in apex.contrib.optimizers
-    multi_tensor_adam = staticmethod(_operations.multi_tensor_adam)
-    multi_tensor_adam_capturable = staticmethod(_operations.multi_tensor_adam_capturable)
-    multi_tensor_adam_capturable_master = staticmethod(_operations.multi_tensor_adam_capturable_master)
-    param_groups_master = FusedOptimizer._masters
 
     def __init__(
         self,
@@ -90,10 +86,7 @@ class FusedAdam(FusedOptimizer):
         if group["max_grad_norm"] > 0:
             excess = torch.stack(norms(gradients, dtype=torch.float32)).norm() / group["max_grad_norm"]
             gradients = list(torch._foreach_div([g.float() for g in gradients], excess.clamp_min(1.0)))
-        operation = _operations.multi_tensor_adam
-        options = [group["lr"], *group["betas"], group["eps"], group["step"], self.adam_w_mode]
-        options += [group["bias_correction"], group["weight_decay"]]
-        if self.capturable:
-            operation = _operations.multi_tensor_adam_capturable
-            options.append(torch.ones(1, device=values[0].device))  # gradients are unscaled
-        operation(0, self._dummy_overflow_buf, [gradients, values, *self._held(parameters)], *options)
+        name = "multi_tensor_adam_capturable" if self.capturable else "multi_tensor_adam"
+        one = torch.ones(1, device=values[0].device)  # gradients are unscaled
+        lists = [gradients, values, *self._held(parameters)]
+        self._run(name, lists, group, inv_scale=one)

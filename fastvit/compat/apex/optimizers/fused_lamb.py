@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _operations
 from .._fused import FusedOptimizer, State, Tensors, norms
 
 
@@ -25,9 +24,8 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: scale the step of parameters without weight decay too.
     """
 
+    operations = ("multi_tensor_l2norm", "multi_tensor_lamb")
     moments = ("exp_avg", "exp_avg_sq")
-    multi_tensor_l2norm = staticmethod(_operations.multi_tensor_l2norm)
-    multi_tensor_lamb = staticmethod(_operations.multi_tensor_lamb)
 
     def __init__(
         self,
@@ -68,19 +66,6 @@ class FusedLAMB(FusedOptimizer):
             self._norm = each.norm() / getattr(self, "grad_scale", 1.0)
 
     def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
-        _operations.multi_tensor_lamb(
-            0,
-            self._dummy_overflow_buf,
-            [gradients, values, *self._held(parameters)],
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["step"],
-            group["bias_correction"],
-            group["weight_decay"],
-            group["grad_averaging"],
-            self.adam_w_mode,
-            self._norm,
-            self.defaults["max_grad_norm"],
-            self.use_nvlamb,
-        )
+        lists = [gradients, values, *self._held(parameters)]
+        clip = {"global_grad_norm": self._norm, "max_grad_norm": self.defaults["max_grad_norm"]}
+        self._run("multi_tensor_lamb", lists, group, **clip)

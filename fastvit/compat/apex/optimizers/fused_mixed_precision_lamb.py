@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _operations
 from .fused_lamb import FusedLAMB
 
 
@@ -24,9 +23,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     tensors_in_groups = True
-    multi_tensor_l2norm = staticmethod(_operations.multi_tensor_l2norm_mp)
-    multi_tensor_lamb = staticmethod(_operations.multi_tensor_lamb_mp)
-    param_groups_full_precision = FusedLAMB._masters
 
     def __init__(
         self,

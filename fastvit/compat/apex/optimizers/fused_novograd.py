@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import _operations
-from .._fused import FusedOptimizer, State, Tensors, norms
+from .._fused import FusedOptimizer, State, Tensors, norms, wide
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -25,8 +24,8 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: start the second moment at 0; False starts it at the first gradient's norm.
     """
 
+    operations = ("multi_tensor_novograd",)
     moments = ("exp_avg",)
-    multi_tensor_novograd = staticmethod(_operations.multi_tensor_novograd)
 
     def __init__(
         self,
@@ -79,27 +78,14 @@ class FusedNovoGrad(FusedOptimizer):
     def _kinds(self, group: State) -> list[list[torch.nn.Parameter]]:
         """The parameters that were stepped, the half ones and the others."""
         stepped = [p for p in group["params"] if self.state.get(p)]
-        return [[p for p in stepped if (p.dtype == torch.float32) == wide] for wide in (False, True)]
+        return [[p for p in stepped if (p.dtype == torch.float32) == single] for single in (False, True)]
 
     def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
         states = [self.state[p] for p in parameters]
-        fresh = torch.stack(norms(gradients, group["norm_type"] or float("inf"), torch.float32))
+        fresh = torch.stack(norms(gradients, group["norm_type"] or float("inf"), wide(values[0])))
         start = torch.zeros_like(fresh) if group["init_zero"] else fresh
         average = torch.stack([s.get("exp_avg_sq", first) for s, first in zip(states, start, strict=True)])
-        _operations.multi_tensor_novograd(
-            0,
-            self._dummy_overflow_buf,
-            [gradients, values, *self._held(parameters)],
-            average,
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["step"],
-            group["bias_correction"],
-            group["weight_decay"],
-            group["grad_averaging"],
-            self.moment_mode,
-            group["norm_type"],
-        )
+        lists = [gradients, values, *self._held(parameters)]
+        self._run("multi_tensor_novograd", lists, group, grad_norms=average)
         for state, norm in zip(states, average, strict=True):
             state["exp_avg_sq"] = norm

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import _operations
 from .._fused import FusedOptimizer, State, Tensors, zeros_like
 from .._notices import warn_once
 
@@ -19,8 +18,8 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: False has no effect, and warns: amp has no masters beside the weights.
     """
 
+    operations = ("multi_tensor_sgd",)
     counts_steps = False
-    multi_tensor_sgd = staticmethod(_operations.multi_tensor_sgd)
 
     def __init__(
         self,
@@ -76,16 +75,5 @@ class FusedSGD(FusedOptimizer):
             several = zip(parameters, values, gradients, started, strict=True)
             owners, *lists = map(list, zip(*(row[:3] for row in several if row[3] == running), strict=True))
             buffers, first_run = self.get_momentums(owners) if group["momentum"] else ([], False)
-            _operations.multi_tensor_sgd(
-                0,
-                self._dummy_overflow_buf,
-                [lists[1], lists[0], buffers],
-                group["weight_decay"],
-                group["momentum"],
-                group["dampening"],
-                group["lr"],
-                group["nesterov"],
-                first_run,
-                self.wd_after_momentum,
-                1.0 / self.most_recent_scale,
-            )
+            more = {"first_run": first_run, "scale": 1.0 / self.most_recent_scale}
+            self._run("multi_tensor_sgd", [lists[1], lists[0], buffers], group, **more)
