@@ -64,11 +64,7 @@ multi_tensor_l2norm_mp = multi_tensor_l2norm
 
 @torch.no_grad()
 def multi_tensor_unscale_l2norm(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    inv_scale: Tensor,
-    per_tensor: bool | None = False,
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`multi_tensor_l2norm` of the tensors times `inv_scale`, which stay as they are."""
     scaled = list(torch._foreach_mul(_float32(tensor_lists[0]), inv_scale.squeeze()))
@@ -109,7 +105,8 @@ class _Step:
                     if tensor is not value:
                         tensor.copy_(value)
 
-        vars(operation).update(options=self.options, __doc__=step.__doc__, __name__=step.__name__)
+        vars(operation)["options"] = self.options
+        operation.__name__, operation.__doc__ = step.__name__, step.__doc__
         return operation
 
 
@@ -122,7 +119,7 @@ def _adam(lists: Lists, options: Options, **of_scaler: Tensor) -> None:
     lr, step = (x.to(device) if isinstance(x, Tensor) else x for x in (options["lr"], options["step"]))
     # No correction is one of infinitely many steps, where beta^step is 0.
     count = torch.full((), 0.0 if options["bias_correction"] else float("inf"), device=device) + step
-    fused = torch._fused_adamw_ if options["adam_w_mode"] else torch._fused_adam_
+    fused: Callable[..., None] = torch._fused_adamw_ if options["adam_w_mode"] else torch._fused_adam_
     numbers = {name: options[name] for name in ("beta1", "beta2", "weight_decay", "eps")}
     numbers |= {"lr": lr, "amsgrad": False, "maximize": False}
     fused(values, gradients, means, squares, [], [count] * len(values), **numbers, **of_scaler)

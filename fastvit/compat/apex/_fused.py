@@ -94,37 +94,29 @@ class FusedOptimizer(Optimizer):
     """A torch optimizer whose arithmetic and state are float32 for half parameters.
 
     Args:
+        defaults: options of the parameter groups.
         set_grad_none: the default of `zero_grad`'s `set_to_none`.
         amsgrad: not supported, as in apex.
-        master_weights: have a float32 copy of each half parameter in the state, instead of rounding every
-            step.
-        defaults: of the parameter groups.
     """
 
     moments: tuple[str, ...] = ()
     """Names of the state tensors that are like their parameter and start at 0."""
 
     operations: tuple[str, ...] = ()
-    """Names of the operations of `amp_C` that are attributes, as in apex."""
+    """Names of the operations of `amp_C` that are attributes, as in apex. The first one steps."""
 
-    counts_steps = True
-    """Whether groups have a count of steps, as apex's have."""
+    master_weights = False
+    """Whether the state has a float32 copy of each half parameter, instead of rounding every step."""
 
     tensors_in_groups = False
     """Whether the rate and the count of a group are tensors, to be written in place."""
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        set_grad_none: bool,
-        amsgrad: bool = False,
-        master_weights: bool = False,
-        **defaults: Any,
+        self, params: Iterable[Any], defaults: State, set_grad_none: bool, amsgrad: bool = False
     ) -> None:
         if amsgrad:
             raise RuntimeError(f"{type(self).__name__} has no AMSGrad variant; torch.optim.Adam has")
         self.set_grad_none = set_grad_none
-        self.master_weights = master_weights
         super().__init__(params, defaults)
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int, device=_device(self.param_groups[0]))
 
@@ -160,12 +152,12 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         self._prepare()
         for group in self.param_groups:
-            # Operations take lists of one device and dtype.
-            alike: dict[tuple[torch.device, torch.dtype], list[tuple]] = defaultdict(list)
+            # Operations take lists of one device and dtype, and the first step of a parameter may differ.
+            alike: dict[tuple, list[tuple]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    operands = self._operands(parameter, parameter.grad)
-                    alike[parameter.device, parameter.dtype].append(operands)
+                    kind = parameter.device, parameter.dtype, bool(self.state.get(parameter))
+                    alike[kind].append(self._operands(parameter, parameter.grad))
             for several in alike.values():
                 parameters, values, gradients = map(list, zip(*several, strict=True))
                 self._update(group, parameters, values, gradients)
@@ -202,21 +194,24 @@ class FusedOptimizer(Optimizer):
         """Runs before the first group is stepped. Every group counts a step, as in apex, but for one without
         any gradient.
         """
-        if self.counts_steps and any(p.grad is not None for g in self.param_groups for p in g["params"]):
+        counts = "step" in getattr(self, self.operations[0]).options
+        if counts and any(p.grad is not None for g in self.param_groups for p in g["params"]):
             for group in self.param_groups:
                 group.setdefault("step", 0)
                 group["step"] += 1
 
     def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
-        """Steps the values, in place. Those of one call are on one device and of one dtype."""
-        raise NotImplementedError
+        """Steps the values, in place. Those of one call are alike in device, dtype and whether they have been
+        stepped before.
+        """
+        moments = [[self.state[p][name] for p in parameters] for name in self.moments]
+        self._run([gradients, values, *moments], group)
 
-    def _run(self, name: str, lists: list[Tensors], group: State, **more: Any) -> None:
-        """Calls an operation of `amp_C` with its options by their names in the optimizer and the group."""
+    def _run(self, lists: list[Tensors], group: State, **more: Any) -> None:
+        """Calls the operation that steps, with options by their names in the optimizer and the group."""
         betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
-        known = vars(self) | group | betas | more
-        operation = getattr(self, name)
-        operation(0, self._dummy_overflow_buf, lists, *(known[option] for option in operation.options))
+        known, operation = vars(self) | group | betas | more, getattr(self, self.operations[0])
+        operation(0, self._dummy_overflow_buf, lists, *(known[name] for name in operation.options))
 
     def _value(self, parameter: nn.Parameter, state: State) -> Tensor:
         if wide(parameter) == parameter.dtype or not self.master_weights:
@@ -226,10 +221,6 @@ class FusedOptimizer(Optimizer):
                 torch.float32, memory_format=torch.contiguous_format
             )
         return follow_(state["master_param"], parameter)
-
-    def _held(self, parameters: Tensors) -> list[Tensors]:
-        """The moments of parameters, a list for each name in `moments`."""
-        return [[self.state[p][name] for p in parameters] for name in self.moments]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's files too. The state of half parameters stays float32."""

@@ -47,46 +47,38 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         if old:
             raise TypeError(
-                f"FusedAdam takes no {', '.join(old)}: eps is added outside of the square root, and all tensors "
-                "are stepped together; leave out eps_inside_sqrt, use_mt and amp_scale_adjustment"
+                f"FusedAdam takes no {', '.join(old)}; leave out eps_inside_sqrt (eps is added to the square "
+                "root), use_mt (tensors are always stepped together) and amp_scale_adjustment"
             )
         self.adam_w_mode = adam_w_mode
+        self.master_weights = master_weights
+        if capturable:
+            self.operations = self.operations[::-1]
         self.capturable = self.tensors_in_groups = self._step_supports_amp_scaling = capturable
-        super().__init__(
-            params,
-            set_grad_none,
-            amsgrad,
-            master_weights,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            max_grad_norm=max_grad_norm,
-        )
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        defaults |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults, set_grad_none, amsgrad)
 
     def step(self, closure: Callable[[], Any] | None = None, *old: Any, **named: Any) -> Any:
-        given = {**dict(zip(("grads", "output_params", "scale", "grad_norms", "grad_scaler"), old)), **named}
-        if names := [name for name, value in given.items() if value is not None]:
+        names = ("grads", "output_params", "scale", "grad_norms", "grad_scaler")
+        given = dict(zip(names, old, strict=False)) | named
+        if given := {name: value for name, value in given.items() if value is not None}:
             raise RuntimeError(
-                f"FusedAdam.step takes a closure alone, got {', '.join(names)}; write p.grad = gradient and "
+                f"FusedAdam.step takes a closure alone, got {', '.join(given)}; write p.grad = gradient and "
                 "optimizer.step(), inside amp.scale_loss or scaler.step(optimizer) if gradients are scaled"
             )
         return super().step(closure)
 
     def _prepare(self) -> None:
         super()._prepare()
-        found = getattr(self, "found_inf", None)  # GradScaler sets it
-        self._dummy_overflow_buf.fill_(0) if found is None else self._dummy_overflow_buf.copy_(found.sign())
-        if found is not None:  # a skipped step does not count
-            for group in self.param_groups:
-                group["step"] -= self._dummy_overflow_buf.to(group["step"].device)
+        found = getattr(self, "found_inf", self._dummy_overflow_buf * 0)  # GradScaler sets it
+        self._dummy_overflow_buf.copy_(found.sign())
+        for group in self.param_groups if self.capturable else ():  # a skipped step does not count
+            group["step"] -= self._dummy_overflow_buf.to(group["step"].device)
 
     def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
         if group["max_grad_norm"] > 0:
             excess = torch.stack(norms(gradients, dtype=torch.float32)).norm() / group["max_grad_norm"]
             gradients = list(torch._foreach_div([g.float() for g in gradients], excess.clamp_min(1.0)))
-        name = "multi_tensor_adam_capturable" if self.capturable else "multi_tensor_adam"
-        one = torch.ones(1, device=values[0].device)  # gradients are unscaled
-        lists = [gradients, values, *self._held(parameters)]
-        self._run(name, lists, group, inv_scale=one)
+        inv_scale = torch.ones(1, device=values[0].device)  # gradients are unscaled
+        super()._update({**group, "inv_scale": inv_scale}, parameters, values, gradients)

@@ -24,7 +24,7 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: scale the step of parameters without weight decay too.
     """
 
-    operations = ("multi_tensor_l2norm", "multi_tensor_lamb")
+    operations = ("multi_tensor_lamb", "multi_tensor_l2norm")
     moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -44,28 +44,18 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
-        self._norm: Tensor | None = None  # of all gradients together, unscaled
-        super().__init__(
-            params,
-            set_grad_none,
-            amsgrad,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            grad_averaging=grad_averaging,
-            max_grad_norm=max_grad_norm,
-        )
+        self.global_grad_norm: Tensor | None = None
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        defaults |= {"weight_decay": weight_decay, "grad_averaging": grad_averaging}
+        defaults |= {"max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults, set_grad_none, amsgrad)
 
     def _prepare(self) -> None:
         super()._prepare()
         gradients = [p.grad.float() for g in self.param_groups for p in g["params"] if p.grad is not None]
         if self.defaults["max_grad_norm"] and gradients:
             each = torch.stack([norm.to(gradients[0].device) for norm in norms(gradients)])
-            self._norm = each.norm() / getattr(self, "grad_scale", 1.0)
+            self.global_grad_norm = each.norm() / getattr(self, "grad_scale", 1.0)
 
-    def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
-        lists = [gradients, values, *self._held(parameters)]
-        clip = {"global_grad_norm": self._norm, "max_grad_norm": self.defaults["max_grad_norm"]}
-        self._run("multi_tensor_lamb", lists, group, **clip)
+    def _update(self, group: State, *operands: Tensors) -> None:
+        super()._update({**group, "max_grad_norm": self.defaults["max_grad_norm"]}, *operands)

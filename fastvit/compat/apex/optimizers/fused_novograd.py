@@ -5,6 +5,7 @@ Networks", arXiv:1905.11286, algorithm 1.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,27 +46,18 @@ class FusedNovoGrad(FusedOptimizer):
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad: norm_type takes 2 or 0 (the largest value), got {norm_type}")
         self.moment_mode = 0 if reg_inside_moment else 1
-        super().__init__(
-            params,
-            set_grad_none,
-            amsgrad,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            grad_averaging=grad_averaging,
-            norm_type=norm_type,
-            init_zero=init_zero,
-        )
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        defaults |= {"weight_decay": weight_decay, "grad_averaging": grad_averaging}
+        defaults |= {"norm_type": norm_type, "init_zero": init_zero}
+        super().__init__(params, defaults, set_grad_none, amsgrad)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         # As in apex, a group holds the norms of its parameters, half ones before float32 ones. Only while a
         # step runs is each in the state of its parameter, since gradients may begin at different steps.
         for group in self.param_groups:
             if "exp_avg_sq" in group:
-                stepped = [p for of_kind in self._kinds(group) for p in of_kind]
-                for parameter, norm in zip(stepped, torch.cat(group.pop("exp_avg_sq")), strict=True):
+                stepped, held = chain(*self._kinds(group)), chain(*group.pop("exp_avg_sq"))
+                for parameter, norm in zip(stepped, held, strict=True):
                     self.state[parameter]["exp_avg_sq"] = norm.to(parameter.device)
         result = super().step(closure)
         for group in self.param_groups:
@@ -85,7 +77,7 @@ class FusedNovoGrad(FusedOptimizer):
         fresh = torch.stack(norms(gradients, group["norm_type"] or float("inf"), wide(values[0])))
         start = torch.zeros_like(fresh) if group["init_zero"] else fresh
         average = torch.stack([s.get("exp_avg_sq", first) for s, first in zip(states, start, strict=True)])
-        lists = [gradients, values, *self._held(parameters)]
-        self._run("multi_tensor_novograd", lists, group, grad_norms=average)
+        moments = [state["exp_avg"] for state in states]
+        self._run([gradients, values, moments], group, grad_norms=average)
         for state, norm in zip(states, average, strict=True):
             state["exp_avg_sq"] = norm

@@ -19,7 +19,6 @@ class FusedSGD(FusedOptimizer):
     """
 
     operations = ("multi_tensor_sgd",)
-    counts_steps = False
 
     def __init__(
         self,
@@ -33,7 +32,8 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}.items():
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        for name, value in defaults.items():
             if value < 0:
                 raise ValueError(f"FusedSGD: {name} must be at least 0, got {value}")
         if nesterov and (momentum <= 0 or dampening != 0):
@@ -44,24 +44,16 @@ class FusedSGD(FusedOptimizer):
         self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale = 1.0  # gradients are divided by it once
         self.scale_set_by_backward = False
-        super().__init__(
-            params,
-            set_grad_none,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-        )
+        defaults |= {"dampening": dampening, "nesterov": nesterov}
+        super().__init__(params, defaults, set_grad_none)
 
     def get_momentums(self, params: Iterable[Tensor]) -> tuple[Tensors, bool]:
         """The momentum buffers of parameters, and whether one of them has been made by this call."""
-        states = [(self.state[p], p) for p in params]
-        fresh = any("momentum_buffer" not in state for state, _ in states)
-        for state, parameter in states:
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = zeros_like(parameter)
-        return [state["momentum_buffer"] for state, _ in states], fresh
+        params = list(params)
+        fresh = [p for p in params if "momentum_buffer" not in self.state[p]]
+        for parameter in fresh:
+            self.state[parameter]["momentum_buffer"] = zeros_like(parameter)
+        return [self.state[p]["momentum_buffer"] for p in params], bool(fresh)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         result = super().step(closure)
@@ -69,11 +61,6 @@ class FusedSGD(FusedOptimizer):
         return result
 
     def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
-        # The operation starts all buffers of a call at once, but gradients may begin at different steps.
-        started = ["momentum_buffer" in self.state[p] for p in parameters]
-        for running in set(started):
-            several = zip(parameters, values, gradients, started, strict=True)
-            owners, *lists = map(list, zip(*(row[:3] for row in several if row[3] == running), strict=True))
-            buffers, first_run = self.get_momentums(owners) if group["momentum"] else ([], False)
-            more = {"first_run": first_run, "scale": 1.0 / self.most_recent_scale}
-            self._run("multi_tensor_sgd", [lists[1], lists[0], buffers], group, **more)
+        buffers, first_run = self.get_momentums(parameters) if group["momentum"] else ([], False)
+        scale = 1.0 / self.most_recent_scale
+        self._run([gradients, values, buffers], group, first_run=first_run, scale=scale)
