@@ -30,7 +30,14 @@ _PARTIAL = ("apex", "apex.contrib", "apex.contrib.optimizers")
 """Packages of which an installed apex provides the other parts, even where fastvit is preferred."""
 
 _INSTEAD = {
-    "amp_C.multi_tensor_unscale_l2norm": "amp_C.multi_tensor_l2norm",
+    "amp_C.multi_tensor_adagrad": "torch.optim.Adagrad",
+    "amp_C.multi_tensor_adam_capturable_master": "amp_C.multi_tensor_adam_capturable",
+    "amp_C.multi_tensor_l2norm_mp": "amp_C.multi_tensor_l2norm",
+    "amp_C.multi_tensor_l2norm_scale": "amp_C.multi_tensor_scale and multi_tensor_l2norm",
+    "amp_C.multi_tensor_lamb_mp": "amp_C.multi_tensor_lamb",
+    "amp_C.multi_tensor_lamb_stage1_cuda": "amp_C.multi_tensor_lamb",
+    "amp_C.multi_tensor_lamb_stage2_cuda": "amp_C.multi_tensor_lamb",
+    "amp_C.update_scale_hysteresis": "torch.amp.GradScaler",
     "apex.amp.lists.tensor_overrides": "amp.register_half_function",
     "apex.amp.lists.torch_overrides": "amp.register_half_function",
     "apex.amp.init": "amp.initialize",
@@ -38,6 +45,11 @@ _INSTEAD = {
     "apex.fp16_utils.convert_module": "fp16_utils.network_to_half",
     "apex.fp16_utils.convert_network": "fp16_utils.network_to_half",
     "apex.optimizers.FusedAdagrad": "torch.optim.Adagrad",
+    "apex.optimizers.FusedAdam.multi_tensor_adam_capturable_master": "multi_tensor_adam_capturable",
+    "apex.optimizers.FusedAdam.param_groups_master": 'optimizer.state[parameter]["master_param"]',
+    "apex.optimizers.FusedMixedPrecisionLamb.param_groups_full_precision": (
+        'optimizer.state[parameter]["master_param"]'
+    ),
 }
 """What is to be used for names that are not there."""
 

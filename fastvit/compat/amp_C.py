@@ -59,9 +59,6 @@ def multi_tensor_l2norm(
     return total, each if per_tensor else each.new_empty(0)
 
 
-multi_tensor_l2norm_mp = multi_tensor_l2norm
-
-
 @torch.no_grad()
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool = False
@@ -71,43 +68,40 @@ def multi_tensor_unscale_l2norm(
     return multi_tensor_l2norm(chunk_size, noop_flag, [scaled], per_tensor)
 
 
-class _Step:
-    """The step of an optimizer, for tensors of any dtype and strides.
+def _step(
+    names: str, first_written: int = 1, optional: int = 0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes the step of an optimizer take tensors of any dtype and strides, and its options by position.
 
-    Args:
-        options: names of the arguments after the lists.
-        first_written: the first list that the step writes.
+    The step gets the flag, float32 or float64 lists, laid out as the parameters, which are the second list,
+    and the options by their names, the last of which are optional. What it writes into the lists from
+    `first_written` on is copied back.
     """
 
-    def __init__(self, options: str, first_written: int = 1) -> None:
-        self.options, self.first_written = options.split(), first_written
-
-    def __call__(self, step: Callable[[Tensor, Lists, Options], None]) -> Callable[..., None]:
-        """Makes the operation from a function of the flag, lists and options. The lists are float32 or
-        float64, laid out as the parameters, which are the second list.
-        """
-
+    def decorate(step: Callable[[Tensor, Lists, Options], None]) -> Callable[..., None]:
         @torch.no_grad()
-        def operation(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *options: Any) -> None:
-            if len(options) != len(self.options):
+        def operation(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *given: Any) -> None:
+            if not len(options) - optional <= len(given) <= len(options):
                 raise TypeError(
-                    f"amp_C.{step.__name__} takes chunk_size, noop_flag, tensor_lists, "
-                    f"{', '.join(self.options)}; got {len(options)} arguments after the lists"
+                    f"amp_C.{step.__name__} takes chunk_size, noop_flag, tensor_lists, {', '.join(options)}; "
+                    f"got {len(given)} arguments after the lists"
                 )
             patterns = [p if is_flat(p) else p.contiguous() for p in _float32(tensor_lists[1])]
             lists = [
                 [laid_as(pattern, t.to(pattern.dtype)) for t, pattern in zip(tensors, patterns, strict=False)]
                 for tensors in tensor_lists
             ]
-            step(noop_flag.to(patterns[0].device), lists, dict(zip(self.options, options, strict=True)))
-            for tensors, values in list(zip(tensor_lists, lists, strict=True))[self.first_written :]:
+            step(noop_flag.to(patterns[0].device), lists, dict(zip(options, given, strict=False)))
+            for tensors, values in list(zip(tensor_lists, lists, strict=True))[first_written:]:
                 for tensor, value in zip(tensors, values, strict=True):
                     if tensor is not value:
                         tensor.copy_(value)
 
-        vars(operation)["options"] = self.options
+        options = vars(operation)["options"] = names.split()
         operation.__name__, operation.__doc__ = step.__name__, step.__doc__
         return operation
+
+    return decorate
 
 
 _ADAM = "lr beta1 beta2 eps step adam_w_mode bias_correction weight_decay"
@@ -125,13 +119,13 @@ def _adam(lists: Lists, options: Options, **of_scaler: Tensor) -> None:
     fused(values, gradients, means, squares, [], [count] * len(values), **numbers, **of_scaler)
 
 
-@_Step(_ADAM)
+@_step(_ADAM)
 def multi_tensor_adam(noop_flag: Tensor, lists: Lists, options: Options) -> None:
     """Step of FusedAdam, whatever the flag; lists of gradients, which stay, parameters and both moments."""
     _adam(lists, options)
 
 
-@_Step(_ADAM + " inv_scale", first_written=0)
+@_step(_ADAM + " inv_scale", first_written=0)
 def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, options: Options) -> None:
     """`multi_tensor_adam` with gradients times `inv_scale`, which stay so; nothing if the flag is 1."""
     skip = noop_flag == 1
@@ -139,7 +133,7 @@ def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, options: Optio
     _adam(lists, options, grad_scale=scale, found_inf=skip.float())
 
 
-@_Step("weight_decay momentum dampening lr nesterov first_run wd_after_momentum scale")
+@_step("weight_decay momentum dampening lr nesterov first_run wd_after_momentum scale")
 def multi_tensor_sgd(noop_flag: Tensor, lists: Lists, options: Options) -> None:
     """Step of FusedSGD with gradients times `scale`; lists of gradients, which stay, parameters, momentum
     buffers, which the first run sets, and in the end copies of the parameters in half. Writes nothing if the
@@ -171,7 +165,7 @@ def _start(options: Options) -> tuple[float, ...]:
     return *corrections, beta1, beta2, 1.0 - beta1 if options["grad_averaging"] else 1.0
 
 
-@_Step(_BETAS + " adam_w_mode global_grad_norm max_grad_norm use_nvlamb")
+@_step(_BETAS + " adam_w_mode global_grad_norm max_grad_norm use_nvlamb", optional=1)
 def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, options: Options) -> None:
     """Step of FusedLAMB; lists of gradients, which stay, parameters and both moments."""
     gradients, values, means, squares = lists
@@ -193,7 +187,7 @@ def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, options: Options) -> None
     torch._foreach_div_(updates, correction1)
     if decay and decoupled:
         torch._foreach_add_(updates, values, alpha=decay)
-    if decay or options["use_nvlamb"]:
+    if decay or options.get("use_nvlamb"):
         weight_norms, update_norms = (torch.stack(norms(tensors)) for tensors in (values, updates))
         moving = (weight_norms != 0) & (update_norms != 0)
         ratios = torch.where(moving, weight_norms / update_norms, 1.0)
@@ -201,7 +195,7 @@ def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, options: Options) -> None
     torch._foreach_add_(values, updates, alpha=-options["lr"])
 
 
-@_Step("grad_norms " + _BETAS + " moment_mode norm_type")
+@_step("grad_norms " + _BETAS + " moment_mode norm_type")
 def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, options: Options) -> None:
     """Step of FusedNovoGrad; lists of gradients, which stay, parameters and first moments. Averages the norms
     of the gradients into `grad_norms`.

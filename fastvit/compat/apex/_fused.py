@@ -152,11 +152,12 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         self._prepare()
         for group in self.param_groups:
-            # Operations take lists of one device and dtype, and the first step of a parameter may differ.
+            # Operations take lists of one device and dtype, and a parameter's first step may differ.
             alike: dict[tuple, list[tuple]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    kind = parameter.device, parameter.dtype, bool(self.state.get(parameter))
+                    held = [name for name, value in self.state[parameter].items() if value is not None]
+                    kind = parameter.device, parameter.dtype, *held
                     alike[kind].append(self._operands(parameter, parameter.grad))
             for several in alike.values():
                 parameters, values, gradients = map(list, zip(*several, strict=True))
@@ -184,7 +185,7 @@ class FusedOptimizer(Optimizer):
                 state[name] = zeros_like(value)
         if is_flat(value):
             _lay_out_state(state, value)
-        if (scale := getattr(self, "grad_scale", None)) is not None:
+        if (scale := vars(self).get("grad_scale")) is not None:
             unscaled = gradient.to(wide(value)).div_(scale.to(gradient.device))
             gradient.copy_(unscaled)
             gradient = unscaled
@@ -201,9 +202,7 @@ class FusedOptimizer(Optimizer):
                 group["step"] += 1
 
     def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
-        """Steps the values, in place. Those of one call are alike in device, dtype and whether they have been
-        stepped before.
-        """
+        """Steps the values, in place. Those of one call have one device, one dtype, and one set of state."""
         moments = [[self.state[p][name] for p in parameters] for name in self.moments]
         self._run([gradients, values, *moments], group)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._fused import FusedOptimizer, State, Tensors, norms
+from .._fused import FusedOptimizer, State, Tensors, norms, wide
 
 
 class FusedAdam(FusedOptimizer):
@@ -71,14 +71,16 @@ class FusedAdam(FusedOptimizer):
 
     def _prepare(self) -> None:
         super()._prepare()
-        found = getattr(self, "found_inf", self._dummy_overflow_buf * 0)  # GradScaler sets it
-        self._dummy_overflow_buf.copy_(found.sign())
-        for group in self.param_groups if self.capturable else ():  # a skipped step does not count
-            group["step"] -= self._dummy_overflow_buf.to(group["step"].device)
+        if self.capturable:
+            flag = self._dummy_overflow_buf
+            flag.copy_(vars(self).get("found_inf", torch.zeros_like(flag)).sign())  # GradScaler sets it
+            for group in self.param_groups:  # a skipped step does not count
+                group["step"] -= flag.to(group["step"].device)
 
     def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
         if group["max_grad_norm"] > 0:
-            excess = torch.stack(norms(gradients, dtype=torch.float32)).norm() / group["max_grad_norm"]
-            gradients = list(torch._foreach_div([g.float() for g in gradients], excess.clamp_min(1.0)))
+            gradients = [g.to(wide(g)) for g in gradients]
+            excess = torch.stack(norms(gradients)).norm() / group["max_grad_norm"]
+            gradients = list(torch._foreach_div(gradients, excess.clamp_min(1.0)))
         inv_scale = torch.ones(1, device=values[0].device)  # gradients are unscaled
         super()._update({**group, "inv_scale": inv_scale}, parameters, values, gradients)

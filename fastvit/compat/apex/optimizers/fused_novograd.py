@@ -74,9 +74,11 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
         states = [self.state[p] for p in parameters]
-        fresh = torch.stack(norms(gradients, group["norm_type"] or float("inf"), wide(values[0])))
-        start = torch.zeros_like(fresh) if group["init_zero"] else fresh
-        average = torch.stack([s.get("exp_avg_sq", first) for s, first in zip(states, start, strict=True)])
+        if "exp_avg_sq" in states[0]:
+            average = torch.stack([state["exp_avg_sq"] for state in states])
+        else:
+            average = torch.stack(norms(gradients, group["norm_type"] or float("inf"), wide(values[0])))
+            average *= not group["init_zero"]
         moments = [state["exp_avg"] for state in states]
         self._run([gradients, values, moments], group, grad_norms=average)
         for state, norm in zip(states, average, strict=True):

@@ -50,7 +50,7 @@ class FusedSGD(FusedOptimizer):
     def get_momentums(self, params: Iterable[Tensor]) -> tuple[Tensors, bool]:
         """The momentum buffers of parameters, and whether one of them has been made by this call."""
         params = list(params)
-        fresh = [p for p in params if "momentum_buffer" not in self.state[p]]
+        fresh = [p for p in params if self.state[p].get("momentum_buffer") is None]
         for parameter in fresh:
             self.state[parameter]["momentum_buffer"] = zeros_like(parameter)
         return [self.state[p]["momentum_buffer"] for p in params], bool(fresh)
