@@ -3,11 +3,11 @@
     git clone --branch 25.05 https://github.com/NVIDIA/apex /tmp/apex
     python tools/apex_attributes.py /tmp/apex [--out docs/apex-tests.md]
 
-Reads apex's sources by `ast` and runs none of them. An attribute is a function, class or constant of a module;
-a method, property, class attribute or `self.x` of a class; or a key in an optimizer's groups or state. It is
-"there" if the look-alike has it: the module, the class, or an instance that `INSTANCES` makes. It "raises with
-the line" if the AttributeError says what to write instead. Prints a table in markdown. `--out` replaces the
-totals in a page. Exits with 1 if an attribute is missing.
+Reads apex's sources by `ast` and runs none of them. An attribute is a function, class or constant of a
+module; a method, property, class attribute or `self.x` of a class; or, in brackets, a key in the groups or
+the state of an optimizer. It is "there" if the look-alike has it: the module, the class, or an instance that
+`INSTANCES` makes. It "raises" if its AttributeError has the line to write instead. Prints a table in
+markdown. `--out` replaces the section of totals in a page. Exits with 1 if an attribute is missing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,15 @@ import torch.distributed as dist
 import fastvit.compat
 
 HEADING = "\n## Attributes\n"
+SECTION = """
+The public attributes of apex 25.05's modules and classes, where `fastvit.compat` has a module or class of the
+same name. `python tools/apex_attributes.py FOLDER --out docs/apex-tests.md` makes this section, and prints
+which are missing. Of {of}, {there} are there, and {raises} raise an error with the line to write instead.
+
+| part | attributes | there | raise with the line to write | missing |
+|---|---|---|---|---|
+{rows}
+"""
 LINE_TO_WRITE = re.compile(r"[;:,.] (use|write|call|set) \S")
 COMPILED = {"amp_C": "csrc/amp_C_frontend.cpp", "apex_C": "csrc/flatten_unflatten.cpp"}
 
@@ -224,7 +233,6 @@ def rows_of(sources: Sources, folder: Path) -> Iterator[tuple[str, dict[str, str
             package = ".".join(module.split(".")[:2])
             make = INSTANCES.get(f"{package}.{name}") or INSTANCES.get(name)
             owner = make() if make else getattr(ours, name)
-            # A class may have what its instances lack, such as a method that raises when it is looked up.
             results = {attribute: outcome(owner, attribute) for attribute in sorted(names)}
             if isinstance(owner, torch.optim.Optimizer) and keys:
                 held = {key for part in (*owner.param_groups, *owner.state.values()) for key in part}
@@ -248,24 +256,24 @@ def main() -> int:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     warnings.simplefilter("ignore")
     totals: dict[str, list[int]] = {}
-    print("| module or class | attributes of apex | there | raise with the line to write | missing |")
+    print("| module or class | attributes | there | raise with the line to write | missing |")
     print("|---|---|---|---|---|")
     for owner, results in rows_of(Sources(args.folder), args.folder):
-        if not results:
-            continue
-        counts = [list(results.values()).count(kind) for kind in ("there", "raises", "missing")]
+        kinds = list(results.values())
+        counts = [len(kinds), *(kinds.count(kind) for kind in ("there", "raises", "missing"))]
         missing = ", ".join(name for name, kind in results.items() if kind == "missing")
-        print(f"| {owner} | {len(results)} | {counts[0]} | {counts[1]} | {missing} |")
+        if results:
+            print(f"| {owner} | {counts[0]} | {counts[1]} | {counts[2]} | {missing} |")
         for part in (".".join(owner.split(".")[:2]), "all"):
-            totals[part] = [a + b for a, b in zip(totals.get(part, [0] * 4), [len(results), *counts])]
-    totals["all"] = totals.pop("all")
-    lines = [f"| {part} | {' | '.join(map(str, counts))} |" for part, counts in totals.items()]
-    table = "| part | attributes of apex | there | raise with the line to write | missing |\n|---|---|---|---|---|\n"
-    section = f"{__doc__}"
-    table += "\n".join(lines) + "\n"
-    print(f"\n{table}")
+            totals[part] = list(map(sum, zip(totals.get(part, [0] * 4), counts, strict=True)))
+    of, there, raises, absent = totals["all"] = totals.pop("all")
+    rows = "\n".join(f"| {part} | {' | '.join(map(str, counts))} |" for part, counts in totals.items())
+    section = SECTION.format(of=of, there=there, raises=raises, rows=rows)
+    print(section)
+    if args.out:
+        args.out.write_text(args.out.read_text().partition(HEADING)[0] + HEADING + section)
     dist.destroy_process_group()
-    return 1 if totals["all"][3] else 0
+    return 1 if absent else 0
 
 
 if __name__ == "__main__":

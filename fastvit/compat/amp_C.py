@@ -68,9 +68,7 @@ def multi_tensor_unscale_l2norm(
     return multi_tensor_l2norm(chunk_size, noop_flag, [scaled], per_tensor)
 
 
-def _step(
-    names: str, first_written: int = 1, optional: int = 0
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _step(names: str, first_written: int = 1, optional: int = 0) -> Callable[..., Any]:
     """Makes the step of an optimizer take tensors of any dtype and strides, and its options by position.
 
     The step gets the flag, float32 or float64 lists, laid out as the parameters, which are the second list,
@@ -150,9 +148,8 @@ def multi_tensor_sgd(noop_flag: Tensor, lists: Lists, options: Options) -> None:
     numbers |= {"weight_decay": decay, "is_first_step": options["first_run"], "maximize": False}
     buffers = buffers if options["momentum"] else []
     torch._fused_sgd_(values, gradients, buffers, **numbers, found_inf=skip.float())
-    for outputs in copies:
-        for output, value in zip(outputs, values, strict=True):
-            output.copy_(torch.where(skip, output, value))
+    for output, value in zip(*copies, values, strict=True) if copies else ():
+        output.copy_(torch.where(skip, output, value))
 
 
 _BETAS = "lr beta1 beta2 eps step bias_correction weight_decay grad_averaging"

@@ -35,11 +35,6 @@ def wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros in `wide`, for the state of a parameter."""
-    return torch.zeros_like(tensor, dtype=wide(tensor), memory_format=torch.preserve_format)
-
-
 def _strides(tensor: Tensor) -> list[tuple[int, int]]:
     """Stride and size of each dimension that has more than one element."""
     return [(stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
@@ -99,17 +94,10 @@ class FusedOptimizer(Optimizer):
         amsgrad: not supported, as in apex.
     """
 
-    moments: tuple[str, ...] = ()
-    """Names of the state tensors that are like their parameter and start at 0."""
-
-    operations: tuple[str, ...] = ()
-    """Names of the operations of `amp_C` that are attributes, as in apex. The first one steps."""
-
-    master_weights = False
-    """Whether the state has a float32 copy of each half parameter, instead of rounding every step."""
-
-    tensors_in_groups = False
-    """Whether the rate and the count of a group are tensors, to be written in place."""
+    moments: tuple[str, ...] = ()  # state tensors that are like their parameter and start at 0
+    operations: tuple[str, ...] = ()  # those of amp_C that are attributes, as in apex; the first one steps
+    master_weights = False  # whether the state has a float32 copy of each half parameter
+    tensors_in_groups = False  # whether the rate and the count of a group are tensors, written in place
 
     def __init__(
         self, params: Iterable[Any], defaults: State, set_grad_none: bool, amsgrad: bool = False
@@ -182,7 +170,7 @@ class FusedOptimizer(Optimizer):
         value = self._value(parameter, state)
         for name in self.moments:
             if name not in state:
-                state[name] = zeros_like(value)
+                state[name] = torch.zeros_like(value, dtype=wide(value))
         if is_flat(value):
             _lay_out_state(state, value)
         if (scale := vars(self).get("grad_scale")) is not None:
@@ -216,9 +204,7 @@ class FusedOptimizer(Optimizer):
         if wide(parameter) == parameter.dtype or not self.master_weights:
             return parameter
         if "master_param" not in state:
-            state["master_param"] = parameter.detach().to(
-                torch.float32, memory_format=torch.contiguous_format
-            )
+            state["master_param"] = parameter.detach().float()
         return follow_(state["master_param"], parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .._fused import FusedOptimizer, State, Tensors, zeros_like
+from .._fused import FusedOptimizer, State, Tensors, wide
 from .._notices import warn_once
 
 
@@ -52,7 +53,7 @@ class FusedSGD(FusedOptimizer):
         params = list(params)
         fresh = [p for p in params if self.state[p].get("momentum_buffer") is None]
         for parameter in fresh:
-            self.state[parameter]["momentum_buffer"] = zeros_like(parameter)
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, dtype=wide(parameter))
         return [self.state[p]["momentum_buffer"] for p in params], bool(fresh)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
