@@ -142,7 +142,7 @@ def multi_tensor_sgd(noop_flag: Tensor, lists: Lists, options: Options) -> None:
     if options["scale"] != 1.0:
         gradients = list(torch._foreach_mul(gradients, options["scale"]))
     if decay and options["wd_after_momentum"]:
-        torch._foreach_mul_(values, torch.where(skip, 1.0, 1.0 - lr * decay).squeeze())
+        torch._foreach_mul_(values, (1.0 - lr * decay * (~skip).to(values[0].dtype)).squeeze())
         decay = 0.0
     numbers = {name: options[name] for name in ("momentum", "dampening", "lr", "nesterov")}
     numbers |= {"weight_decay": decay, "is_first_step": options["first_run"], "maximize": False}

@@ -215,9 +215,7 @@ class FusedOptimizer(Optimizer):
         for index, parameter in zip(indices, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and value.dtype != self.state[parameter][name].dtype:
-                    self.state[parameter][name] = value.to(parameter.device).clone(
-                        memory_format=torch.contiguous_format
-                    )
+                    self.state[parameter][name] = value.to(parameter.device).clone()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
