@@ -191,7 +191,8 @@ def test_distribution_of_a_real_one(fake, prefer):
 # What 40 public repositories take from apex, by their newest sources in August 2026; 35 get every name
 
 NAMES = """
-    amp_C.multi_tensor_axpby amp_C.multi_tensor_l2norm amp_C.multi_tensor_lamb amp_C.multi_tensor_scale
+    amp_C.multi_tensor_adam amp_C.multi_tensor_axpby amp_C.multi_tensor_l2norm amp_C.multi_tensor_lamb
+    amp_C.multi_tensor_scale amp_C.multi_tensor_sgd amp_C.multi_tensor_unscale_l2norm
     apex.amp apex.amp._amp_state apex.amp.initialize apex.amp.load_state_dict apex.amp.master_params
     apex.amp.register_half_function apex.amp.scale_loss apex.amp.state_dict
     apex.contrib.clip_grad.clip_grad_norm_ apex.contrib.layer_norm.layer_norm.FastLayerNorm
@@ -217,7 +218,7 @@ NAMES = """
 
 # Names that are errors, which say where to read
 LACKING = """
-    amp_C.multi_tensor_lamb_stage1_cuda amp_C.multi_tensor_lamb_stage2_cuda amp_C.multi_tensor_unscale_l2norm
+    amp_C.multi_tensor_lamb_stage1_cuda amp_C.multi_tensor_lamb_stage2_cuda
     amp_C.update_scale_hysteresis apex._autocast_utils._cast_if_autocast_enabled
     apex.contrib.group_norm.GroupNorm apex.contrib.nccl_allocator
     apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam

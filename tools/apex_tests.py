@@ -60,8 +60,8 @@ REASONS = (
     (r"TestFusedAdagrad", "`FusedAdagrad` is not there; torch has `torch.optim.Adagrad`"),
     (r"update_scale_hysteresis", "`amp_C.update_scale_hysteresis` is not there"),
     (
-        r"test_multi_tensor_unscale_l2norm.*amp_C is unavailable",  # skipped where a name is missing
-        "`amp_C.multi_tensor_unscale_l2norm` is not there",
+        r"test_multi_tensor_unscale_l2norm.*torch\.Size\(\[1\]\) != torch\.Size\(\[\]\)",
+        "the test compares a norm of shape `(1,)`, which apex's kernel returns too, with a number",
     ),
     (r"FP16Model", "`fp16_utils.FP16Model` is not there; scripts call `network_to_half`"),
     (r"more than 1 GPU required$", "needs two GPUs"),
@@ -196,7 +196,9 @@ def main() -> int:
     lines.append(f"| all | {all_passed} | {total} | |")
     print(lines[-1])
     if args.out:
-        args.out.write_text(PAGE.format(table="\n".join(lines)))
+        before = args.out.read_text() if args.out.exists() else ""
+        rest = "".join(before.partition("\n## Attributes\n")[1:])  # tools/apex_attributes.py writes it
+        args.out.write_text(PAGE.format(table="\n".join(lines)) + rest)
     return 1 if unexplained else 0
 
 

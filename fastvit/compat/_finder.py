@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
@@ -30,16 +31,20 @@ _PARTIAL = ("apex", "apex.contrib", "apex.contrib.optimizers")
 """Packages of which an installed apex provides the other parts, even where fastvit is preferred."""
 
 _INSTEAD = {
-    "amp_C.multi_tensor_unscale_l2norm": "amp_C.multi_tensor_l2norm",
-    "apex.amp.lists.tensor_overrides": "amp.register_half_function",
-    "apex.amp.lists.torch_overrides": "amp.register_half_function",
+    "amp_C.multi_tensor_adagrad": "torch.optim.Adagrad",
+    "amp_C.multi_tensor_l2norm_*": "amp_C.multi_tensor_l2norm",
+    "amp_C.multi_tensor_lamb_*": "amp_C.multi_tensor_lamb",
+    "amp_C.update_scale_hysteresis": "torch.amp.GradScaler",
+    "apex.amp.lists.t*_overrides": "amp.register_half_function",
     "apex.amp.init": "amp.initialize",
     "apex.fp16_utils.FP16Model": "fp16_utils.network_to_half",
-    "apex.fp16_utils.convert_module": "fp16_utils.network_to_half",
-    "apex.fp16_utils.convert_network": "fp16_utils.network_to_half",
+    "apex.fp16_utils.convert_*": "fp16_utils.network_to_half",
+    "apex.normalization.fused_layer_norm.*": "torch.nn.functional.layer_norm or rms_norm",
     "apex.optimizers.FusedAdagrad": "torch.optim.Adagrad",
+    "apex.optimizers.*.param_groups_*": 'optimizer.state[parameter]["master_param"]',
+    "*.multi_tensor_adam_capturable_master": "amp_C.multi_tensor_adam_capturable",
 }
-"""What is to be used for names that are not there."""
+"""What is to be used for names that are not there; `*` stands for any text."""
 
 _HERE = __name__.rpartition(".")[0]
 
@@ -54,7 +59,7 @@ def _ours(name: str) -> str | None:
 
 
 def _where_to_read(name: str) -> str:
-    use = f"use {_INSTEAD[name]}, " if name in _INSTEAD else ""
+    use = next((f"use {use}, " for pattern, use in _INSTEAD.items() if fnmatchcase(name, pattern)), "")
     return f"{use}see docs/migrating-from-apex.md"
 
 

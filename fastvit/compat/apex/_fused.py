@@ -2,12 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from .._finder import without
 
 State = dict[str, Any]  # what an optimizer holds for a parameter or for a group of parameters
 Tensors = list[Tensor]
@@ -27,6 +30,11 @@ def norms(
     return torch._foreach_norm(tensors, ord, dtype)
 
 
+def wide(tensor: Tensor) -> torch.dtype:
+    """The dtype to compute in: float64, or float32 for any other."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 def _strides(tensor: Tensor) -> list[tuple[int, int]]:
     """Stride and size of each dimension that has more than one element."""
     return [(stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
@@ -34,12 +42,12 @@ def _strides(tensor: Tensor) -> list[tuple[int, int]]:
 
 def is_flat(tensor: Tensor) -> bool:
     """Whether the elements fill a range of memory, in any order of the dimensions."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # else it is contiguous
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def laid_as(pattern: Tensor, tensor: Tensor) -> Tensor:
     """`tensor` in the strides of a flat `pattern` of its shape: itself, or a copy."""
-    if _strides(tensor) == _strides(pattern):
+    if tensor.stride() == pattern.stride() or _strides(tensor) == _strides(pattern):
         return tensor
     return torch.empty_like(pattern, dtype=tensor.dtype).copy_(tensor)
 
@@ -73,35 +81,50 @@ def follow_(master: Tensor, half: Tensor) -> Tensor:
     return master.copy_(torch.where(half == master.to(half.dtype), master, half))
 
 
+def _device(group: State) -> torch.device | None:
+    return group["params"][0].device if group["params"] else None
+
+
 class FusedOptimizer(Optimizer):
     """A torch optimizer whose arithmetic and state are float32 for half parameters.
 
     Args:
+        defaults: options of the parameter groups.
         set_grad_none: the default of `zero_grad`'s `set_to_none`.
         amsgrad: not supported, as in apex.
-        master_weights: have a float32 copy of each half parameter in the state, instead of rounding every
-            step.
-        defaults: of the parameter groups.
     """
 
-    moments: tuple[str, ...] = ()
-    """Names of the state tensors that are like their parameter and start at 0."""
-
-    counts_steps = False
+    moments: tuple[str, ...] = ()  # state tensors that are like their parameter and start at 0
+    operations: tuple[str, ...] = ()  # those of amp_C that are attributes, as in apex; the first one steps
+    master_weights = False  # whether the state has a float32 copy of each half parameter
+    tensors_in_groups = False  # whether the rate and the count of a group are tensors, written in place
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        set_grad_none: bool,
-        amsgrad: bool = False,
-        master_weights: bool = False,
-        **defaults: Any,
+        self, params: Iterable[Any], defaults: State, set_grad_none: bool, amsgrad: bool = False
     ) -> None:
         if amsgrad:
             raise RuntimeError(f"{type(self).__name__} has no AMSGrad variant; torch.optim.Adam has")
         self.set_grad_none = set_grad_none
-        self.master_weights = master_weights
         super().__init__(params, defaults)
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int, device=_device(self.param_groups[0]))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.operations:
+            return getattr(import_module("fastvit.compat.amp_C"), name)  # which imports this module
+        return without(f"apex.optimizers.{type(self).__name__}")(name)
+
+    def add_param_group(self, param_group: State) -> None:
+        super().add_param_group(param_group)
+        self._convert(self.param_groups[-1])
+
+    def _convert(self, group: State) -> None:
+        """Makes tensors of the rate and the count of a group, or a number of the count."""
+        if self.tensors_in_groups:
+            device, count = _device(group), group.get("step", 0)
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+            group["step"] = torch.as_tensor(count, dtype=torch.int, device=device).reshape(1).clone()
+        elif "step" in group:
+            group["step"] = int(group["step"])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
@@ -117,20 +140,23 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         self._prepare()
         for group in self.param_groups:
-            by_device: dict[torch.device, list[tuple]] = defaultdict(list)
+            # Operations take lists of one device and dtype, and a parameter's first step may differ.
+            alike: dict[tuple, list[tuple]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_device[parameter.device].append(self._operands(parameter, parameter.grad))
-            for operands in by_device.values():
-                parameters, values, gradients, states = map(list, zip(*operands, strict=True))
-                self._update(group, values, gradients, states)
+                    held = [name for name, value in self.state[parameter].items() if value is not None]
+                    kind = parameter.device, parameter.dtype, *held
+                    alike[kind].append(self._operands(parameter, parameter.grad))
+            for several in alike.values():
+                parameters, values, gradients = map(list, zip(*several, strict=True))
+                self._update(group, parameters, values, gradients)
                 for parameter, value in zip(parameters, values, strict=True):
                     if value is not parameter:
                         parameter.copy_(value)
         return loss
 
     def _operands(self, parameter: nn.Parameter, gradient: Tensor) -> tuple:
-        """The parameter, its value and gradient in float32 or float64, and its state.
+        """The parameter, its master if it has one or else itself, and its gradient.
 
         Gradients are divided by the scale of GradScaler, which leaves that to optimizers whose
         `_step_supports_amp_scaling` is True. It refuses half parameters with any other.
@@ -141,43 +167,44 @@ class FusedOptimizer(Optimizer):
                 "torch.optim.Adam complex ones"
             )
         state = self.state[parameter]
-        value = self._float32(parameter, state)
-        value = value if is_flat(value) else value.contiguous()
-        self._start(state, value)
-        _lay_out_state(state, value)
-        in_float32, scale = gradient.to(value.dtype), getattr(self, "grad_scale", None)
-        if scale is not None:
-            in_float32.div_(scale.to(gradient.device))
-            gradient.copy_(in_float32)
-        return parameter, value, laid_as(value, in_float32), state
-
-    def _prepare(self) -> None:
-        """Runs before the first group is stepped. With `counts_steps` every group counts a step, as in apex,
-        but for one without any gradient.
-        """
-        if self.counts_steps and any(p.grad is not None for g in self.param_groups for p in g["params"]):
-            for group in self.param_groups:
-                group["step"] = group.get("step", 0) + 1
-
-    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
-        """Steps the values, in place. Those of one call are on one device."""
-        raise NotImplementedError
-
-    def _start(self, state: State, value: Tensor) -> None:
-        """Adds missing entries to the state of a parameter."""
+        value = self._value(parameter, state)
         for name in self.moments:
             if name not in state:
-                state[name] = torch.zeros_like(value, memory_format=torch.preserve_format)
+                state[name] = torch.zeros_like(value, dtype=wide(value))
+        if is_flat(value):
+            _lay_out_state(state, value)
+        if (scale := vars(self).get("grad_scale")) is not None:
+            unscaled = gradient.to(wide(value)).div_(scale.to(gradient.device))
+            gradient.copy_(unscaled)
+            gradient = unscaled
+        return parameter, value, gradient
 
-    def _float32(self, parameter: nn.Parameter, state: State) -> Tensor:
-        if parameter.dtype in (torch.float32, torch.float64):
+    def _prepare(self) -> None:
+        """Runs before the first group is stepped. Every group counts a step, as in apex, but for one without
+        any gradient.
+        """
+        counts = "step" in getattr(self, self.operations[0]).options
+        if counts and any(p.grad is not None for g in self.param_groups for p in g["params"]):
+            for group in self.param_groups:
+                group.setdefault("step", 0)
+                group["step"] += 1
+
+    def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
+        """Steps the values, in place. Those of one call have one device, one dtype, and one set of state."""
+        moments = [[self.state[p][name] for p in parameters] for name in self.moments]
+        self._run([gradients, values, *moments], group)
+
+    def _run(self, lists: list[Tensors], group: State, **more: Any) -> None:
+        """Calls the operation that steps, with options by their names in the optimizer and the group."""
+        betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+        known, operation = vars(self) | group | betas | more, getattr(self, self.operations[0])
+        operation(0, self._dummy_overflow_buf, lists, *(known[name] for name in operation.options))
+
+    def _value(self, parameter: nn.Parameter, state: State) -> Tensor:
+        if wide(parameter) == parameter.dtype or not self.master_weights:
             return parameter
-        if not self.master_weights:
-            return parameter.float()
         if "master_param" not in state:
-            state["master_param"] = parameter.detach().to(
-                torch.float32, memory_format=torch.contiguous_format
-            )
+            state["master_param"] = parameter.detach().float()
         return follow_(state["master_param"], parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -188,9 +215,12 @@ class FusedOptimizer(Optimizer):
         for index, parameter in zip(indices, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and value.dtype != self.state[parameter][name].dtype:
-                    self.state[parameter][name] = value.to(parameter.device).clone(
-                        memory_format=torch.contiguous_format
-                    )
+                    self.state[parameter][name] = value.to(parameter.device).clone()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+            # In other files, such as those of apex's first FusedAdam, every parameter has a count.
+            states = [self.state[p] for p in group["params"] if p in self.state]
+            if counts := [state.pop("step") for state in states if "step" in state]:
+                group.setdefault("step", max(map(int, counts)))
+            self._convert(group)

@@ -153,6 +153,7 @@ class _Layer(nn.Module):
     ) -> None:
         _explain(memory_efficient)
         super().__init__(normalized_shape, eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
 
 
 class FusedLayerNorm(_Layer, nn.LayerNorm):

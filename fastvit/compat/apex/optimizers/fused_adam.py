@@ -4,14 +4,12 @@ Source: Kingma and Ba, "Adam", arXiv:1412.6980; Loshchilov and Hutter, "Decouple
 Regularization", arXiv:1711.05101.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim.adam import adam
 
-from .._fused import FusedOptimizer, State, Tensors, norms
+from .._fused import FusedOptimizer, State, Tensors, norms, wide
 
 
 class FusedAdam(FusedOptimizer):
@@ -26,7 +24,9 @@ class FusedAdam(FusedOptimizer):
         max_grad_norm: of apex before 2020: largest norm of the gradients of each group; 0 does not clip.
     """
 
+    operations = ("multi_tensor_adam", "multi_tensor_adam_capturable")
     moments = ("exp_avg", "exp_avg_sq")
+    eps_mode = 1  # eps is added to the square root; its name in apex.contrib.optimizers
 
     def __init__(
         self,
@@ -43,63 +43,44 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
         *,
         max_grad_norm: float = 0.0,
+        **old: Any,
     ) -> None:
+        if old:
+            raise TypeError(
+                f"FusedAdam takes no {', '.join(old)}; leave out eps_inside_sqrt (eps is added to the square "
+                "root), use_mt (tensors are always stepped together) and amp_scale_adjustment"
+            )
         self.adam_w_mode = adam_w_mode
-        self.capturable = self._step_supports_amp_scaling = capturable
-        super().__init__(
-            params,
-            set_grad_none,
-            amsgrad,
-            master_weights,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            max_grad_norm=max_grad_norm,
-        )
+        self.master_weights = master_weights
+        if capturable:
+            self.operations = self.operations[::-1]
+        self.capturable = self.tensors_in_groups = self._step_supports_amp_scaling = capturable
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        defaults |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults, set_grad_none, amsgrad)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            if (step := group.pop("step", None)) is not None:  # apex's files have one step for all parameters
-                for state in (self.state[p] for p in group["params"] if p in self.state):
-                    state["step"] = torch.tensor(float(step))
+    def step(self, closure: Callable[[], Any] | None = None, *old: Any, **named: Any) -> Any:
+        names = ("grads", "output_params", "scale", "grad_norms", "grad_scaler")
+        given = dict(zip(names, old, strict=False)) | named
+        if given := {name: value for name, value in given.items() if value is not None}:
+            raise RuntimeError(
+                f"FusedAdam.step takes a closure alone, got {', '.join(given)}; write p.grad = gradient and "
+                "optimizer.step(), inside amp.scale_loss or scaler.step(optimizer) if gradients are scaled"
+            )
+        return super().step(closure)
 
-    def _start(self, state: State, value: Tensor) -> None:
-        super()._start(state, value)
-        # A fused kernel needs its count on the device of the parameter; a loaded one may be on another.
-        step = state.get("step")
-        state["step"] = torch.zeros((), device=value.device) if step is None else step.to(value.device)
+    def _prepare(self) -> None:
+        super()._prepare()
+        if self.capturable:
+            flag = self._dummy_overflow_buf
+            flag.copy_(vars(self).get("found_inf", torch.zeros_like(flag)).sign())  # GradScaler sets it
+            for group in self.param_groups:  # a skipped step does not count
+                group["step"] -= flag.to(group["step"].device)
 
-    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
+    def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
         if group["max_grad_norm"] > 0:
+            gradients = [g.to(wide(g)) for g in gradients]
             excess = torch.stack(norms(gradients)).norm() / group["max_grad_norm"]
             gradients = list(torch._foreach_div(gradients, excess.clamp_min(1.0)))
-        means, squares, steps = ([state[n] for state in states] for n in ("exp_avg", "exp_avg_sq", "step"))
-        found_inf = getattr(self, "found_inf", None)  # GradScaler sets it
-        if not group["bias_correction"]:  # as after infinitely many steps, where beta^step is 0
-            counts, steps = steps, [torch.full_like(step, float("inf")) for step in steps]
-            for count in counts:
-                count += 1.0 if found_inf is None else 1.0 - found_inf.to(count.device)
-        beta1, beta2 = group["betas"]
-        adam(
-            values,
-            gradients,
-            means,
-            squares,
-            [],
-            steps,
-            foreach=False,
-            fused=True,
-            capturable=self.capturable,
-            amsgrad=False,
-            maximize=False,
-            decoupled_weight_decay=self.adam_w_mode,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            found_inf=found_inf,
-        )
+        inv_scale = torch.ones(1, device=values[0].device)  # gradients are unscaled
+        super()._update({**group, "inv_scale": inv_scale}, parameters, values, gradients)

@@ -22,6 +22,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         lamb: the other arguments of `FusedLAMB`.
     """
 
+    tensors_in_groups = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -31,34 +33,19 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         reduced_precision_dtype: torch.dtype | None = None,
         **lamb: Any,
     ) -> None:
-        self._first_step = step
         self.reduced_precision_dtype = reduced_precision_dtype
         self._step_supports_amp_scaling = True
         super().__init__(params, lr, **lamb)
+        for group in self.param_groups:
+            group["step"].fill_(step)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         found = getattr(self, "found_inf", None)  # GradScaler sets it
         return super().step(closure) if found is None or not found.item() else None
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        self._as_tensors(self.param_groups[-1])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            self._as_tensors(group)
-
-    def _as_tensors(self, group: dict[str, Any]) -> None:
-        device = group["params"][0].device
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
-        group["step"] = torch.as_tensor(
-            group.get("step", self._first_step), dtype=torch.int, device=device
-        ).clone()
-
-    def _float32(self, parameter: nn.Parameter, state: dict[str, Any]) -> Tensor:
+    def _value(self, parameter: nn.Parameter, state: dict[str, Any]) -> Tensor:
         self.master_weights = parameter.dtype == self.reduced_precision_dtype
-        return super()._float32(parameter, state)
+        return super()._value(parameter, state)
 
     def _update(self, group: dict[str, Any], *operands: Any) -> None:
         super()._update({**group, "lr": group["lr"].item(), "step": group["step"].item()}, *operands)

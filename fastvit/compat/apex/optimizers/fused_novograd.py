@@ -4,13 +4,13 @@ Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive M
 Networks", arXiv:1905.11286, algorithm 1.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from .._fused import FusedOptimizer, State, Tensors, norms
+from .._fused import FusedOptimizer, State, Tensors, norms, wide
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -25,7 +25,8 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: start the second moment at 0; False starts it at the first gradient's norm.
     """
 
-    moments, counts_steps = ("exp_avg",), True
+    operations = ("multi_tensor_novograd",)
+    moments = ("exp_avg",)
 
     def __init__(
         self,
@@ -44,63 +45,41 @@ class FusedNovoGrad(FusedOptimizer):
     ) -> None:
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad: norm_type takes 2 or 0 (the largest value), got {norm_type}")
-        self.reg_inside_moment = reg_inside_moment
-        super().__init__(
-            params,
-            set_grad_none,
-            amsgrad,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            grad_averaging=grad_averaging,
-            norm_type=norm_type,
-            init_zero=init_zero,
-        )
+        self.moment_mode = 0 if reg_inside_moment else 1
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        defaults |= {"weight_decay": weight_decay, "grad_averaging": grad_averaging}
+        defaults |= {"norm_type": norm_type, "init_zero": init_zero}
+        super().__init__(params, defaults, set_grad_none, amsgrad)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        # As in apex, a group holds the norms of its parameters, half ones before float32 ones. Only while a
+        # step runs is each in the state of its parameter, since gradients may begin at different steps.
         for group in self.param_groups:
-            # apex keeps the norms of a group together, half parameters before float32 ones.
             if "exp_avg_sq" in group:
-                stepped = [p for p in group["params"] if p in self.state]
-                stepped.sort(key=lambda p: p.dtype == torch.float32)
-                for parameter, norm in zip(stepped, torch.cat(group.pop("exp_avg_sq")), strict=True):
-                    self.state[parameter]["exp_avg_sq"] = norm.clone().to(parameter.device)
+                stepped, held = chain(*self._kinds(group)), chain(*group.pop("exp_avg_sq"))
+                for parameter, norm in zip(stepped, held, strict=True):
+                    self.state[parameter]["exp_avg_sq"] = norm.to(parameter.device)
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["exp_avg_sq"] = [
+                torch.stack([self.state[p].pop("exp_avg_sq") for p in of_kind]) if of_kind else torch.empty(0)
+                for of_kind in self._kinds(group)
+            ]
+        return result
 
-    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
-        beta1, beta2 = group["betas"]
-        lr, decay, step = group["lr"], group["weight_decay"], group["step"]
-        correction1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
-        correction2 = (1.0 - beta2**step) ** 0.5 if group["bias_correction"] else 1.0
-        means = [state["exp_avg"] for state in states]
-        moments = self._blend(group, gradients, states)
-        divisors = (moments / correction2 + group["eps"]).unbind()
-        if self.reg_inside_moment:
-            gradients = list(torch._foreach_div(gradients, divisors))
-            if decay:
-                torch._foreach_add_(gradients, values, alpha=decay)
-        torch._foreach_mul_(means, beta1)
-        torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
-        updates = torch._foreach_div(means, correction1)
-        if not self.reg_inside_moment:
-            torch._foreach_div_(updates, divisors)
-            if decay:
-                torch._foreach_add_(updates, values, alpha=decay)
-        torch._foreach_add_(values, updates, alpha=-lr)
+    def _kinds(self, group: State) -> list[list[torch.nn.Parameter]]:
+        """The parameters that were stepped, the half ones and the others."""
+        stepped = [p for p in group["params"] if self.state.get(p)]
+        return [[p for p in stepped if (p.dtype == torch.float32) == single] for single in (False, True)]
 
-    @staticmethod
-    def _blend(group: State, gradients: Tensors, states: list[State]) -> Tensor:
-        """The norms of the gradients, averaged over the steps."""
-        beta2 = group["betas"][1]
-        fresh = torch.stack(norms(gradients, group["norm_type"] or float("inf")))
-        start = torch.zeros_like(fresh) if group["init_zero"] else fresh
-        before = torch.stack([s.get("exp_avg_sq", first) for s, first in zip(states, start, strict=True)])
-        if group["norm_type"] == 2:
-            blended = (beta2 * before.square() + (1.0 - beta2) * fresh.square()).sqrt()
+    def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
+        states = [self.state[p] for p in parameters]
+        if "exp_avg_sq" in states[0]:
+            average = torch.stack([state["exp_avg_sq"] for state in states])
         else:
-            blended = beta2 * before + (1.0 - beta2) * fresh
-        for state, norm in zip(states, blended, strict=True):
-            state["exp_avg_sq"] = norm.clone()
-        return blended
+            average = torch.stack(norms(gradients, group["norm_type"] or float("inf"), wide(values[0])))
+            average *= not group["init_zero"]
+        moments = [state["exp_avg"] for state in states]
+        self._run([gradients, values, moments], group, grad_norms=average)
+        for state, norm in zip(states, average, strict=True):
+            state["exp_avg_sq"] = norm

@@ -1,12 +1,12 @@
 """FusedSGD over torch's fused SGD."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim.sgd import sgd
+from torch import Tensor
 
-from .._fused import FusedOptimizer, State, Tensors
+from .._fused import FusedOptimizer, State, Tensors, wide
 from .._notices import warn_once
 
 
@@ -18,6 +18,8 @@ class FusedSGD(FusedOptimizer):
             the gradient before the momentum.
         materialize_master_grads: False has no effect, and warns: amp has no masters beside the weights.
     """
+
+    operations = ("multi_tensor_sgd",)
 
     def __init__(
         self,
@@ -31,7 +33,8 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
     ) -> None:
-        for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}.items():
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        for name, value in defaults.items():
             if value < 0:
                 raise ValueError(f"FusedSGD: {name} must be at least 0, got {value}")
         if nesterov and (momentum <= 0 or dampening != 0):
@@ -39,37 +42,26 @@ class FusedSGD(FusedOptimizer):
         if not materialize_master_grads:
             warn_once("FusedSGD: materialize_master_grads=False has no effect; there are no masters")
         self.wd_after_momentum = wd_after_momentum
-        super().__init__(
-            params,
-            set_grad_none,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-        )
+        self.materialize_master_grads = materialize_master_grads
+        self.most_recent_scale = 1.0  # gradients are divided by it once
+        self.scale_set_by_backward = False
+        defaults |= {"dampening": dampening, "nesterov": nesterov}
+        super().__init__(params, defaults, set_grad_none)
 
-    def _update(self, group: State, values: Tensors, gradients: Tensors, states: list[State]) -> None:
-        momentum, decay = group["momentum"], group["weight_decay"]
-        if decay and self.wd_after_momentum:
-            torch._foreach_mul_(values, 1.0 - group["lr"] * decay)
-            decay = 0.0
-        buffers = [state.get("momentum_buffer") for state in states]
-        # torch's fused SGD starts all buffers of a call at once, but gradients may begin at different steps.
-        fused = not momentum or all(buffer is not None for buffer in buffers)
-        sgd(
-            values,
-            gradients,
-            buffers,
-            foreach=not fused,
-            fused=fused,
-            weight_decay=decay,
-            momentum=momentum,
-            lr=group["lr"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=False,
-        )
-        if momentum:
-            for state, buffer in zip(states, buffers, strict=True):
-                state["momentum_buffer"] = buffer
+    def get_momentums(self, params: Iterable[Tensor]) -> tuple[Tensors, bool]:
+        """The momentum buffers of parameters, and whether one of them has been made by this call."""
+        params = list(params)
+        fresh = [p for p in params if self.state[p].get("momentum_buffer") is None]
+        for parameter in fresh:
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, dtype=wide(parameter))
+        return [self.state[p]["momentum_buffer"] for p in params], bool(fresh)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        result = super().step(closure)
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
+        return result
+
+    def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
+        buffers, first_run = self.get_momentums(parameters) if group["momentum"] else ([], False)
+        scale = 1.0 / self.most_recent_scale
+        self._run([gradients, values, buffers], group, first_run=first_run, scale=scale)
