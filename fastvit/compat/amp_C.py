@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._finder import without
+from ._finder import finish
 from .apex._fused import norms
 from .apex.optimizers.fused_lamb import lamb_
 
@@ -17,7 +17,7 @@ __all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_lamb", "mu
 
 Lists = Sequence[list[Tensor]]
 
-__getattr__ = without("amp_C")
+finish(__name__)
 
 
 def _float32(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -13,10 +13,13 @@ class MultiTensorApply:
         chunk_size: passed on; the operations of fastvit's `amp_C` need none.
     """
 
-    available = True
+    available, warned = True, False
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
+
+    def check_avail(self) -> None:
+        """Returns, since the operations are there."""
 
     def __call__(self, op: Callable[..., Any], noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

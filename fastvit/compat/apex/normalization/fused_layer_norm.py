@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,27 +10,10 @@ from torch.nn import functional as F
 
 from fastvit._checks import autocast_dtype
 
+from .._functions import as_function
 from .._notices import warn_once
 from ..amp._amp_state import _amp_state
 from ..amp.forward import cast_floating
-
-__all__ = [
-    "FusedLayerNorm",
-    "FusedLayerNormAffineFunction",
-    "FusedLayerNormAffineMixedDtypesFunction",
-    "FusedLayerNormFunction",
-    "FusedRMSNorm",
-    "FusedRMSNormAffineFunction",
-    "FusedRMSNormAffineMixedDtypesFunction",
-    "FusedRMSNormFunction",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
-]
 
 Shape = int | Sequence[int]
 
@@ -114,19 +95,6 @@ mixed_dtype_fused_layer_norm_affine = functools.partial(fused_layer_norm_affine,
 mixed_dtype_fused_rms_norm_affine = functools.partial(fused_rms_norm_affine, mixed=True)
 
 
-def as_function(norm: Callable[..., Tensor]) -> type:
-    """apex's form of a norm: a class with `apply(...)`, and `forward(ctx, ...)`, whose arguments scripts
-    look at.
-    """
-
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        return norm(*arguments)
-
-    ctx, norms = inspect.signature(forward).parameters["ctx"], inspect.signature(norm)
-    forward.__signature__ = norms.replace(parameters=[ctx, *norms.parameters.values()])  # type: ignore[attr-defined]
-    return type("Function", (), {"apply": staticmethod(norm), "forward": staticmethod(forward)})
-
-
 FusedLayerNormAffineFunction = as_function(fused_layer_norm_affine)
 FusedLayerNormAffineMixedDtypesFunction = as_function(mixed_dtype_fused_layer_norm_affine)
 FusedLayerNormFunction = as_function(fused_layer_norm)
@@ -153,6 +121,7 @@ class _Layer(nn.Module):
     ) -> None:
         _explain(memory_efficient)
         super().__init__(normalized_shape, eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
 
 
 class FusedLayerNorm(_Layer, nn.LayerNorm):

@@ -1,12 +1,9 @@
-"""FastLayerNorm over torch's layer_norm."""
+"""FastLayerNorm over torch's layer_norm, for any width; apex's takes some widths only."""
 
 from torch import Tensor
 
-from ...normalization.fused_layer_norm import (
-    MixedFusedLayerNorm,
-    as_function,
-    mixed_dtype_fused_layer_norm_affine,
-)
+from .._functions import as_function
+from ..normalization.fused_layer_norm import MixedFusedLayerNorm, mixed_dtype_fused_layer_norm_affine
 
 
 def _fast_layer_norm(
@@ -29,4 +26,4 @@ class FastLayerNorm(MixedFusedLayerNorm):
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
         super().__init__(hidden_size, eps, memory_efficient=memory_efficient)
-        self.epsilon, self.memory_efficient = eps, memory_efficient  # subclasses read them
+        self.epsilon = eps  # subclasses read it
