@@ -75,7 +75,7 @@ def test_folders_and_zip_files(tmp_path, kind):
         ours = run(*arguments, cwd=tmp_path, check=status)
         address = r" at 0x\w+"
         assert re.sub(address, "", ours.stdout) == re.sub(address, "", plain.stdout)
-        trace = re.sub(r'(?m)^  File "<frozen runpy>".*\n', "", plain.stderr)
+        trace = re.sub(r'(?m)^  File ".*runpy.*\n(    .*\n)*', "", plain.stderr)
         assert ours.stderr == trace and ("KeyError" in trace) == (status == 1)
     assert run(kind, "--apex", "--exit", cwd=tmp_path, check=7).stdout.splitlines()[-1] == (
         "fastvit.compat.apex.amp neighbour"
