@@ -61,9 +61,7 @@ _INSTEAD = {
     "apex.amp.lists": "amp.register_half_function or amp.lists.functional_overrides",
     "apex.check_cudnn_version_and_warn": "torch.backends.cudnn.version()",
     "apex.contrib": "torch.nn and torch.compile",
-    "apex.contrib.cudnn_gbn": "apex.parallel.SyncBatchNorm",
     "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
-    "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
     "apex.contrib.group_norm": "torch.nn.GroupNorm",
     "apex.contrib.groupbn": "apex.parallel.SyncBatchNorm",
     "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention",
@@ -98,15 +96,8 @@ def _where_to_read(name: str) -> str:
     page = "inplace-abn" if name.startswith("inplace_abn") else "apex"
     while name and name not in _INSTEAD:
         name = name.rpartition(".")[0]
-    see = (
-        f"see docs/migrating-from-{page}.md in fastvit's repository, or install {page} itself beside fastvit"
-    )
+    see = f"see docs/migrating-from-{page}.md in fastvit's repository, or install {page} from source too"
     return f"use {_INSTEAD[name]}, {see}" if name else see
-
-
-def _missing(name: str) -> ModuleNotFoundError:
-    # Without the attribute `name`, by which `from apex import name` would take the error for its own.
-    return ModuleNotFoundError(f"No module named {name!r} in fastvit.compat; {_where_to_read(name)}")
 
 
 def _no_attribute(module: str, name: str) -> NoReturn:
@@ -119,7 +110,7 @@ def finish(package: str) -> None:
     """
     for found in pkgutil.walk_packages(getattr(sys.modules[package], "__path__", []), f"{package}."):
         importlib.import_module(found.name)
-    loaded = {n: m for n, m in sys.modules.items() if f"{n}.".startswith(f"{package}.")}
+    loaded = {n: m for n, m in sys.modules.copy().items() if f"{n}.".startswith(f"{package}.")}
     for name, module in loaded.items():
         missing = functools.partial(_no_attribute, name.removeprefix(f"{_HERE}."))
         vars(module).setdefault("__getattr__", missing)
@@ -135,7 +126,7 @@ def _share(loaded: dict[str, ModuleType], name: str, alias: str) -> None:
     """Makes `alias` a name of the module `name` too, and so for the modules in it. A second copy of one would
     have a state of its own, and its import would bind it in its parent, over a class of its name (LARC).
     """
-    inside = {n: module for n, module in loaded.items() if f"{n}.".startswith(f"{name}.")}
+    inside = {n: module for n, module in loaded.copy().items() if f"{n}.".startswith(f"{name}.")}
     sys.modules.update({alias + n.removeprefix(name): module for n, module in inside.items()})
 
 
@@ -186,9 +177,6 @@ class _Completed(Loader):
             importlib.import_module(self._target)
             _share(sys.modules, self._target, self._name)
             return
-        self._complete(module)
-
-    def _complete(self, module: ModuleType) -> None:
         own = module.__dict__.get("__getattr__")
 
         def missing(attribute: str) -> Any:
@@ -245,44 +233,34 @@ class _Finder(DistributionFinder):
             spec = self._provided(name, path, target)
         else:  # as `from apex import amp` asks for it: the module has this name
             spec = PathFinder.find_spec(name, path)
-        # importlib.util.find_spec, which other callers of _find_spec are like, expects None.
+        # An import gets words, importlib.util.find_spec None. The attribute `name` of an import's error stays
+        # empty: `from apex import name` would take the error for its own.
         if spec is None and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
-            raise _missing(part)
+            raise ModuleNotFoundError(f"No module named {part!r} in fastvit.compat; {_where_to_read(part)}")
         return spec
 
     def _provided(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         ours = _ours(name)
-        if _is_ours(name.rpartition(".")[0]):  # a search on the package's path would load a second copy
-            return self._alias(name, ours) if ours else None
-        if ours and self.prefer == "fastvit" and name not in _PARTIAL:
-            return self._alias(name, ours)
-        spec = self._real(name, path, target)
-        if spec is None:
-            return self._alias(name, ours) if ours else None
-        if ours and spec.loader:
-            spec.loader = _Completed(spec.loader, name, ours)
+        preferred = ours and self.prefer == "fastvit" and name not in _PARTIAL
+        # A search on the path of a package of fastvit's would load a second copy.
+        real = None if preferred or _is_ours(name.rpartition(".")[0]) else self._real(name, path, target)
+        if real and real.loader and ours:
+            real.loader = _Completed(real.loader, name, ours)
+        if real or not ours:
+            return real
+        found = importlib.util.find_spec(ours)
+        assert found
+        spec = ModuleSpec(name, _Alias(ours), origin=found.origin)
+        spec.submodule_search_locations = found.submodule_search_locations
         return spec
 
     def _real(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            # A folder without __init__.py (no origin), such as a clone of apex beside the script, is no
-            # package.
-            if spec is not None and spec.loader is not None and spec.origin is not None:
-                return spec
-        return None
-
-    @staticmethod
-    def _alias(name: str, target: str) -> ModuleSpec:
-        found = importlib.util.find_spec(target)
-        assert found
-        spec = ModuleSpec(name, _Alias(target), origin=found.origin)
-        spec.submodule_search_locations = found.submodule_search_locations
-        return spec
+        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        # A folder without __init__.py (no origin), such as a clone of apex beside the script, is no package.
+        return next((spec for spec in found if spec and spec.loader and spec.origin), None)
 
 
 def install(prefer: str = "apex") -> None:

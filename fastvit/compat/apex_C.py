@@ -3,8 +3,4 @@
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 
-from ._finder import finish
-
 __all__ = ["flatten", "unflatten"]
-
-finish(__name__)

@@ -6,7 +6,7 @@ apex leaves the weights as their memory was; here they are drawn as those of tor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._functions import as_function
+from .normalization.fused_layer_norm import as_function
 
 
 def _dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

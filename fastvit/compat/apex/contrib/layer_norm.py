@@ -2,8 +2,11 @@
 
 from torch import Tensor
 
-from .._functions import as_function
-from ..normalization.fused_layer_norm import MixedFusedLayerNorm, mixed_dtype_fused_layer_norm_affine
+from ..normalization.fused_layer_norm import (
+    MixedFusedLayerNorm,
+    as_function,
+    mixed_dtype_fused_layer_norm_affine,
+)
 
 
 def _fast_layer_norm(

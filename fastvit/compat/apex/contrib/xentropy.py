@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._functions import as_function
+from ..normalization.fused_layer_norm import as_function
 
 
 def _cross_entropy(

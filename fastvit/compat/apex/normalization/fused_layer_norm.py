@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,6 @@ from torch.nn import functional as F
 
 from fastvit._checks import autocast_dtype
 
-from .._functions import as_function
 from .._notices import warn_once
 from ..amp._amp_state import _amp_state
 from ..amp.forward import cast_floating
@@ -93,6 +94,25 @@ def fused_rms_norm_affine(
 # With the dtype of the weight.
 mixed_dtype_fused_layer_norm_affine = functools.partial(fused_layer_norm_affine, mixed=True)
 mixed_dtype_fused_rms_norm_affine = functools.partial(fused_rms_norm_affine, mixed=True)
+
+
+def as_function(function: Callable[..., Tensor]) -> type:
+    """A class with `apply(...)`, which torch differentiates, and with `forward(ctx, ...)` and `backward`,
+    which scripts look at and wrap.
+    """
+
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        return function(*arguments)
+
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise NotImplementedError(
+            "fastvit's functions have no backward of their own; use backward of the output"
+        )
+
+    ctx, signature = inspect.signature(forward).parameters["ctx"], inspect.signature(function)
+    forward.__signature__ = signature.replace(parameters=[ctx, *signature.parameters.values()])  # type: ignore[attr-defined]
+    parts = {"apply": function, "forward": forward, "backward": backward}
+    return type("Function", (), {name: staticmethod(part) for name, part in parts.items()})
 
 
 FusedLayerNormAffineFunction = as_function(fused_layer_norm_affine)
