@@ -17,6 +17,7 @@ from datetime import timedelta
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -75,12 +76,8 @@ def _run_script(path: str, arguments: list[str]) -> None:
         sys.path[0] = str(Path(path).resolve().parent)
     loader = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", absolute)
     vars(main).update(__file__=absolute, __loader__=loader, __cached__=None)
-    if isinstance(loader, SourcelessFileLoader):
-        code = loader.get_code("__main__")
-        assert code
-    else:
-        code = compile(loader.get_data(absolute), absolute, "exec", dont_inherit=True)
-    exec(code, vars(main))
+    code: Any = loader.get_code("__main__") if isinstance(loader, SourcelessFileLoader) else None
+    exec(code or compile(loader.get_data(absolute), absolute, "exec", dont_inherit=True), vars(main))
 
 
 def _leave_process_group(status: int | None) -> None:

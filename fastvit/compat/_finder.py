@@ -4,9 +4,8 @@ An installed package is used for the parts that it has. Parts that it lacks, or 
 fastvit. Parts are modules (`apex.amp`) and names in modules (`apex.parallel.LARC`). An alias and fastvit's
 name are the same module object, so they share their state.
 
-What neither has is an error with the words of `_INSTEAD`, by import and as an attribute; `find_spec` gives
-None for it, so that probes work. All modules of fastvit's are packages to the import system: `from module
-import name` then asks the hook for a name that is not there.
+`find_spec` of what neither has is None; its import, or use as an attribute, is an error that tells what to
+use. Every module has a `__path__`, so that `from module import name` asks the hook for a name it lacks.
 """
 
 import functools
@@ -38,6 +37,7 @@ _PARTIAL = ("apex", "apex.contrib", "apex.contrib.optimizers")
 _HERE = __name__.rpartition(".")[0]
 
 _PATHS = {
+    "apex.contrib.layer_norm": "apex.normalization.fused_layer_norm",
     "apex.contrib.optimizers": "apex.optimizers",
     "apex.contrib.optimizers.fp16_optimizer": "apex.fp16_utils.fp16_optimizer",
 } | {
@@ -63,7 +63,6 @@ _INSTEAD = {
     "apex.contrib": "torch.nn and torch.compile",
     "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
     "apex.contrib.group_norm": "torch.nn.GroupNorm",
-    "apex.contrib.groupbn": "apex.parallel.SyncBatchNorm",
     "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention",
     "apex.contrib.optimizers": "FSDP2 or torch.distributed.optim.ZeroRedundancyOptimizer",
     "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured",
@@ -119,7 +118,8 @@ def finish(package: str) -> None:
         if target in loaded:
             _share(loaded, target, path)
             parent, _, child = path.rpartition(".")
-            vars(sys.modules[parent]).setdefault(child, loaded[target])
+            module = loaded[path] = loaded[target]
+            vars(sys.modules[parent]).setdefault(child, module)
 
 
 def _share(loaded: dict[str, ModuleType], name: str, alias: str) -> None:
@@ -137,8 +137,8 @@ def _is_ours(name: str) -> bool:
 class _Alias(Loader):
     """Loads fastvit's module under the name of the other package."""
 
-    def __init__(self, target: str) -> None:
-        self._target = target
+    def __init__(self, name: str, target: str) -> None:
+        self._name, self._target = name, target
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._target)
@@ -146,9 +146,8 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__  # the alias's, by the import system
-        alias, module.__spec__ = module.__spec__.name, self._spec
-        _share(sys.modules, self._target, alias)
+        module.__spec__ = self._spec  # the import system has put the alias's there
+        _share(sys.modules, self._target, self._name)
 
 
 class _Completed(Loader):
@@ -252,7 +251,7 @@ class _Finder(DistributionFinder):
             return real
         found = importlib.util.find_spec(ours)
         assert found
-        spec = ModuleSpec(name, _Alias(ours), origin=found.origin)
+        spec = ModuleSpec(name, _Alias(name, ours), origin=found.origin)
         spec.submodule_search_locations = found.submodule_search_locations
         return spec
 

@@ -96,18 +96,24 @@ mixed_dtype_fused_layer_norm_affine = functools.partial(fused_layer_norm_affine,
 mixed_dtype_fused_rms_norm_affine = functools.partial(fused_rms_norm_affine, mixed=True)
 
 
+def _fast_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
+) -> Tensor:
+    """LayerNorm in the dtype of the weight."""
+    shape = tuple(weight.shape)
+    return fused_layer_norm_affine(x, weight, bias, shape, epsilon, memory_efficient, mixed=True)
+
+
 def as_function(function: Callable[..., Tensor]) -> type:
-    """A class with `apply(...)`, which torch differentiates, and with `forward(ctx, ...)` and `backward`,
-    which scripts look at and wrap.
+    """apex's form of a function: a class with `apply(...)`, which torch differentiates, and with
+    `forward(ctx, ...)` and `backward`, which scripts look at and wrap.
     """
 
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         return function(*arguments)
 
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        raise NotImplementedError(
-            "fastvit's functions have no backward of their own; use backward of the output"
-        )
+        raise NotImplementedError("fastvit lets torch differentiate this: call backward of the output")
 
     ctx, signature = inspect.signature(forward).parameters["ctx"], inspect.signature(function)
     forward.__signature__ = signature.replace(parameters=[ctx, *signature.parameters.values()])  # type: ignore[attr-defined]
@@ -115,6 +121,7 @@ def as_function(function: Callable[..., Tensor]) -> type:
     return type("Function", (), {name: staticmethod(part) for name, part in parts.items()})
 
 
+FastLayerNormFN = as_function(_fast_layer_norm)
 FusedLayerNormAffineFunction = as_function(fused_layer_norm_affine)
 FusedLayerNormAffineMixedDtypesFunction = as_function(mixed_dtype_fused_layer_norm_affine)
 FusedLayerNormFunction = as_function(fused_layer_norm)
@@ -169,3 +176,15 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     """FusedRMSNorm whose output has the dtype of the weight."""
 
     mixed = True
+
+
+class FastLayerNorm(MixedFusedLayerNorm):
+    """LayerNorm over the last dimension; the output has the dtype of the weight.
+
+    Args:
+        memory_efficient: has no effect, and warns once.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
+        super().__init__(hidden_size, eps, memory_efficient=memory_efficient)
+        self.epsilon = eps  # subclasses read it
