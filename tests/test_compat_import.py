@@ -146,6 +146,38 @@ def test_what_is_absent(fake, name, prefer, real):
     assert importlib.util.find_spec(name) is None  # after imports that failed
 
 
+MODULES = """
+    RNN RNN.models _autocast_utils amp.__version__ amp._initialize amp._process_optimizer amp.compat
+    amp.lists.functional_overrides amp.lists.torch_overrides amp.opt amp.rnn_compat amp.utils amp.wrap
+    contrib.bottleneck contrib.conv_bias_relu contrib.cudnn_gbn contrib.fmha contrib.focal_loss
+    contrib.gpu_direct_storage contrib.group_norm contrib.groupbn contrib.index_mul_2d
+    contrib.multihead_attn contrib.nccl_allocator contrib.openfold_triton contrib.peer_memory
+    contrib.optimizers.distributed_fused_adam contrib.optimizers.distributed_fused_lamb contrib.sparsity
+    contrib.torchsched contrib.transducer optimizers.fused_adagrad parallel.multiproc
+    parallel.optimized_sync_batchnorm_kernel parallel.sync_batchnorm_kernel pyprof reparameterization
+    transformer transformer.parallel_state
+"""
+
+
+def test_every_absent_module_of_apex_says_what_to_use(fake):
+    fake({})
+    for name in MODULES.split():
+        with pytest.raises(ModuleNotFoundError, match=r"; use \S+.*, see docs/migrating-from-apex.md in "):
+            importlib.import_module(f"apex.{name}")
+    import apex
+
+    for name in (
+        "deprecated_warning",
+        "DeprecatedFeatureWarning",
+        "check_cudnn_version_and_warn",
+        "transformer",
+    ):
+        with pytest.raises(AttributeError, match=f"has no {name}; use .*, see docs"):
+            getattr(apex, name)
+    with pytest.raises(AttributeError, match="use torch.nn.functional.layer_norm or rms_norm, see docs"):
+        _ = apex.normalization.fused_layer_norm.manual_rms_norm
+
+
 def test_the_page_of_each_package(fake):
     fake({})
     import inplace_abn
