@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastvit.compat import amp_C, inplace_abn
-from fastvit.compat.apex import contrib, fp16_utils, normalization
+from fastvit.compat.apex import amp, contrib, fp16_utils, fused_dense, mlp, normalization
 from fastvit.compat.apex._notices import warn_once
 from fastvit.compat.apex.multi_tensor_apply import multi_tensor_applier
 from fastvit.compat.apex.optimizers import FusedLAMB
@@ -84,7 +84,6 @@ def test_norms_as_autograd_functions():
         mixed = getattr(module, f"mixed_dtype_fused_{name}_affine")
         assert mixed(x.half(), *parameters, (8,)).dtype == torch.float32
         assert torch.equal(getattr(module, f"fused_{name}")(x, 8), torchs(x, (8,), eps=1e-6))
-    assert normalization.FusedLayerNormAffineFunction is module.FusedLayerNormAffineFunction
 
 
 @pytest.mark.parametrize("norm", [normalization.FusedLayerNorm, normalization.MixedFusedRMSNorm])
@@ -212,6 +211,107 @@ def test_lamb(flag, nvlamb, most):
         optimizer.step()
     for got, want in zip(parameters, wanted, strict=True):
         torch.testing.assert_close(got, want.detach())
+
+
+ACTIVATIONS = {"none": lambda x: x, "relu": F.relu, "sigmoid": F.sigmoid}
+
+
+def assert_same_with_gradients(got, want, inputs):
+    near = {"rtol": 3e-2, "atol": 3e-2} if got.dtype in HALF else {}
+    torch.testing.assert_close(got, want, **near)
+    dy = torch.ones_like(want)
+    for mine, theirs in zip(
+        *(torch.autograd.grad(y, inputs, dy, retain_graph=True) for y in (got, want)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, **near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_mlp(bias, activation, dtype):
+    """By the layer, and by the function with apex's list of arguments."""
+    torch.manual_seed(0)
+    model = mlp.MLP([6, 5, 3], bias, activation).to(dtype)
+    names = ["weight_0", "bias_0", "weight_1", "bias_1"] if bias else ["weight_0", "weight_1"]
+    assert list(model.state_dict()) == names
+    want = x = torch.randn(4, 6, dtype=dtype, requires_grad=True)
+    for layer in range(model.num_layers):
+        want = want @ model.weights[layer].T + (model.biases[layer] if bias else 0)
+        want = ACTIVATIONS[activation](want)
+    parameters = *model.weights, *model.biases
+    for got in (model(x), mlp.MlpFunction.apply(model.bias, model.activation, x, *parameters)):
+        assert got.dtype == dtype and got.shape == (4, 3)
+        assert_same_with_gradients(got, want, [x, *model.parameters()])
+    assert (model.bias, list(ACTIVATIONS)[model.activation]) == (int(bias), activation)
+
+
+def test_mlp_as_it_is_made():
+    model = mlp.MLP(sizes := [3000, 2000, 1000])
+    for layer, (width, out) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        weight, bias = model.weights[layer], model.biases[layer]
+        assert weight.std().item() == pytest.approx((2 / (width + out)) ** 0.5, rel=0.01)
+        assert bias.std().item() == pytest.approx(out**-0.5, rel=0.1)
+    with pytest.raises(TypeError, match="activation takes none, relu, sigmoid, got 'gelu'"):
+        mlp.MLP(sizes, activation="gelu")
+    copied = copy.deepcopy(model)
+    copied.weight_0.data.zero_()
+    assert copied.weights[0] is copied.weight_0 and model.weights[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
+def test_fused_dense(dtype):
+    x = torch.randn(2, 3, 6, dtype=dtype, requires_grad=True)
+    for layer in (fused_dense.FusedDense(6, 5).to(dtype), fused_dense.FusedDense(6, 5, bias=False).to(dtype)):
+        want = x @ layer.weight.T + (0 if layer.bias is None else layer.bias)
+        assert_same_with_gradients(layer(x), want, [x, *layer.parameters()])
+        function = fused_dense.DenseNoBiasFunc if layer.bias is None else fused_dense.FusedDenseFunc
+        assert torch.equal(function.apply(x, *layer.parameters()), layer(x))
+    layer = fused_dense.FusedDenseGeluDense(6, 5, 4).to(dtype)
+    shapes = {"weight1": (5, 6), "bias1": (5,), "weight2": (4, 5), "bias2": (4,)}
+    assert {name: tuple(value.shape) for name, value in layer.state_dict().items()} == shapes
+    y = x @ layer.weight1.T + layer.bias1
+    y = 0.5 * y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)))
+    want, got = y @ layer.weight2.T + layer.bias2, layer(x)
+    assert_same_with_gradients(got, want, [x, *layer.parameters()])
+    assert torch.equal(fused_dense.FusedDenseGeluDenseFunc.apply(x, *layer.parameters()), got)
+    with pytest.raises(ValueError, match="bias takes True, got False"):
+        fused_dense.FusedDenseGeluDense(6, 5, 4, bias=False)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        mlp.MLP([6, 5, 3], activation="sigmoid"),
+        fused_dense.FusedDense(6, 3),
+        fused_dense.FusedDenseGeluDense(6, 5, 3),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_dense_layers_in_half(model, amp_off):
+    """Under autocast, O1 and O2 the output is that of the half layer; float64 stays under autocast."""
+    x = torch.randn(4, 6)
+    want = copy.deepcopy(model).bfloat16()(x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x), want)
+        assert copy.deepcopy(model).double()(x.double()).dtype == torch.float64
+    assert torch.equal(under_o1(copy.deepcopy(model), x), want.float())
+    halved = amp.initialize(copy.deepcopy(model), opt_level="O2", verbosity=0)
+    assert torch.equal(halved(x), want.float())
+
+
+def test_functions_that_scripts_wrap():
+    """`forward` and `backward` are there, and a backward that a script calls itself is refused in words."""
+    for function in (
+        mlp.MlpFunction,
+        fused_dense.FusedDenseFunc,
+        contrib.layer_norm.FastLayerNormFN,
+        contrib.xentropy.SoftmaxCrossEntropyLoss,
+        normalization.fused_layer_norm.FusedRMSNormAffineFunction,
+    ):
+        assert inspect.getfullargspec(function.forward).args[0] == "ctx"
+        with pytest.raises(NotImplementedError, match="backward of the output"):
+            function.backward(None, torch.ones(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])

@@ -2,7 +2,11 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
+import os
+import pickle
 import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -58,9 +62,6 @@ def test_without_a_real_one(fake):
     for module in (apex.parallel.sync_batchnorm, apex.parallel.optimized_sync_batchnorm):
         assert module.SyncBatchNorm is fastvit.SyncBatchNorm
     assert importlib.import_module("amp_C") is fastvit.compat.amp_C
-    for lines in ("import apex.transformer", "from apex.contrib import fmha", "from apex.amp import utils"):
-        with pytest.raises(ModuleNotFoundError, match="No module named .*; see docs/migrating-from-apex.md"):
-            exec(lines)
 
 
 def test_names_with_something_instead(fake):
@@ -70,8 +71,15 @@ def test_names_with_something_instead(fake):
     for package, name, instead in (
         (amp, "init", "amp.initialize"),
         (optimizers, "FusedAdagrad", "torch.optim.Adagrad"),
+        (importlib.import_module("apex.amp.scaler"), "Nothing", "amp.initialize"),
+        (
+            importlib.import_module("apex.contrib.xentropy.softmax_xentropy"),
+            "Nothing",
+            "torch.nn and torch.compile",
+        ),
+        (importlib.import_module("amp_C"), "multi_tensor_l2norm_scale", "amp_C.multi_tensor_l2norm"),
     ):
-        with pytest.raises(AttributeError, match=f"has no {name}; use {instead}, see docs/migrating"):
+        with pytest.raises(AttributeError, match=f"has no {name}; use {instead}, see docs/migrating-"):
             getattr(package, name)
         path = package.__name__.removeprefix("fastvit.compat.")
         for lines in (f"from {path} import {name}", f"from fastvit.compat.{path} import {name}"):
@@ -100,8 +108,174 @@ def test_real_one_without_the_parts(fake):
     assert convert_syncbn_model is fastvit.convert_syncbn_model
     assert apex.FP16_Optimizer is fastvit.compat.apex.FP16_Optimizer
     assert "class FusedAdam" in __import__("inspect").getsource(FusedAdam)
-    with pytest.raises(AttributeError, match="module 'apex' has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match="apex: fastvit has no nothing; see docs/migrating"):
         _ = apex.nothing
+
+
+# Names that are not there: None for a probe, and words for an import
+
+ABSENT = (
+    "apex.transformer apex.nothing apex.amp.opt apex.contrib.sparsity apex.contrib.optimizers.nothing "
+    "apex.contrib.xentropy.softmax_xentropy.nothing apex.parallel.multiproc amp_C.nothing"
+)
+
+
+@pytest.mark.parametrize("name", ABSENT.split())
+@pytest.mark.parametrize("prefer", ["apex", "fastvit"])
+@pytest.mark.parametrize("real", [False, True])
+def test_what_is_absent(fake, name, prefer, real):
+    """With and without an installed package that lacks it too."""
+    fake({"apex/__init__.py": "", "apex/contrib/__init__.py": ""} if real else {}, prefer)
+    parent, _, last = name.rpartition(".")
+    for prefix in ("", "fastvit.compat."):
+        assert importlib.util.find_spec(prefix + name) is None
+        assert not hasattr(importlib.import_module(prefix + parent), last)
+        with pytest.raises(ModuleNotFoundError):  # as for any package
+            importlib.util.find_spec(f"{prefix}{name}.deeper")
+        for line in (
+            f"import {prefix}{name}",
+            f"import {prefix}{name}.deeper",
+            f"from {prefix}{parent} import {last}",
+            f"from {prefix}{name} import anything",
+            f"__import__('importlib').import_module('{prefix}{name}')",
+        ):
+            with pytest.raises(
+                ImportError, match=f"{last}' in fastvit.compat; .*docs/migrating-from-apex.md"
+            ):
+                exec(line)
+    assert importlib.util.find_spec(name) is None  # after imports that failed
+
+
+MODULES = """
+    RNN RNN.models _autocast_utils amp.__version__ amp._initialize amp._process_optimizer amp.compat
+    amp.lists.functional_overrides amp.lists.torch_overrides amp.opt amp.rnn_compat amp.utils amp.wrap
+    contrib.bottleneck contrib.conv_bias_relu contrib.cudnn_gbn contrib.fmha contrib.focal_loss
+    contrib.gpu_direct_storage contrib.group_norm contrib.groupbn contrib.index_mul_2d
+    contrib.multihead_attn contrib.nccl_allocator contrib.openfold_triton contrib.peer_memory
+    contrib.optimizers.distributed_fused_adam contrib.optimizers.distributed_fused_lamb contrib.sparsity
+    contrib.torchsched contrib.transducer optimizers.fused_adagrad parallel.multiproc
+    parallel.optimized_sync_batchnorm_kernel parallel.sync_batchnorm_kernel pyprof reparameterization
+    transformer transformer.parallel_state
+"""
+
+
+def test_every_absent_module_of_apex_says_what_to_use(fake):
+    fake({})
+    for name in MODULES.split():
+        with pytest.raises(ModuleNotFoundError, match=r"; use \S+.*, see docs/migrating-from-apex.md in "):
+            importlib.import_module(f"apex.{name}")
+    import apex
+
+    for name in (
+        "deprecated_warning",
+        "DeprecatedFeatureWarning",
+        "check_cudnn_version_and_warn",
+        "transformer",
+    ):
+        with pytest.raises(AttributeError, match=f"has no {name}; use .*, see docs"):
+            getattr(apex, name)
+    with pytest.raises(AttributeError, match="use torch.nn.functional.layer_norm or rms_norm, see docs"):
+        _ = apex.normalization.fused_layer_norm.manual_rms_norm
+
+
+def test_the_page_of_each_package(fake):
+    fake({})
+    import inplace_abn
+
+    assert not hasattr(inplace_abn, "_backend")
+    for lines in ("inplace_abn.nothing", "from inplace_abn import nothing", "import inplace_abn.nothing"):
+        with pytest.raises((ImportError, AttributeError), match="see docs/migrating-from-inplace-abn.md"):
+            exec(lines)
+
+
+@pytest.mark.parametrize(
+    "name", ["apex", "amp_C", "apex.amp", "apex.contrib.clip_grad.clip_grad", "inplace_abn"]
+)
+def test_specs_of_what_is_there(fake, name):
+    fake({})
+    spec = importlib.util.find_spec(name)
+    assert spec.name == name and os.path.isfile(spec.origin)
+    assert (spec.submodule_search_locations is not None) == spec.origin.endswith("__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    own = module.__spec__.name
+    assert module is importlib.import_module(name) is sys.modules[own] and own.startswith("fastvit.compat.")
+
+
+# Import paths
+
+PATHS = """
+    amp.amp:half_function amp.amp:register_float_function amp.frontend:initialize amp.handle:scale_loss
+    amp.scaler:LossScaler amp._amp_state:maybe_print amp.lists:functional_overrides
+    contrib.clip_grad.clip_grad:clip_grad_norm_ contrib.layer_norm.layer_norm:_fast_layer_norm
+    contrib.optimizers.fp16_optimizer:FP16_Optimizer contrib.optimizers.fused_adam:FusedAdam
+    contrib.optimizers.fused_lamb:FusedLAMB contrib.optimizers.fused_sgd:FusedSGD
+    contrib.xentropy.softmax_xentropy:SoftmaxCrossEntropyLoss fp16_utils.fp16_optimizer:FP16_Optimizer
+    fp16_utils.fp16util:network_to_half fp16_utils.loss_scaler:DynamicLossScaler
+    fused_dense.fused_dense:FusedDenseGeluDense mlp.mlp:mlp_function
+    multi_tensor_apply.multi_tensor_apply:MultiTensorApply normalization.fused_layer_norm:fused_layer_norm
+    optimizers.fused_adam:FusedAdam optimizers.fused_lamb:FusedLAMB optimizers.fused_novograd:FusedNovoGrad
+    optimizers.fused_mixed_precision_lamb:FusedMixedPrecisionLamb optimizers.fused_sgd:FusedSGD
+    parallel.LARC:LARC parallel.distributed:flat_dist_call parallel.optimized_sync_batchnorm:SyncBatchNorm
+    parallel.sync_batchnorm:SyncBatchNorm
+"""
+
+
+@pytest.mark.parametrize("prefix", ["apex.", "fastvit.compat.apex."])
+def test_import_paths(fake, prefix):
+    """Each as the first import of a script, with the look-alikes and by fastvit's own name without them."""
+    for path, _, name in (entry.partition(":") for entry in PATHS.split()):
+        if prefix == "apex.":
+            for loaded in [n for n in sys.modules if n.partition(".")[0] == "apex"]:
+                del sys.modules[loaded]
+            fake({})
+        scope = {}
+        exec(f"from {prefix}{path} import {name}\nimport {prefix}{path}", scope)
+        module = importlib.import_module(f"fastvit.compat.apex.{path}")
+        assert sys.modules[prefix + path] is module and scope[name] is getattr(module, name), path
+        if isinstance(scope[name], type) and scope[name].__module__.startswith("fastvit.compat."):
+            assert pickle.loads(f"c{prefix}{path}\n{name}\n.".encode()) is scope[name]
+
+
+def test_one_copy_of_each_module(fake):
+    fake({})
+    import apex
+    import inplace_abn
+
+    folder = os.path.dirname(apex.__file__)
+    files = {str(path) for path in Path(folder).rglob("*.py")} | {inplace_abn.__file__}
+    loaded = [m for n, m in sys.modules.items() if n.partition(".")[0] in ("apex", "inplace_abn")]
+    assert {module.__file__ for module in loaded} == files
+    assert len({id(module) for module in loaded}) == len(files)
+
+
+def test_apex_beside_fastvit(fake):
+    """What an installed apex has and fastvit has not is apex's, whichever is preferred."""
+    files = ("transformer/__init__", "contrib/__init__", "contrib/sparsity/asp", "contrib/transducer", "mlp")
+    files += (
+        "contrib/sparsity/__init__",
+        "contrib/optimizers/__init__",
+        "contrib/optimizers/distributed_fused_adam",
+    )
+    for prefer in ("apex", "fastvit"):
+        fake({f"apex/{file}.py": "real = True\n" for file in ("__init__", *files)}, prefer)
+        for file in files:
+            name = f"apex.{file.replace('/', '.').removesuffix('.__init__')}"
+            module = importlib.import_module(name)
+            assert hasattr(module, "real") == (name != "apex.mlp" or prefer == "apex"), name
+        from apex.contrib.optimizers import FP16_Optimizer
+        from apex.contrib.optimizers.fused_adam import FusedAdam
+        from apex.contrib.xentropy.softmax_xentropy import SoftmaxCrossEntropyLoss
+        from apex.mlp import MLP
+
+        compat = fastvit.compat.apex
+        assert FP16_Optimizer is compat.FP16_Optimizer and FusedAdam is compat.optimizers.FusedAdam
+        assert SoftmaxCrossEntropyLoss is compat.contrib.xentropy.SoftmaxCrossEntropyLoss
+        assert MLP is compat.mlp.MLP
+        with pytest.raises(ImportError, match="use torch.nn.MultiheadAttention, see docs"):
+            importlib.import_module("apex.contrib.multihead_attn")
+        for loaded in [n for n in sys.modules if n.partition(".")[0] == "apex"]:
+            del sys.modules[loaded]
 
 
 REAL = {
@@ -198,6 +372,7 @@ NAMES = """
     apex.contrib.clip_grad.clip_grad_norm_ apex.contrib.layer_norm.layer_norm.FastLayerNorm
     apex.contrib.layer_norm.layer_norm.FastLayerNormFN apex.contrib.layer_norm.layer_norm._fast_layer_norm
     apex.contrib.optimizers.FP16_Optimizer apex.contrib.xentropy apex.fp16_utils.network_to_half
+    apex.mlp.MLP apex.mlp.MlpFunction.backward apex.mlp.MlpFunction.forward
     apex.multi_tensor_apply.multi_tensor_applier apex.normalization.FusedLayerNorm
     apex.normalization.FusedRMSNorm apex.normalization.MixedFusedLayerNorm
     apex.normalization.MixedFusedRMSNorm apex.normalization.fused_layer_norm.FusedLayerNorm
@@ -223,26 +398,21 @@ LACKING = """
     apex.contrib.group_norm.GroupNorm apex.contrib.nccl_allocator
     apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam
     apex.contrib.optimizers.distributed_fused_adam._disable_pre_forward_hook
-    apex.contrib.optimizers.distributed_fused_adam._multi_tensor_copy apex.contrib.sparsity.ASP apex.mlp.MLP
-    apex.mlp.MlpFunction.backward apex.mlp.MlpFunction.forward apex.pyprof
+    apex.contrib.optimizers.distributed_fused_adam._multi_tensor_copy apex.contrib.sparsity.ASP apex.pyprof
     apex.transformer.enums.AttnMaskType apex.transformer.functional.FusedScaleMaskSoftmax
     apex.transformer.functional.fused_softmax.FusedScaleMaskSoftmax apex.transformer.parallel_state
 """
 
 
 def resolve(name):
-    """As `from a.b import c` or `import a.b.c` do; the error's text, or None."""
+    """As `from a.b import c`, `import a.b.c` or `a.b.Class.c` do; the error's text, or None."""
     head, _, last = name.rpartition(".")
     try:
         module = importlib.import_module(head or name)
         head and hasattr(module, last) or importlib.import_module(name)
     except ImportError as error:
-        if "not a package" in str(error):  # a name in a class or module
-            try:
-                getattr(module, last)
-            except AttributeError as missing:
-                return str(missing)
-        return str(error)
+        parent, _, kind = head.rpartition(".")
+        return None if hasattr(getattr(sys.modules.get(parent), kind, None), last) else str(error)
 
 
 def test_what_repositories_import_resolves(fake):

@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import py_compile
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,43 @@ def test_same_as_python(tmp_path):
     assert ours.stdout == plain.stdout and len(plain.stdout.splitlines()) == 7
     assert (ours.stderr, ours.returncode) == (plain.stderr, plain.returncode)
     assert plain.returncode == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip", "app.pyz"])
+def test_folders_and_zip_files(tmp_path, kind):
+    """Run as by `python folder` and `python file.zip`, whatever the file is called."""
+    files = {"__main__.py": SCRIPT, "helper.py": "value = 'neighbour'\n"}
+    if kind == "folder":
+        (tmp_path / kind).mkdir()
+        for name, text in files.items():
+            (tmp_path / kind / name).write_text(text)
+    else:
+        with zipfile.ZipFile(tmp_path / kind, "w") as archive:
+            for name, text in files.items():
+                archive.writestr(name, text)
+    for arguments, status in (((kind, "--exit", "-m", "x"), 7), ((kind,), 1)):
+        plain = run(*arguments, cwd=tmp_path, module=None, check=status)
+        ours = run(*arguments, cwd=tmp_path, check=status)
+        address = r" at 0x\w+"
+        assert re.sub(address, "", ours.stdout) == re.sub(address, "", plain.stdout)
+        trace = re.sub(r'(?m)^  File ".*runpy.*\n(    .*\n)*', "", plain.stderr)
+        assert ours.stderr == trace and ("KeyError" in trace) == (status == 1)
+    assert run(kind, "--apex", "--exit", cwd=tmp_path, check=7).stdout.splitlines()[-1] == (
+        "fastvit.compat.apex.amp neighbour"
+    )
+
+
+def test_compiled_script(tmp_path):
+    (tmp_path / "main.py").write_text("import apex, sys\nprint(apex.amp.__name__, __file__, sys.argv)\n")
+    py_compile.compile(str(tmp_path / "main.py"), str(tmp_path / "main.pyc"))
+    done = run("main.pyc", "x", cwd=tmp_path, check=0)
+    assert done.stdout == f"fastvit.compat.apex.amp {tmp_path / 'main.pyc'} ['main.pyc', 'x']\n"
+
+
+def test_folder_without_a_main_module(tmp_path):
+    (tmp_path / "empty").mkdir()
+    done = run("empty", cwd=tmp_path, check=1)
+    assert re.fullmatch(r".*: can't find '__main__' module in '.*empty'\n", done.stderr)
 
 
 def test_scripts_and_modules_find_apex(tmp_path):

@@ -10,12 +10,14 @@ import argparse
 import atexit
 import builtins
 import os
+import pkgutil
 import runpy
 import sys
 from datetime import timedelta
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -62,16 +64,20 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
-    loader = SourceFileLoader("__main__", os.path.abspath(path))
-    source = loader.get_data(loader.path)
     sys.argv = [path, *arguments]
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(path).resolve().parent)
     main = sys.modules["__main__"] = ModuleType("__main__")
-    vars(main).update(
-        __file__=loader.path, __loader__=loader, __builtins__=builtins, __annotations__={}, __cached__=None
-    )
-    exec(compile(source, loader.path, "exec", dont_inherit=True), vars(main))
+    vars(main).update(__builtins__=builtins, __annotations__={})
+    safe_path, absolute = getattr(sys.flags, "safe_path", False), os.path.abspath(path)
+    if pkgutil.get_importer(path):  # a folder or a zip file
+        sys.path[: not safe_path] = [absolute]
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # as python does
+        return
+    if not safe_path:
+        sys.path[0] = str(Path(path).resolve().parent)
+    loader = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", absolute)
+    vars(main).update(__file__=absolute, __loader__=loader, __cached__=None)
+    code: Any = loader.get_code("__main__") if isinstance(loader, SourcelessFileLoader) else None
+    exec(code or compile(loader.get_data(absolute), absolute, "exec", dont_inherit=True), vars(main))
 
 
 def _leave_process_group(status: int | None) -> None:
@@ -122,7 +128,7 @@ def main() -> None:
         if options.module:
             sys.argv = [script, *arguments]
             runpy.run_module(script, run_name="__main__", alter_sys=True)
-        elif not os.path.isfile(script):
+        elif not os.path.exists(script):
             print(f"python -m fastvit.compat: can't open file {script!r}", file=sys.stderr)
             sys.exit(2)
         else:

@@ -3,15 +3,19 @@
 An installed package is used for the parts that it has. Parts that it lacks, or that fail to import, come from
 fastvit. Parts are modules (`apex.amp`) and names in modules (`apex.parallel.LARC`). An alias and fastvit's
 name are the same module object, so they share their state.
+
+`find_spec` of what neither has is None; its import, or use as an attribute, is an error that tells what to
+use. Every module has a `__path__`, so that `from module import name` asks the hook for a name it lacks.
 """
 
 import importlib
 import importlib.util
 import os
+import pkgutil
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
@@ -30,51 +34,113 @@ _ROOTS = (*_VERSIONS, "amp_C", "apex_C")
 _PARTIAL = ("apex", "apex.contrib", "apex.contrib.optimizers")
 """Packages of which an installed apex provides the other parts, even where fastvit is preferred."""
 
+_HERE = __name__.rpartition(".")[0]
+
+_PATHS = {
+    "apex.contrib.layer_norm": "apex.normalization.fused_layer_norm",
+    "apex.contrib.optimizers": "apex.optimizers",
+    "apex.contrib.optimizers.fp16_optimizer": "apex.fp16_utils.fp16_optimizer",
+} | {
+    path: path.rpartition(".")[0]
+    for path in """
+        apex.amp.amp apex.contrib.clip_grad.clip_grad apex.contrib.layer_norm.layer_norm
+        apex.contrib.xentropy.softmax_xentropy apex.fused_dense.fused_dense apex.mlp.mlp
+        apex.multi_tensor_apply.multi_tensor_apply apex.parallel.optimized_sync_batchnorm
+        apex.parallel.sync_batchnorm inplace_abn.abn inplace_abn.functions inplace_abn.group
+    """.split()
+}
+"""Import paths that are no files here, and the module that has their names."""
+
 _INSTEAD = {
     "amp_C.multi_tensor_adagrad": "torch.optim.Adagrad",
-    "amp_C.multi_tensor_l2norm_*": "amp_C.multi_tensor_l2norm",
-    "amp_C.multi_tensor_lamb_*": "amp_C.multi_tensor_lamb",
+    "amp_C.multi_tensor_adam": "amp_C.multi_tensor_adam_capturable",
+    "amp_C.multi_tensor_l2norm": "amp_C.multi_tensor_l2norm",
+    "amp_C.multi_tensor_lamb": "amp_C.multi_tensor_lamb",
     "amp_C.update_scale_hysteresis": "torch.amp.GradScaler",
-    "apex.amp.lists.t*_overrides": "amp.register_half_function",
-    "apex.amp.init": "amp.initialize",
-    "apex.fp16_utils.FP16Model": "fp16_utils.network_to_half",
-    "apex.fp16_utils.convert_*": "fp16_utils.network_to_half",
-    "apex.normalization.fused_layer_norm.*": "torch.nn.functional.layer_norm or rms_norm",
+    "apex.DeprecatedFeatureWarning": "FutureWarning",
+    "apex.RNN": "torch.nn.LSTM, GRU and RNN",
+    "apex.RankInfoFormatter": "logging.Formatter",
+    "apex._autocast_utils": "torch.amp.custom_fwd",
+    "apex.amp": "amp.initialize",
+    "apex.amp.lists": "amp.register_half_function",
+    "apex.amp.lists.functional_overrides": "`from apex.amp.lists import functional_overrides`",
+    "apex.check_cudnn_version_and_warn": "torch.backends.cudnn.version()",
+    "apex.contrib": "torch.nn and torch.compile",
+    "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.group_norm": "torch.nn.GroupNorm",
+    "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention",
+    "apex.contrib.optimizers": "FSDP2 or torch.distributed.optim.ZeroRedundancyOptimizer",
+    "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured",
+    "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
+    "apex.deprecated_warning": "warnings.warn",
+    "apex.fp16_utils": "fp16_utils.network_to_half",
+    "apex.handler": "logging.StreamHandler",
+    "apex.normalization": "torch.nn.functional.layer_norm or rms_norm",
     "apex.optimizers.FusedAdagrad": "torch.optim.Adagrad",
-    "apex.optimizers.*.param_groups_*": 'optimizer.state[parameter]["master_param"]',
-    "*.multi_tensor_adam_capturable_master": "amp_C.multi_tensor_adam_capturable",
+    "apex.optimizers.FusedAdam": 'optimizer.state[parameter]["master_param"]',
+    "apex.optimizers.FusedAdam.multi_tensor_adam": "amp_C.multi_tensor_adam_capturable",
+    "apex.optimizers.FusedMixedPrecisionLamb": 'optimizer.state[parameter]["master_param"]',
+    "apex.optimizers.fused_adagrad": "torch.optim.Adagrad",
+    "apex.parallel": "torch.distributed",
+    "apex.parallel.multiproc": "torchrun",
+    "apex.pyprof": "torch.profiler",
+    "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
+    "apex.transformer": "Megatron-Core",
 }
-"""What is to be used for names that are not there; `*` stands for any text."""
-
-_HERE = __name__.rpartition(".")[0]
+"""What is to be used for names that are not there, and for longer names that begin so."""
 
 
 def _ours(name: str) -> str | None:
     """fastvit's module for `name`, or None."""
-    target = f"{_HERE}.{name}"
+    target = f"{_HERE}.{_PATHS.get(name, name)}"
     try:
         return target if importlib.util.find_spec(target) else None
-    except ModuleNotFoundError:  # the parent is no package
+    except ModuleNotFoundError:  # of the parent
         return None
 
 
 def _where_to_read(name: str) -> str:
-    use = next((f"use {use}, " for pattern, use in _INSTEAD.items() if fnmatchcase(name, pattern)), "")
-    return f"{use}see docs/migrating-from-apex.md"
+    page = "inplace-abn" if name.startswith("inplace_abn") else "apex"
+    while name and name not in _INSTEAD:
+        name = re.sub(r"(^|[._])[^._]*$", "", name)
+    see = f"see docs/migrating-from-{page}.md in fastvit's repository, or install {page} from source too"
+    return f"use {_INSTEAD[name]}, {see}" if name else see
 
 
-def _missing(name: str) -> ModuleNotFoundError:
-    # Without the attribute `name`, by which `from apex import name` would take the error for its own.
-    return ModuleNotFoundError(f"No module named {name!r} in fastvit.compat; {_where_to_read(name)}")
+def without(owner: str) -> Callable[..., NoReturn]:
+    """The `__getattr__` of a module or class, whose error says what to use for a name that is not there."""
 
-
-def without(module: str) -> Callable[[str], NoReturn]:
-    """The `__getattr__` of a module, whose error says where to read about a name that is not there."""
-
-    def missing(name: str) -> NoReturn:
-        raise AttributeError(f"{module}: fastvit has no {name}; {_where_to_read(f'{module}.{name}')}")
+    def missing(*self_and_name: Any) -> NoReturn:
+        name = self_and_name[-1]
+        raise AttributeError(f"{owner}: fastvit has no {name}; {_where_to_read(f'{owner}.{name}')}")
 
     return missing
+
+
+def finish(package: str) -> None:
+    """Loads all modules of a package, and gives them the import paths of `_PATHS` and errors that say what to
+    use for names that are not there.
+    """
+    for found in pkgutil.walk_packages(getattr(sys.modules[package], "__path__", []), f"{package}."):
+        importlib.import_module(found.name)
+    loaded = {n: m for n, m in sys.modules.copy().items() if f"{n}.".startswith(f"{package}.")}
+    for name, module in loaded.items():
+        vars(module).setdefault("__getattr__", without(name.removeprefix(f"{_HERE}.")))
+        vars(module).setdefault("__path__", [])
+    for path, target in ((f"{_HERE}.{path}", f"{_HERE}.{target}") for path, target in _PATHS.items()):
+        if target in loaded:
+            _share(loaded, target, path)
+            parent, _, child = path.rpartition(".")
+            module = loaded[path] = loaded[target]
+            vars(sys.modules[parent]).setdefault(child, module)
+
+
+def _share(loaded: dict[str, ModuleType], name: str, alias: str) -> None:
+    """Makes `alias` a name of the module `name` too, and so for the modules in it. A second copy of one would
+    have a state of its own, and its import would bind it in its parent, over a class of its name (LARC).
+    """
+    inside = {n: module for n, module in loaded.copy().items() if f"{n}.".startswith(f"{name}.")}
+    sys.modules.update({alias + n.removeprefix(name): module for n, module in inside.items()})
 
 
 def _is_ours(name: str) -> bool:
@@ -84,19 +150,17 @@ def _is_ours(name: str) -> bool:
 class _Alias(Loader):
     """Loads fastvit's module under the name of the other package."""
 
-    def __init__(self, target: str) -> None:
-        self.target = target
+    def __init__(self, name: str, target: str) -> None:
+        self._name, self._target = name, target
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._target)
+        self._spec = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system returns the entry of sys.modules. Submodules get entries too, since importing one
-        # later would bind it in its parent, over a class of the same name (LARC).
-        alias, real = module.__name__, importlib.import_module(self.target)
-        inside = {n: m for n, m in sys.modules.items() if n.startswith(f"{self.target}.")}
-        sys.modules.update({alias + name.removeprefix(self.target): m for name, m in inside.items()})
-        sys.modules[alias] = real
+        module.__spec__ = self._spec  # the import system has put the alias's there
+        _share(sys.modules, self._target, self._name)
 
 
 class _Completed(Loader):
@@ -122,11 +186,9 @@ class _Completed(Loader):
             for name in list(sys.modules):
                 if name.startswith(f"{self._name}.") and not _is_ours(name):
                     del sys.modules[name]
-            sys.modules[self._name] = importlib.import_module(self._target)
+            importlib.import_module(self._target)
+            _share(sys.modules, self._target, self._name)
             return
-        self._complete(module)
-
-    def _complete(self, module: ModuleType) -> None:
         own = module.__dict__.get("__getattr__")
 
         def missing(attribute: str) -> Any:
@@ -138,9 +200,7 @@ class _Completed(Loader):
             if not attribute.startswith("__"):
                 if _ours(f"{self._name}.{attribute}"):
                     return importlib.import_module(f"{self._name}.{attribute}")
-                value = getattr(importlib.import_module(self._target), attribute, module)
-                if value is not module:
-                    return value
+                return getattr(importlib.import_module(self._target), attribute)
             raise AttributeError(f"module {self._name!r} has no attribute {attribute!r}")
 
         vars(module)["__getattr__"] = missing
@@ -178,43 +238,41 @@ class _Finder(DistributionFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        root = name.removeprefix(f"{_HERE}.").partition(".")[0]
-        if root not in _ROOTS:
+        part = name.removeprefix(f"{_HERE}.")
+        if part.partition(".")[0] not in _ROOTS:
             return None
-        if name.startswith(f"{_HERE}."):  # as `from apex import amp` asks for it: the module has this name
-            if PathFinder.find_spec(name, path) is None:
-                raise _missing(name.removeprefix(f"{_HERE}."))
-            return None
+        if part == name:
+            spec = self._provided(name, path, target)
+        else:  # as `from apex import amp` asks for it: the module has this name
+            spec = PathFinder.find_spec(name, path)
+        # An import gets words, importlib.util.find_spec None. The attribute `name` of an import's error stays
+        # empty: `from apex import name` would take the error for its own.
+        if spec is None and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
+            raise ModuleNotFoundError(f"No module named {part!r} in fastvit.compat; {_where_to_read(part)}")
+        return spec
+
+    def _provided(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
         ours = _ours(name)
-        if _is_ours(root):  # a search on the package's path would load a second copy
-            if not ours:  # as without any apex; returning None would leave out the reason
-                raise _missing(name)
-            return self._alias(name, ours)
-        if ours and self.prefer == "fastvit" and name not in _PARTIAL:
-            return self._alias(name, ours)
-        spec = self._real(name, path, target)
-        if spec is None:
-            return self._alias(name, ours) if ours else None
-        if ours and spec.loader:
-            spec.loader = _Completed(spec.loader, name, ours)
+        preferred = ours and self.prefer == "fastvit" and name not in _PARTIAL
+        # A search on the path of a package of fastvit's would load a second copy.
+        real = None if preferred or _is_ours(name.rpartition(".")[0]) else self._real(name, path, target)
+        if real and real.loader and ours:
+            real.loader = _Completed(real.loader, name, ours)
+        if real or not ours:
+            return real
+        found = importlib.util.find_spec(ours)
+        assert found
+        spec = ModuleSpec(name, _Alias(name, ours), origin=found.origin)
+        spec.submodule_search_locations = found.submodule_search_locations
         return spec
 
     def _real(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            # A folder without __init__.py (no origin), such as a clone of apex beside the script, is no
-            # package.
-            if spec is not None and spec.loader is not None and spec.origin is not None:
-                return spec
-        return None
-
-    @staticmethod
-    def _alias(name: str, target: str) -> ModuleSpec:
-        spec = importlib.util.find_spec(target)
-        assert spec
-        return ModuleSpec(name, _Alias(target), is_package=spec.submodule_search_locations is not None)
+        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        # A folder without __init__.py (no origin), such as a clone of apex beside the script, is no package.
+        return next((spec for spec in found if spec and spec.loader and spec.origin), None)
 
 
 def install(prefer: str = "apex") -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._finder import without
+from ._finder import finish
 from .apex._fused import Tensors, is_flat, laid_as, norms, wide
 
 Lists = Sequence[Tensors]
 Options = dict[str, Any]
 
-__getattr__ = without("amp_C")
+finish(__name__)
 
 
 def _float32(tensors: Tensors) -> Tensors:

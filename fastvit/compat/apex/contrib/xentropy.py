@@ -4,27 +4,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..normalization.fused_layer_norm import as_function
 
-class SoftmaxCrossEntropyLoss:
-    """Cross entropy of each row, 0 where the label is `padding_idx`; called by `apply`."""
 
-    @staticmethod
-    def apply(
-        logits: Tensor,
-        labels: Tensor,
-        smoothing: float = 0.0,
-        padding_idx: int = 0,
-        half_to_float: bool = False,
-    ) -> Tensor:
-        """The losses `(N,)` of logits `(N, C)` and labels `(N,)`, in the dtype of the logits.
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0, half_to_float: bool = False
+) -> Tensor:
+    """The losses `(N,)` of logits `(N, C)` and labels `(N,)`, in the dtype of the logits.
 
-        Args:
-            smoothing: share of the target that is spread over all classes, as torch's `label_smoothing`.
-            padding_idx: label of the rows to leave out.
-            half_to_float: return float32 for logits in half.
-        """
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(
-            wide, labels, ignore_index=padding_idx, label_smoothing=smoothing, reduction="none"
-        )
-        return losses if half_to_float else losses.to(logits.dtype)
+    Args:
+        smoothing: share of the target that is spread over all classes, as torch's `label_smoothing`.
+        padding_idx: label of rows whose loss is 0.
+        half_to_float: return float32 for logits in half.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(
+        wide, labels, ignore_index=padding_idx, label_smoothing=smoothing, reduction="none"
+    )
+    return losses if half_to_float else losses.to(logits.dtype)
+
+
+SoftmaxCrossEntropyLoss = as_function(_cross_entropy)

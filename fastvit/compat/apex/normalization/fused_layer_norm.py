@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,24 +15,6 @@ from fastvit._checks import autocast_dtype
 from .._notices import warn_once
 from ..amp._amp_state import _amp_state
 from ..amp.forward import cast_floating
-
-__all__ = [
-    "FusedLayerNorm",
-    "FusedLayerNormAffineFunction",
-    "FusedLayerNormAffineMixedDtypesFunction",
-    "FusedLayerNormFunction",
-    "FusedRMSNorm",
-    "FusedRMSNormAffineFunction",
-    "FusedRMSNormAffineMixedDtypesFunction",
-    "FusedRMSNormFunction",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
-]
 
 Shape = int | Sequence[int]
 
@@ -114,19 +96,32 @@ mixed_dtype_fused_layer_norm_affine = functools.partial(fused_layer_norm_affine,
 mixed_dtype_fused_rms_norm_affine = functools.partial(fused_rms_norm_affine, mixed=True)
 
 
-def as_function(norm: Callable[..., Tensor]) -> type:
-    """apex's form of a norm: a class with `apply(...)`, and `forward(ctx, ...)`, whose arguments scripts
-    look at.
+def _fast_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
+) -> Tensor:
+    """LayerNorm in the dtype of the weight."""
+    shape = tuple(weight.shape)
+    return fused_layer_norm_affine(x, weight, bias, shape, epsilon, memory_efficient, mixed=True)
+
+
+def as_function(function: Callable[..., Tensor]) -> type:
+    """apex's form of a function: a class with `apply(...)`, which torch differentiates, and with
+    `forward(ctx, ...)` and `backward`, which scripts look at and wrap.
     """
 
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        return norm(*arguments)
+        return function(*arguments)
 
-    ctx, norms = inspect.signature(forward).parameters["ctx"], inspect.signature(norm)
-    forward.__signature__ = norms.replace(parameters=[ctx, *norms.parameters.values()])  # type: ignore[attr-defined]
-    return type("Function", (), {"apply": staticmethod(norm), "forward": staticmethod(forward)})
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise NotImplementedError("fastvit lets torch differentiate this: call backward of the output")
+
+    ctx, signature = inspect.signature(forward).parameters["ctx"], inspect.signature(function)
+    forward.__signature__ = signature.replace(parameters=[ctx, *signature.parameters.values()])  # type: ignore[attr-defined]
+    parts = {"apply": function, "forward": forward, "backward": backward}
+    return type("Function", (), {name: staticmethod(part) for name, part in parts.items()})
 
 
+FastLayerNormFN = as_function(_fast_layer_norm)
 FusedLayerNormAffineFunction = as_function(fused_layer_norm_affine)
 FusedLayerNormAffineMixedDtypesFunction = as_function(mixed_dtype_fused_layer_norm_affine)
 FusedLayerNormFunction = as_function(fused_layer_norm)
@@ -181,3 +176,15 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     """FusedRMSNorm whose output has the dtype of the weight."""
 
     mixed = True
+
+
+class FastLayerNorm(MixedFusedLayerNorm):
+    """LayerNorm over the last dimension; the output has the dtype of the weight.
+
+    Args:
+        memory_efficient: has no effect, and warns once.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
+        super().__init__(hidden_size, eps, memory_efficient=memory_efficient)
+        self.epsilon = eps  # subclasses read it

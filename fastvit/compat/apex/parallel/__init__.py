@@ -3,7 +3,6 @@
 from fastvit.fuse import convert_syncbn_model
 from fastvit.sync_batchnorm import SyncBatchNorm, create_syncbn_process_group
 
-from . import optimized_sync_batchnorm, sync_batchnorm
 from .distributed import DistributedDataParallel, ReduceOp, Reducer
 from .LARC import LARC
 
@@ -15,6 +14,4 @@ __all__ = [
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
-    "optimized_sync_batchnorm",
-    "sync_batchnorm",
 ]

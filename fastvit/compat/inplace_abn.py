@@ -1,15 +1,34 @@
-"""mapillary's layers."""
+"""mapillary's inplace_abn under its names, with its effective weight `|weight| + eps`.
+
+In place: leaky_relu, elu and identity; relu only in `ABN`. leaky_relu with a slope of 0, with which
+mapillary's gradients are wrong, is relu here: the layer saves its input, and its output is rebuilt inside
+`fastvit.recompute_scope()` or a converted model. Negative slopes are refused.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from fastvit import functional
 from fastvit.batch_norm_act import BatchNormAct
 from fastvit.inplace_abn import InPlaceABN as _InPlaceABN
 from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
+
+from ._finder import finish
+
+__all__ = [
+    "ABN",
+    "InPlaceABN",
+    "InPlaceABNSync",
+    "active_group",
+    "inplace_abn",
+    "inplace_abn_sync",
+    "set_active_group",
+]
 
 
 class ABN(BatchNormAct):
@@ -67,3 +86,45 @@ class InPlaceABN(_InPlaceABN):
 
 class InPlaceABNSync(InPlaceABN, _InPlaceABNSync):
     """`fastvit.InPlaceABNSync` with mapillary's arguments, `group` among them, and `|weight| + eps`."""
+
+
+def inplace_abn(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """`fastvit.functional.inplace_abn` with `|weight| + eps`; overwrites x."""
+    return functional.inplace_abn(x, *arguments, **options, abs_weight=True)
+
+
+def inplace_abn_sync(
+    x: Tensor, *arguments: Any, group: dist.ProcessGroup | None = None, **options: Any
+) -> Tensor:
+    """`inplace_abn` with statistics over the ranks of `group` (None: all), by name or as 11th argument."""
+    if len(arguments) == 10:
+        *arguments, group = arguments  # type: ignore[assignment]
+    return functional.inplace_abn_sync(x, *arguments, process_group=group, **options, abs_weight=True)
+
+
+_groups: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def active_group(active: bool) -> dist.ProcessGroup | None:
+    """The group of the ranks that passed True, or None. Every rank calls it; each group is made once."""
+    world = dist.group.WORLD
+    flags: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(flags, bool(active))
+    ranks = tuple(rank for rank, flag in enumerate(flags) if flag)
+    if not ranks or len(ranks) == len(flags):
+        return world if ranks else None
+    known = _groups.setdefault(world, {})
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks))
+    return known[ranks]
+
+
+def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Calls `set_group(group)` of every layer in `module` that has it."""
+    for layer in module.modules():
+        set_group = getattr(layer, "set_group", None)
+        if callable(set_group):
+            set_group(group)
+
+
+finish(__name__)

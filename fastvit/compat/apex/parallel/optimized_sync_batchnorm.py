@@ -1,5 +1,0 @@
-"""The module of apex's compiled SyncBatchNorm, here fastvit's."""
-
-from fastvit.sync_batchnorm import SyncBatchNorm
-
-__all__ = ["SyncBatchNorm"]
