@@ -33,6 +33,7 @@ _INSTEAD = {
     "amp_C.multi_tensor_unscale_l2norm": "amp_C.multi_tensor_l2norm",
     "apex.amp.lists.tensor_overrides": "amp.register_half_function",
     "apex.amp.lists.torch_overrides": "amp.register_half_function",
+    "apex.amp.handle.AmpHandle": "amp.scale_loss",
     "apex.amp.init": "amp.initialize",
     "apex.fp16_utils.FP16Model": "fp16_utils.network_to_half",
     "apex.fp16_utils.convert_module": "fp16_utils.network_to_half",
@@ -54,8 +55,8 @@ def _ours(name: str) -> str | None:
 
 
 def _where_to_read(name: str) -> str:
-    use = f"use {_INSTEAD[name]}, " if name in _INSTEAD else ""
-    return f"{use}see docs/migrating-from-apex.md"
+    instead = _INSTEAD.get(name) or _INSTEAD.get(name.rpartition(".")[0])
+    return f"{f'use {instead}, ' if instead else ''}see docs/migrating-from-apex.md"
 
 
 def _missing(name: str) -> ModuleNotFoundError:
@@ -63,11 +64,12 @@ def _missing(name: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(f"No module named {name!r} in fastvit.compat; {_where_to_read(name)}")
 
 
-def without(module: str) -> Callable[[str], NoReturn]:
-    """The `__getattr__` of a module, whose error says where to read about a name that is not there."""
+def without(owner: str) -> Callable[..., NoReturn]:
+    """The `__getattr__` of a module or class, whose error says what to use for a name that is not there."""
 
-    def missing(name: str) -> NoReturn:
-        raise AttributeError(f"{module}: fastvit has no {name}; {_where_to_read(f'{module}.{name}')}")
+    def missing(*self_and_name: Any) -> NoReturn:
+        name = self_and_name[-1]
+        raise AttributeError(f"{owner}: fastvit has no {name}; {_where_to_read(f'{owner}.{name}')}")
 
     return missing
 

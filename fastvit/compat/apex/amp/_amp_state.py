@@ -1,7 +1,7 @@
 """The options and scalers of the last `amp.initialize`, shared by the whole process."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ import torch.distributed as dist
 from .scaler import LossScaler
 
 
-@dataclass(frozen=True)
+@dataclass
 class Properties:
-    """The options of one `amp.initialize`. None means that the level does not use the option."""
+    """The options of one `amp.initialize`, which `options` has by name. None: the level does not use it."""
 
     enabled: bool = False
     opt_level: str | None = None
@@ -22,23 +22,35 @@ class Properties:
     master_weights: bool | None = None
     loss_scale: float | str = 1.0
 
+    options = property(vars)
 
-@dataclass
+
 class AmpState:
-    """The chosen options (None before the first `initialize`), one scaler per loss, the verbosity.
+    """What `initialize` leaves for the process; before its first call there are only the three switches.
 
-    `handle` is None but under O1, which does no casts while its `_is_active` is False. With
-    `allow_incoming_model_not_fp32` True `initialize` takes models with half weights.
+    There is a `handle` under O1 alone, which does no casts while its `_is_active` is False.
     """
 
-    opt_properties: Properties | None = None
-    loss_scalers: list[LossScaler] = field(default_factory=list)
-    verbosity: int = 1
-    handle: Any = None
-    allow_incoming_model_not_fp32: bool = False
+    opt_properties: Properties
+    loss_scalers: list[LossScaler]
+    min_loss_scale: float | None
+    max_loss_scale: float
+    handle: Any
+
+    def __init__(self) -> None:
+        self.hard_override = False  # contradictions are printed instead of raised
+        self.allow_incoming_model_not_fp32 = False  # `initialize` takes models with half weights
+        self.verbosity = 1
 
 
 _amp_state = AmpState()
+
+
+def warn_or_err(msg: str) -> None:
+    """Raises RuntimeError, or with `hard_override` prints."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(msg)
+    print(f"Warning: {msg}", flush=True)
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:

@@ -1,5 +1,6 @@
 """`initialize` with the options of O0 to O3, and the state of the loss scalers."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,14 +13,14 @@ from torch.optim import Optimizer
 from ..parallel import LARC
 from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
 from . import forward
-from ._amp_state import Properties, _amp_state, maybe_print
+from ._amp_state import Properties, _amp_state, maybe_print, warn_or_err
 from .forward import ForwardCasts, device_type, half_type
 from .handle import AmpOptimizer, innermost, of, several
 from .lists import AmpHandle
 from .scaler import LossScaler
 from .weights import HALF_TYPES
 
-LEVELS = {
+opt_levels = {
     "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
     "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
     "O2": Properties(True, "O2", torch.float16, False, True, True, "dynamic"),
@@ -60,7 +61,7 @@ def choose(opt_level: str, **overrides: Any) -> Properties:
         RuntimeError: an unknown level, or an override that contradicts the level.
         ValueError: an override of a wrong type.
     """
-    if opt_level not in LEVELS:
+    if opt_level not in opt_levels:
         raise RuntimeError(f"amp.initialize: opt_level takes 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}")
     checks = {"loss_scale": _loss_scale, "cast_model_type": _cast_type}
     given = {name: value for name, value in overrides.items() if value is not None}
@@ -68,12 +69,12 @@ def choose(opt_level: str, **overrides: Any) -> Properties:
     if opt_level == "O1":
         for name in ("keep_batchnorm_fp32", "master_weights"):
             if name in chosen:
-                raise RuntimeError(
+                warn_or_err(
                     f"amp.initialize: {name} has no effect under O1, whose weights are float32; leave it out"
                 )
     elif chosen.get("patch_torch_functions"):
         raise RuntimeError(f"amp.initialize: patch_torch_functions=True is for O1, got it with {opt_level}")
-    return replace(LEVELS[opt_level], **chosen)
+    return replace(opt_levels[opt_level], **chosen)
 
 
 def initialize(
@@ -122,9 +123,9 @@ def initialize(
     models = list(models) if isinstance(models, Iterator) else models
     optimizers = list(optimizers) if isinstance(optimizers, Iterator) else optimizers
     _amp_state.verbosity = verbosity
-    if _amp_state.handle is not None:
+    if hasattr(_amp_state, "handle"):
         _amp_state.handle._deactivate()
-        _amp_state.handle = None
+        del _amp_state.handle
     if not enabled:
         _undo(models, optimizers)
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
@@ -141,7 +142,7 @@ def initialize(
     optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers, (Optimizer, LARC))
     if properties.cast_model_type is torch.float16 and cast_model_type is None:
         device = device_type(model_list[0]) if model_list else "cpu"
-        properties = replace(properties, cast_model_type=half_type(device))
+        properties.cast_model_type = half_type(device)
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
@@ -153,8 +154,9 @@ def initialize(
     for inner in inside:
         _prepare_model(inner, properties, cast_model_outputs)
     for optimizer in optimizer_list:
-        AmpOptimizer(innermost(optimizer))
+        AmpOptimizer(innermost(optimizer), half=properties.cast_model_type in HALF_TYPES)
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     if properties.patch_torch_functions:
         _amp_state.handle = AmpHandle()
     return models if optimizers is None else (models, optimizers)
@@ -188,11 +190,11 @@ def _undo(models: Any, optimizers: Any) -> None:
 def _prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_TYPES and not _amp_state.allow_incoming_model_not_fp32:
-            raise RuntimeError(
+            warn_or_err(
                 f"amp.initialize: parameter {name} is {parameter.dtype}; a float32 model expected, "
                 "which amp casts by the level"
             )
-    casts = ForwardCasts(properties, outputs)
+    casts = ForwardCasts(copy.copy(properties), outputs)
     forward.wrap(model, casts)
     if casts.dtype is not None:
         model.float()
@@ -204,7 +206,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     The float32 weights are in the state_dict of the model.
     """
     destination = {} if destination is None else destination
-    for index, scaler in enumerate(_amp_state.loss_scalers):
+    for index, scaler in enumerate(getattr(_amp_state, "loss_scalers", ())):
         destination[f"loss_scaler{index}"] = scaler.state_dict()
     return destination
 
@@ -221,8 +223,8 @@ def load_state_dict(state: dict[str, Any]) -> None:
     unexpected = [key for key in state if not (key.startswith("loss_scaler") and key[11:].isdigit())]
     if unexpected:
         raise RuntimeError(f"amp.load_state_dict: unexpected keys {', '.join(map(repr, unexpected))}")
-    scalers = _amp_state.loss_scalers
-    if len(state) != len(scalers) and _amp_state.opt_properties and _amp_state.opt_properties.enabled:
+    scalers = getattr(_amp_state, "loss_scalers", [])
+    if len(state) != len(scalers) and scalers:
         maybe_print(
             f"amp.load_state_dict: {len(state)} loss scalers in the file, {len(scalers)} here", rank0=True
         )
