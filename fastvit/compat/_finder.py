@@ -33,12 +33,21 @@ _INSTEAD = {
     "amp_C.multi_tensor_unscale_l2norm": "amp_C.multi_tensor_l2norm",
     "apex.amp.lists.tensor_overrides": "amp.register_half_function",
     "apex.amp.lists.torch_overrides": "amp.register_half_function",
-    "apex.amp.handle.AmpHandle": "amp.scale_loss",
+    "apex.amp.AmpOptimizerState": "optimizer.param_groups, whose weights and gradients are float32",
+    "apex.amp.frontend": "amp.frontend.opt_levels",
+    "apex.amp.handle": "amp.initialize, with enabled=False for no casts",
+    "apex.amp.handle.AmpHandle": "amp.scale_loss, and torch.clear_autocast_cache()",
     "apex.amp.init": "amp.initialize",
+    "apex.amp.scaler": "amp_C.multi_tensor_scale, amp_C.multi_tensor_axpby",
+    "apex.amp.scaler.LossScaler": "amp.scale_loss, which unscales gradients",
     "apex.fp16_utils.FP16Model": "fp16_utils.network_to_half",
+    "apex.fp16_utils.FP16_Optimizer": "param_groups, loss_scaler, and the masters in state_dict()",
     "apex.fp16_utils.convert_module": "fp16_utils.network_to_half",
     "apex.fp16_utils.convert_network": "fp16_utils.network_to_half",
+    "apex.fp16_utils.fp16util": "fp16_utils.network_to_half",
     "apex.optimizers.FusedAdagrad": "torch.optim.Adagrad",
+    "apex.parallel.DistributedDataParallel": "the gradients of parameters(), reduced after each backward",
+    "apex.parallel.distributed": "apex.parallel.distributed.flat_dist_call",
 }
 """What is to be used for names that are not there."""
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..._finder import without
 from .._fused import follow_, lay_out
 from ..amp.handle import Earlier, before_backward, innermost, leave_scaled, parameters_of, scaled, unscale
 from ..amp.weights import HALF_TYPES
@@ -89,6 +90,8 @@ class FP16_Optimizer:
     def __getattr__(self, name: str) -> Any:  # state, param_groups
         if name == "optimizer" or name.startswith("__"):  # while being copied or pickled
             raise AttributeError(name)
+        if not hasattr(self.optimizer, name):
+            without("apex.fp16_utils.FP16_Optimizer")(name)
         return getattr(self.optimizer, name)
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
