@@ -174,7 +174,7 @@ def test_gradients_that_are_not_reduced_yet_stay_scaled(monkeypatch):
             patch.setattr(amp.handle, "without_sync", lambda model=model: set(model.encoder.parameters()))
             second(model, q, 2)
         if not options:
-            assert p._amp_stash.params_have_scaled_gradients and not q._amp_stash.params_have_scaled_gradients
+            assert model.encoder.weight.grad.abs().max() > 100 > model.second.weight.grad.abs().max()
         second_alone(model, p, q, 2)
         results.append(values(model))
     assert torch.equal(*results)
@@ -188,7 +188,6 @@ def test_an_overflow_in_the_other_optimizer_alone(drops, capsys):
     with amp.scale_loss(model(X, "second"), q, loss_id=1) as scaled:
         scaled.backward()
         model.encoder.weight.grad[0] = float("nan")
-    assert p._amp_stash.already_patched and not q._amp_stash.already_patched
     amp._amp_state.verbosity = 1
     if drops:
         p.zero_grad()

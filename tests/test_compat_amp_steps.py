@@ -73,7 +73,7 @@ def test_schedule():
         assert not scaler.update_scale()
     assert scaler.loss_scale() == 2.0**16
     scaler.update_scale()
-    assert scaler.loss_scale() == 2.0**17 and scaler.state_dict()["unskipped"] == 0
+    assert scaler.loss_scale() == 2.0**17 and scaler._unskipped == 0
     assert overflows(scaler) and scaler._has_overflow and scaler.loss_scale() == 2.0**16
     scaler.clear_overflow_state()
     for _ in range(2000 * 20):

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .scaler import LossScaler
-
 
 @dataclass
 class Properties:
@@ -26,24 +24,17 @@ class Properties:
 
 
 class AmpState:
-    """What `initialize` leaves for the process; before its first call there are only the three switches.
+    """What `initialize` leaves for the process: opt_properties, loss_scalers and the limits of their scales.
 
     There is a `handle` under O1 alone, which does no casts while its `_is_active` is False.
     """
 
-    opt_properties: Properties
-    loss_scalers: list[LossScaler]
-    min_loss_scale: float | None
-    max_loss_scale: float
-    handle: Any
-
-    def __init__(self) -> None:
-        self.hard_override = False  # contradictions are printed instead of raised
-        self.allow_incoming_model_not_fp32 = False  # `initialize` takes models with half weights
-        self.verbosity = 1
+    hard_override = False  # contradictions are printed instead of raised
+    allow_incoming_model_not_fp32 = False  # `initialize` takes models with half weights
+    verbosity = 1
 
 
-_amp_state = AmpState()
+_amp_state: Any = AmpState()
 
 
 def warn_or_err(msg: str) -> None:

@@ -143,20 +143,21 @@ def initialize(
     if properties.cast_model_type is torch.float16 and cast_model_type is None:
         device = device_type(model_list[0]) if model_list else "cpu"
         properties.cast_model_type = half_type(device)
-    scalers = [
-        LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        for _ in range(num_losses)
-    ]
+    limits = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+    scalers = [LossScaler(properties.loss_scale, **limits) for _ in range(num_losses)]
+    for index, scaler in enumerate(scalers):
+        scaler.loss_id = index
 
     maybe_print(f"amp: {properties}", rank0=True)
     inside = [_inside_wrappers(model) for model in model_list]
     _undo(inside, optimizer_list)
     for inner in inside:
         _prepare_model(inner, properties, cast_model_outputs)
+    casts = properties.opt_level != "O1" and properties.cast_model_type in HALF_TYPES
     for optimizer in optimizer_list:
-        AmpOptimizer(innermost(optimizer), half=properties.cast_model_type in HALF_TYPES)
+        AmpOptimizer(innermost(optimizer), casts)
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
-    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    vars(_amp_state).update(limits)
     if properties.patch_torch_functions:
         _amp_state.handle = AmpHandle()
     return models if optimizers is None else (models, optimizers)
@@ -207,7 +208,10 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """
     destination = {} if destination is None else destination
     for index, scaler in enumerate(getattr(_amp_state, "loss_scalers", ())):
-        destination[f"loss_scaler{index}"] = scaler.state_dict()
+        destination[f"loss_scaler{index}"] = {
+            "loss_scale": scaler.loss_scale(),
+            "unskipped": scaler._unskipped,
+        }
     return destination
 
 
@@ -230,4 +234,5 @@ def load_state_dict(state: dict[str, Any]) -> None:
         )
     for key, value in state.items():
         if int(key[11:]) < len(scalers):
-            scalers[int(key[11:])].load_state_dict(value)
+            scaler = scalers[int(key[11:])]
+            scaler._loss_scale, scaler._unskipped = float(value["loss_scale"]), int(value["unskipped"])

@@ -77,20 +77,23 @@ def before_backward(parameters: Iterable[nn.Parameter], scale: float) -> Earlier
 
 
 @torch.no_grad()
-def unscale(parameters: Iterable[nn.Parameter], scale: float, earlier: Earlier) -> list[Tensor]:
-    """Divides gradients by `scale` and adds `earlier` ones, in place; devices and dtypes may be mixed.
+def unscale(parameters: Iterable[nn.Parameter], earlier: Earlier) -> dict[LossScaler | None, list[Tensor]]:
+    """Divides gradients that are scaled, and adds `earlier` ones, in place; devices and dtypes may be mixed.
 
-    Returns one float32 scalar per device, 1 where any gradient there is not finite. Does not wait for the
-    device.
+    Returns for each scaler one float32 scalar per device, 1 where any gradient there is not finite. Does not
+    wait for the device.
     """
-    parameters = list(parameters)
-    optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}])
-    factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=parameters[0].device)
-    flags = GradScaler(enabled=False)._unscale_grads_(optimizer, factor, torch.zeros_like(factor), True)
+    flags = {}
+    for key in dict.fromkeys(scaled[p] for p in parameters if p in scaled):
+        held = [p for p in parameters if scaled.get(p) == key]
+        optimizer: Any = SimpleNamespace(param_groups=[{"params": held}])
+        factor = torch.full((), 1.0 / key[0], dtype=torch.float32, device=held[0].device)
+        found = GradScaler(enabled=False)._unscale_grads_(optimizer, factor, torch.zeros_like(factor), True)
+        flags[key[1]] = [*flags.get(key[1], ()), *found.values()]
     for parameter in parameters:
         scaled.pop(parameter, None)
         add_gradient(parameter, earlier.get(parameter))
-    return [*flags.values()]
+    return flags
 
 
 @torch.no_grad()
@@ -108,12 +111,6 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     """Adds `gradient`, where there is one, to that of the parameter."""
     if gradient is not None:
         parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-
-
-_LISTS = """
-    fp16_groups fp32_from_fp16_groups fp32_from_fp32_groups
-    all_fp16_params all_fp32_from_fp16_params all_fp32_from_fp32_params all_fp32_params
-""".split()
 
 
 class AmpOptimizer:
@@ -163,20 +160,12 @@ class AmpOptimizer:
         for name in self._names:
             del self.optimizer.__dict__[name]
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in _LISTS or "optimizer" not in vars(self):
+    def __getattr__(self, name: str) -> list[Any]:
+        if not name.endswith(("_groups", "_params")):
             without("apex.amp.AmpOptimizerState")(name)
-        filled = self._half if "fp16" in name else not self._half
+        filled = self._half is ("fp16" in name)
         groups = [[*group["params"]] if filled else [] for group in self.optimizer.param_groups]
         return sum(groups, []) if name.startswith("all") else groups
-
-    @property
-    def already_patched(self) -> bool:
-        return self.overflow is not None
-
-    @property
-    def params_have_scaled_gradients(self) -> bool:
-        return any(parameter in scaled for parameter in parameters_of([self.optimizer]))
 
     def _gradients(self) -> Iterator[Tensor]:
         return (p.grad.to_dense() for p in parameters_of([self.optimizer]) if p.grad is not None)
@@ -191,12 +180,7 @@ class AmpOptimizer:
 
     def unscale_rest(self) -> None:
         """Unscales gradients that were left scaled, and skips the step after an overflow."""
-        held: dict[tuple[float, LossScaler | None], list[nn.Parameter]] = {}
-        for parameter in parameters_of([self.optimizer]):
-            if parameter in scaled:
-                held.setdefault(scaled[parameter], []).append(parameter)
-        for (scale, scaler), parameters in held.items():
-            flags = unscale(parameters, scale, {})
+        for scaler, flags in unscale(parameters_of([self.optimizer]), {}).items():
             if scaler is None:
                 continue
             scaler.look_at(flags)
@@ -217,10 +201,9 @@ class AmpOptimizer:
             if self.counts:
                 scaler._has_overflow = True
                 scaler.update_scale()
-            scalers = _amp_state.loss_scalers
-            which = f"loss scaler {scalers.index(scaler)} " if scaler in scalers else ""
             maybe_print(
-                f"Gradient overflow. Skipping step, {which}reducing loss scale to {scaler.loss_scale()}",
+                f"Gradient overflow. Skipping step, loss scaler {scaler.loss_id} reducing loss scale to "
+                f"{scaler.loss_scale()}",
                 rank0=True,
             )
             # An optimizer changes neither a parameter without a gradient nor its state.
@@ -299,10 +282,9 @@ def scale_loss(
     others = [p for p in parameters_of(o.optimizer for o in _attached) if p not in known]
     earlier = before_backward([*own, *others], scale)
     others = [p for p in others if p not in scaled]
-    fresh = [*(p for p in own if p not in scaled), *others]
     parameters = [*own, *others]
-    for parameter in parameters:
-        scaled[parameter] = (scale, scaler)
+    fresh = [p for p in parameters if p not in scaled]
+    leave_scaled(parameters, scale, scaler, {})
     opened = set(parameters) - _open
     _open.update(opened)
     try:
@@ -314,20 +296,16 @@ def scale_loss(
         raise
     finally:
         _open.difference_update(opened)
-    for parameter in parameters:
-        if parameter not in scaled:  # a step in the block, or a block inside, has unscaled its gradient
-            add_gradient(parameter, earlier.get(parameter))
-    held = set(parameters) if delay_unscale else without_sync()
-    leave_scaled([p for p in parameters if p in scaled and p in held], scale, scaler, earlier)
-    due, due_others = ([p for p in part if p in scaled and p not in held] for part in (own, others))
-    lost = scaler.look_at(unscale(due_others, scale, earlier)) if due_others else False
-    skips = False
-    if due:
-        scaler.look_at(unscale(due, scale, earlier))
+    # A step in the block, or a block inside, may have unscaled gradients.
+    held = {p for p in (parameters if delay_unscale else without_sync()) if p in scaled}
+    leave_scaled([p for p in parameters if p in held], scale, scaler, earlier)
+    theirs, flags = (unscale([p for p in part if p not in held], earlier) for part in (others, own))
+    lost, skips = scaler.look_at(theirs.get(scaler, ())), False
+    if scaler in flags:
+        scaler.look_at(flags[scaler])
         skips = not delay_overflow_check and scaler.update_scale()
     for optimizer in _attached if lost or skips else ():
-        skipped = skips if optimizer in given else optimizer.has_infinite_gradients()
-        if skipped:
+        if skips if optimizer in given else optimizer.has_infinite_gradients():
             optimizer.overflow, optimizer.counts = scaler, not skips
 
 

@@ -26,6 +26,7 @@ class LossScaler:
         max_loss_scale: its ceiling.
     """
 
+    loss_id = 0  # its index in `scale_loss`
     has_fused_kernel = True
     warned_no_fused_kernel = warned_unscaling_non_fp32_grad = False
     __getattr__ = without("apex.amp.scaler.LossScaler")
@@ -82,10 +83,3 @@ class LossScaler:
             self._loss_scale = self._bounded(self._loss_scale * 2.0)
             self._unskipped = 0
         return False
-
-    def state_dict(self) -> dict[str, float | int]:
-        return {"loss_scale": self._loss_scale, "unskipped": self._unskipped}
-
-    def load_state_dict(self, state: dict[str, float | int]) -> None:
-        self._loss_scale = float(state["loss_scale"])
-        self._unskipped = int(state["unskipped"])

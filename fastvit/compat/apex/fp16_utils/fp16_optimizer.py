@@ -123,8 +123,7 @@ class FP16_Optimizer:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = torch.float32
                 parameter.grad = None if gradient is None else gradient.float()
-        if held:
-            flags = unscale(held, scaled[held[0]][0], self._earlier)
+        for flags in unscale(held, self._earlier).values():
             self.overflow |= any(flag.item() for flag in flags)
             self._earlier = {}
 
