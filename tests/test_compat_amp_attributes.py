@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from amp_models import LEVELS, network, start, step, values
+from amp_models import LEVELS, loss_of, network, start, step, values
 from torch import nn
 
 from fastvit.compat import amp_C
@@ -100,8 +100,8 @@ def test_a_script_that_reduces_gradients_and_checks_for_overflow_itself(infinite
     """As for BERT: with delay_overflow_check the scale changes when the script says so, by its own flag."""
     model, optimizer = start("O2", loss_scale="dynamic")
     scaler, before = _amp_state.loss_scalers[0], values(model)
-    with amp.scale_loss(2 * model(torch.ones(8, 1, 8, 8)).mean(), optimizer, delay_overflow_check=True) as loss:
-        loss.backward()
+    with amp.scale_loss(2 * loss_of(model), optimizer, delay_overflow_check=True) as scaled:
+        scaled.backward()
         if infinite:
             model[0].weight.grad[0] = float("inf")
     assert scaler._overflow_buf.item() == infinite and scaler._loss_scale == 2.0**16
@@ -138,7 +138,8 @@ def test_lists_of_the_stash(level):
     assert [*map(id, stash.all_fp32_params)] == [*map(id, sum(full, []))]
     assert [*map(id, stash.all_fp32_from_fp32_params)] == [*map(id, sum(full, []))]
     names = {p: name for name, p in model.named_parameters()}
-    masters = {master: names.get(p) for p, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params)}
+    pairs = zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True)
+    masters = {master: names.get(parameter) for parameter, master in pairs}
     assert level in ("O0", "O1") or all(p in masters for p in amp.master_params(optimizer))
     optimizer._master_params_to_model_params()
     amp.initialize(model, optimizer, enabled=False)

@@ -1,5 +1,5 @@
-"""fastvit.compat.apex.amp: a loss whose gradients reach parameters of optimizers that scale_loss was not given.
-What a script does then does the same as without amp.
+"""fastvit.compat.apex.amp: a loss whose gradients reach parameters of optimizers that scale_loss was not
+given. What a script does then does the same as without amp.
 """
 
 import pytest

@@ -143,7 +143,7 @@ def initialize(
     if properties.cast_model_type is torch.float16 and cast_model_type is None:
         device = device_type(model_list[0]) if model_list else "cpu"
         properties.cast_model_type = half_type(device)
-    limits = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+    limits: dict[str, Any] = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
     scalers = [LossScaler(properties.loss_scale, **limits) for _ in range(num_losses)]
     for index, scaler in enumerate(scalers):
         scaler.loss_id = index

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..._finder import without
 from .._fused import lay_out
@@ -21,8 +21,8 @@ from ..parallel.LARC import LARC
 from ._amp_state import _amp_state, maybe_print
 from .scaler import LossScaler
 
-scaled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameter whose gradient is not unscaled yet -> its scale, and the scaler that will count its step."""
+SCALE = "_amp_scale"
+"""Attribute of a parameter whose gradient is not unscaled yet: its scale, and the scaler of its next step."""
 
 _attached: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()
 _open: set[nn.Parameter] = set()  # those whose gradients open `scale_loss` blocks will unscale
@@ -67,12 +67,12 @@ def before_backward(parameters: Iterable[nn.Parameter], scale: float) -> Earlier
     earlier = {}
     for parameter in parameters:
         if parameter.grad is None:
-            scaled.pop(parameter, None)
-        elif (held := scaled.get(parameter)) is None:
+            vars(parameter).pop(SCALE, None)
+        elif (held := vars(parameter).get(SCALE)) is None:
             earlier[parameter], parameter.grad = parameter.grad, None
         elif held[0] != scale:
             parameter.grad.mul_(scale / held[0])
-            scaled[parameter] = (scale, held[1])
+            setattr(parameter, SCALE, (scale, held[1]))
     return earlier
 
 
@@ -83,16 +83,20 @@ def unscale(parameters: Iterable[nn.Parameter], earlier: Earlier) -> dict[LossSc
     Returns for each scaler one float32 scalar per device, 1 where any gradient there is not finite. Does not
     wait for the device.
     """
-    flags = {}
-    for key in dict.fromkeys(scaled[p] for p in parameters if p in scaled):
-        held = [p for p in parameters if scaled.get(p) == key]
-        optimizer: Any = SimpleNamespace(param_groups=[{"params": held}])
-        factor = torch.full((), 1.0 / key[0], dtype=torch.float32, device=held[0].device)
-        found = GradScaler(enabled=False)._unscale_grads_(optimizer, factor, torch.zeros_like(factor), True)
-        flags[key[1]] = [*flags.get(key[1], ()), *found.values()]
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        scaled.pop(parameter, None)
-        add_gradient(parameter, earlier.get(parameter))
+        groups[vars(parameter).pop(SCALE, None)].append(parameter)
+    flags: dict[LossScaler | None, list[Tensor]] = defaultdict(list)
+    for key, group in groups.items():
+        if key is not None:
+            optimizer: Any = SimpleNamespace(param_groups=[{"params": group}])
+            factor = torch.full((), 1.0 / key[0], dtype=torch.float32, device=group[0].device)
+            found = torch.zeros_like(factor)
+            flags[key[1]] += (
+                GradScaler(enabled=False)._unscale_grads_(optimizer, factor, found, True).values()
+            )
+        for parameter in group:
+            add_gradient(parameter, earlier.get(parameter))
     return flags
 
 
@@ -102,7 +106,7 @@ def leave_scaled(
 ) -> None:
     """Leaves gradients scaled until the next backward without a delay, or the step, which `scaler` counts."""
     for parameter in parameters:
-        scaled[parameter] = (scale, scaler)
+        setattr(parameter, SCALE, (scale, scaler))
         if (gradient := earlier.get(parameter)) is not None:
             add_gradient(parameter, gradient.mul_(scale))
 
@@ -281,9 +285,9 @@ def scale_loss(
     known = _open.union(own)
     others = [p for p in parameters_of(o.optimizer for o in _attached) if p not in known]
     earlier = before_backward([*own, *others], scale)
-    others = [p for p in others if p not in scaled]
+    others = [p for p in others if SCALE not in vars(p)]
     parameters = [*own, *others]
-    fresh = [p for p in parameters if p not in scaled]
+    fresh = [p for p in parameters if SCALE not in vars(p)]
     leave_scaled(parameters, scale, scaler, {})
     opened = set(parameters) - _open
     _open.update(opened)
@@ -292,12 +296,12 @@ def scale_loss(
     except BaseException:  # a caller may catch it (out of memory) and continue
         for parameter in fresh:  # to scaled gradients the backward has added
             parameter.grad = earlier.get(parameter)
-            scaled.pop(parameter, None)
+            vars(parameter).pop(SCALE, None)
         raise
     finally:
         _open.difference_update(opened)
     # A step in the block, or a block inside, may have unscaled gradients.
-    held = {p for p in (parameters if delay_unscale else without_sync()) if p in scaled}
+    held = {p for p in (parameters if delay_unscale else without_sync()) if SCALE in vars(p)}
     leave_scaled([p for p in parameters if p in held], scale, scaler, earlier)
     theirs, flags = (unscale([p for p in part if p not in held], earlier) for part in (others, own))
     lost, skips = scaler.look_at(theirs.get(scaler, ())), False

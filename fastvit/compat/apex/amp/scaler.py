@@ -65,7 +65,7 @@ class LossScaler:
         self._overflow_buf.zero_()
 
     def look_at(self, flags: Iterable[Tensor]) -> bool:
-        """Notes for `update_scale` whether a flag is set, and returns it; a static scale waits for no flag."""
+        """Notes for `update_scale` whether a flag is set, and returns it; a static scale does not look."""
         self.clear_overflow_state()
         overflow = self.dynamic and any(flag.item() for flag in flags)
         self._overflow_buf.fill_(overflow)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..._finder import without
 from .._fused import follow_, lay_out
-from ..amp.handle import Earlier, before_backward, innermost, leave_scaled, parameters_of, scaled, unscale
+from ..amp.handle import SCALE, Earlier, before_backward, innermost, leave_scaled, parameters_of, unscale
 from ..amp.weights import HALF_TYPES
 from ..parallel.distributed import without_sync
 from .loss_scaler import DynamicLossScaler, LossScaler
@@ -117,7 +117,7 @@ class FP16_Optimizer:
     @torch.no_grad()
     def update_master_grads(self) -> None:
         """Divides the gradients by the scale, in float32."""
-        held = [p for p in parameters_of([self.optimizer]) if p in scaled]
+        held = [p for p in parameters_of([self.optimizer]) if SCALE in vars(p)]
         for parameter in held:
             if parameter.dtype in HALF_TYPES:
                 gradient, parameter.grad = parameter.grad, None

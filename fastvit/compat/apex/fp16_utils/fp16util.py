@@ -61,7 +61,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
             names = ", ".join(sorted(map(str, dtypes))) or "no parameter"
             raise ValueError(f"prep_param_lists: flat_master=True takes parameters of one dtype, got {names}")
         copies = [flatten(copies)]
-    masters = [nn.Parameter(copy) for copy in copies]
+    masters: list[Tensor] = [nn.Parameter(copy) for copy in copies]
     if flat_master:
         masters[0].grad = torch.zeros_like(masters[0])
     return parameters, masters
