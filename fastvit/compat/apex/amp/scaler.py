@@ -19,10 +19,8 @@ class LossScaler:
 
     Args:
         loss_scale: a number, or "dynamic".
-        init_scale: the first dynamic scale.
-        scale_factor: has no effect, as in apex: the scale is halved and doubled.
-        scale_window: the number of clean steps after which the scale is doubled.
-        min_loss_scale: floor of the dynamic scale; None is 2^-24.
+        scale_window: the number of clean steps after which the dynamic scale is doubled.
+        min_loss_scale: its floor; None is 2^-24.
         max_loss_scale: its ceiling.
     """
 
@@ -34,8 +32,7 @@ class LossScaler:
     def __init__(
         self,
         loss_scale: float | str,
-        init_scale: float = 2.0**16,
-        scale_factor: float = 2.0,
+        *,
         scale_window: int = 2000,
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
@@ -47,7 +44,7 @@ class LossScaler:
             raise ValueError(
                 f"LossScaler: min_loss_scale {min_loss_scale} is above max_loss_scale {max_loss_scale}"
             )
-        self._loss_scale = self._bounded(init_scale) if self.dynamic else float(loss_scale)
+        self._loss_scale = self._bounded(2.0**16) if self.dynamic else float(loss_scale)
         self._scale_seq_len = scale_window
         self._unskipped = 0
         self._has_overflow = False
@@ -66,7 +63,7 @@ class LossScaler:
 
     def look_at(self, flags: Iterable[Tensor]) -> bool:
         """Notes for `update_scale` whether a flag is set, and returns it; a static scale does not look."""
-        self.clear_overflow_state()
+        self._has_overflow = False
         overflow = self.dynamic and any(flag.item() for flag in flags)
         self._overflow_buf.fill_(overflow)
         return overflow

@@ -46,38 +46,30 @@ def network_to_half(network: nn.Module) -> nn.Module:
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """The parameters that require gradients, and float32 masters for an optimizer to step.
+    """The parameters that require gradients, and their float32 masters, which an optimizer steps.
 
     Args:
-        flat_master: one master, flat, for all of them, which must have one dtype.
-
-    Raises:
-        ValueError: `flat_master` with parameters of several dtypes, or none.
+        flat_master: one flat master for all parameters, which must have one dtype.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    copies = [p.detach().to(torch.float32, copy=True) for p in parameters]
-    if flat_master:
-        if len(dtypes := {p.dtype for p in parameters}) != 1:
-            names = ", ".join(sorted(map(str, dtypes))) or "no parameter"
-            raise ValueError(f"prep_param_lists: flat_master=True takes parameters of one dtype, got {names}")
-        copies = [flatten(copies)]
-    masters: list[Tensor] = [nn.Parameter(copy) for copy in copies]
+    values = [p.detach().to(torch.float32, copy=True) for p in parameters]
+    dtypes = {str(p.dtype) for p in parameters}
+    if flat_master and len(dtypes) != 1:
+        raise ValueError(f"prep_param_lists: flat_master takes one dtype of parameters, got {sorted(dtypes)}")
+    masters: list[Tensor] = [nn.Parameter(v) for v in ([flatten(values)] if flat_master else values)]
     if flat_master:
         masters[0].grad = torch.zeros_like(masters[0])
     return parameters, masters
 
 
-@torch.no_grad()
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copies the gradients of the model to its masters.
-
-    A master gets None with its parameter; a flat master has zeros there.
-    """
+    """Copies gradients to the masters, and None; a flat master has zeros for None."""
     gradients = [p.grad for p in model_params]
     if flat_master:
-        gradients = [flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in model_params])]
+        filled = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
+        gradients = [flatten(filled)]
     for master, gradient in zip(master_params, gradients, strict=True):
         master.grad = None if gradient is None else gradient.to(master.dtype, copy=True)
 
