@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from amp_models import LEVELS, loss_of, network, start, step, values
+from amp_models import LEVELS, loss_of, start, step, values
 from torch import nn
 
 from fastvit.compat import amp_C
@@ -46,21 +46,12 @@ def test_the_state_is_there_from_initialize_on():
     """Scripts ask by hasattr whether amp is in use."""
     fresh = AmpState()
     assert not any(hasattr(fresh, name) for name in ("opt_properties", "loss_scalers", "handle"))
-    assert fresh.hard_override is fresh.allow_incoming_model_not_fp32 is False and fresh.verbosity == 1
+    assert fresh.allow_incoming_model_not_fp32 is False and fresh.verbosity == 1
     start("O1", min_loss_scale=2.0, max_loss_scale=2.0**20, num_losses=2)
     assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (2.0, 2.0**20)
     assert len(_amp_state.loss_scalers) == 2 and _amp_state.handle.is_active()
     start("O2")
     assert not hasattr(_amp_state, "handle")
-
-
-def test_hard_override_prints_contradictions(monkeypatch, capsys):
-    monkeypatch.setattr(_amp_state, "hard_override", True)
-    start("O1", keep_batchnorm_fp32=True)
-    model, _ = start("O2", model=network().half())
-    said = capsys.readouterr().out
-    assert "keep_batchnorm_fp32 has no effect under O1" in said and "a float32 model expected" in said
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -29,19 +29,12 @@ class AmpState:
     There is a `handle` under O1 alone, which does no casts while its `_is_active` is False.
     """
 
-    hard_override = False  # contradictions are printed instead of raised
+    hard_override = False  # has no effect: a contradiction is an error
     allow_incoming_model_not_fp32 = False  # `initialize` takes models with half weights
     verbosity = 1
 
 
 _amp_state: Any = AmpState()
-
-
-def warn_or_err(msg: str) -> None:
-    """Raises RuntimeError, or with `hard_override` prints."""
-    if not _amp_state.hard_override:
-        raise RuntimeError(msg)
-    print(f"Warning: {msg}", flush=True)
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:

@@ -45,10 +45,6 @@ class ForwardCasts:
         """Of floating-point inputs and weights; None for no cast."""
         return None if self.options.opt_level == "O1" else self.options.cast_model_type
 
-    def made(self, node: Any) -> bool:
-        """Whether a forward that cast weights has made this autograd node."""
-        return node is not None and any(node._sequence_nr() in nodes for nodes in reversed(self.nodes))
-
     @property
     def autocast(self) -> bool:
         """Whether the forward runs under torch.autocast."""
@@ -190,10 +186,10 @@ class AmpForward:
         if casts is None:
             return self.__wrapped__(*args, **kwargs)
         if self.part:
-            given = (*args, *kwargs.values())
+            given, node = (*args, *kwargs.values()), torch._C._current_autograd_node()
             alone = not casts.running and (
                 any(isinstance(value, Tensor) and value.dtype in HALF_TYPES for value in given)
-                or casts.made(torch._C._current_autograd_node())
+                or (node is not None and any(node._sequence_nr() in n for n in reversed(casts.nodes)))
             )
             return self._cast(casts, args, kwargs) if alone else self.__wrapped__(*args, **kwargs)
         handle = getattr(_amp_state, "handle", None)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..parallel import LARC
 from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
 from . import forward
-from ._amp_state import Properties, _amp_state, maybe_print, warn_or_err
+from ._amp_state import Properties, _amp_state, maybe_print
 from .forward import ForwardCasts, device_type, half_type
 from .handle import AmpOptimizer, innermost, of, several
 from .lists import AmpHandle
@@ -69,7 +69,7 @@ def choose(opt_level: str, **overrides: Any) -> Properties:
     if opt_level == "O1":
         for name in ("keep_batchnorm_fp32", "master_weights"):
             if name in chosen:
-                warn_or_err(
+                raise RuntimeError(
                     f"amp.initialize: {name} has no effect under O1, whose weights are float32; leave it out"
                 )
     elif chosen.get("patch_torch_functions"):
@@ -191,7 +191,7 @@ def _undo(models: Any, optimizers: Any) -> None:
 def _prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_TYPES and not _amp_state.allow_incoming_model_not_fp32:
-            warn_or_err(
+            raise RuntimeError(
                 f"amp.initialize: parameter {name} is {parameter.dtype}; a float32 model expected, "
                 "which amp casts by the level"
             )
@@ -208,10 +208,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """
     destination = {} if destination is None else destination
     for index, scaler in enumerate(getattr(_amp_state, "loss_scalers", ())):
-        destination[f"loss_scaler{index}"] = {
-            "loss_scale": scaler.loss_scale(),
-            "unskipped": scaler._unskipped,
-        }
+        held = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+        destination[f"loss_scaler{index}"] = held
     return destination
 
 
