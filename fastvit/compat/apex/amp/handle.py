@@ -289,6 +289,10 @@ def scale_loss(
     parameters = [*own, *others]
     fresh = [p for p in parameters if SCALE not in vars(p)]
     leave_scaled(parameters, scale, scaler, {})
+    # Zeros stand for the gradients of others, to tell in the end whether the block has dropped them.
+    blanks = {p: torch.zeros_like(earlier[p]) for p in others if p in earlier}
+    for parameter, blank in blanks.items():
+        parameter.grad = blank
     opened = set(parameters) - _open
     _open.update(opened)
     try:
@@ -300,6 +304,11 @@ def scale_loss(
         raise
     finally:
         _open.difference_update(opened)
+    for parameter, blank in blanks.items():
+        if parameter.grad is None:
+            del earlier[parameter]
+        elif parameter.grad is blank and blank._version == 0:
+            parameter.grad = None
     # A step in the block, or a block inside, may have unscaled gradients.
     held = {p for p in (parameters if delay_unscale else without_sync()) if SCALE in vars(p)}
     leave_scaled([p for p in parameters if p in held], scale, scaler, earlier)
