@@ -141,6 +141,7 @@ def test_lists_of_the_stash(level):
     ("owner", "name", "line"),
     [
         (lambda o: o._amp_stash, "all_fp16_grad_stash", "use optimizer.param_groups"),
+        (lambda o: o._amp_stash, "params_have_scaled_gradients", "use amp.scale_loss"),
         (lambda o: _amp_state.handle, "wrap_optimizer", "use amp.scale_loss"),
         (lambda o: _amp_state.loss_scalers[0], "unscale_python", "use amp.scale_loss, which unscales"),
         (lambda o: amp.frontend, "O1", "use amp.frontend.opt_levels"),

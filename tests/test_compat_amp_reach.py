@@ -198,6 +198,7 @@ def test_an_overflow_in_the_other_optimizer_alone(drops, capsys):
     with amp.scale_loss(model(X, "second"), q, loss_id=1) as scaled:
         scaled.backward()
         model.encoder.weight.grad[0] = float("nan")
+    assert p._amp_stash.already_patched and not q._amp_stash.already_patched
     amp._amp_state.verbosity = 1
     if drops:
         p.zero_grad()

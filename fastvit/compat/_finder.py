@@ -34,6 +34,7 @@ _INSTEAD = {
     "apex.amp.lists.tensor_overrides": "amp.register_half_function",
     "apex.amp.lists.torch_overrides": "amp.register_half_function",
     "apex.amp.AmpOptimizerState": "optimizer.param_groups, whose weights and gradients are float32",
+    "apex.amp.AmpOptimizerState.params_have_scaled_gradients": "amp.scale_loss(..., delay_unscale=True)",
     "apex.amp._amp_state": "`raise RuntimeError(message)`",
     "apex.amp.frontend": "amp.frontend.opt_levels",
     "apex.amp.handle": "amp.initialize, with enabled=False for no casts",

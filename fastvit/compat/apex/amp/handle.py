@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -164,8 +165,13 @@ class AmpOptimizer:
         for name in self._names:
             del self.optimizer.__dict__[name]
 
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step is skipped."""
+        return self.overflow is not None
+
     def __getattr__(self, name: str) -> list[Any]:
-        if not name.endswith(("_groups", "_params")):
+        if not re.fullmatch("(all_fp32|(all_)?(fp16|fp32_from_fp(16|32)))_(groups|params)", name):
             without("apex.amp.AmpOptimizerState")(name)
         filled = self._half is ("fp16" in name)
         groups = [[*group["params"]] if filled else [] for group in self.optimizer.param_groups]
