@@ -1,5 +1,6 @@
 """`initialize` with the options of O0 to O3, and the state of the loss scalers."""
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -29,29 +30,22 @@ opt_levels = {
 """O0: float32. O1: autocast around forward. O2: half, but for BatchNorm. O3: half."""
 
 
-def _flag(name: str, value: Any) -> bool:
-    value = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
-    if not isinstance(value, bool):
-        raise ValueError(f"amp.initialize: {name} takes True, False or None, got {value!r}")
-    return value
-
-
-def _loss_scale(name: str, value: Any) -> float | str:
-    if value == "dynamic":
-        return value
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if not 0 < number < float("inf"):
-        raise ValueError(f"amp.initialize: {name} takes 'dynamic' or a number above 0, got {value!r}")
-    return number
-
-
-def _cast_type(name: str, value: Any) -> torch.dtype | None:
-    if value is False or (isinstance(value, torch.dtype) and value.is_floating_point):
-        return value or None
-    raise ValueError(f"amp.initialize: {name} takes a floating-point dtype, False or None, got {value!r}")
+def _option(name: str, value: Any) -> Any:
+    """The value of an override; ValueError for one of a wrong kind."""
+    if name == "loss_scale":
+        takes = "'dynamic' or a number above 0"
+        with contextlib.suppress(TypeError, ValueError):
+            if value == "dynamic" or 0 < float(value) < float("inf"):
+                return value if value == "dynamic" else float(value)
+    elif name == "cast_model_type":
+        takes = "a floating-point dtype, False or None"
+        if value is False or (isinstance(value, torch.dtype) and value.is_floating_point):
+            return value or None
+    else:
+        takes = "True, False or None"
+        if isinstance(value, (bool, str)) and str(value) in ("True", "False"):
+            return str(value) == "True"
+    raise ValueError(f"amp.initialize: {name} takes {takes}, got {value!r}")
 
 
 def choose(opt_level: str, **overrides: Any) -> Properties:
@@ -63,9 +57,7 @@ def choose(opt_level: str, **overrides: Any) -> Properties:
     """
     if opt_level not in opt_levels:
         raise RuntimeError(f"amp.initialize: opt_level takes 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}")
-    checks = {"loss_scale": _loss_scale, "cast_model_type": _cast_type}
-    given = {name: value for name, value in overrides.items() if value is not None}
-    chosen = {name: checks.get(name, _flag)(name, value) for name, value in given.items()}
+    chosen = {name: _option(name, value) for name, value in overrides.items() if value is not None}
     if opt_level == "O1":
         for name in ("keep_batchnorm_fp32", "master_weights"):
             if name in chosen:
