@@ -86,8 +86,6 @@ def test_wrong_models_and_optimizers():
         pass
     with pytest.raises(RuntimeError, match="SGD was not given to amp.initialize"):
         step(model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.warns(UserWarning, match="delay_overflow_check has no effect"):
-        backward(model, optimizer, delay_overflow_check=True)
     with pytest.raises(RuntimeError, match="optimizer.step takes no closure"):
         optimizer.step(lambda: 0.0)
 

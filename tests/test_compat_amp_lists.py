@@ -79,15 +79,21 @@ def test_maybe_print(capsys, monkeypatch, rank):
 
 def test_handle_of_o1():
     start("O2")
-    assert amp._amp_state.handle is None and amp._amp_state.allow_incoming_model_not_fp32 is False
+    assert not hasattr(amp._amp_state, "handle")
     model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), opt_level="O1", verbosity=0)
     copy.deepcopy(model)
     torch.save(model, io.BytesIO())
     seen = seen_of(model[0])
-    assert amp._amp_state.handle._is_active
+    assert amp._amp_state.handle.is_active()
     model(X)
+    with amp._amp_state.handle._disable_casts():
+        assert torch.mm(X, W).dtype == torch.float32
+    amp._amp_state.handle._clear_cache()
     amp._amp_state.handle._is_active = False
+    assert not amp._amp_state.handle.is_active()
     model(X)
+    with pytest.raises(AttributeError, match="no wrap_optimizer; use amp.scale_loss"):
+        amp._amp_state.handle.wrap_optimizer(None)
     amp.initialize(model, opt_level="O1", verbosity=0)
     model(X)
     assert seen == [HALF, torch.float32, HALF]

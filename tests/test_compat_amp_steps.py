@@ -60,28 +60,35 @@ def test_overflow_skips_the_step_and_says_so(level, kind, largest, capsys):
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
 
 
+def overflows(scaler) -> bool:
+    scaler.clear_overflow_state()
+    scaler._overflow_buf = torch.ones(1, dtype=torch.int32)  # as a script sets it
+    return scaler.update_scale()
+
+
 def test_schedule():
     scaler = amp.scaler.LossScaler("dynamic")
     assert scaler.loss_scale() == 2.0**16
     for _ in range(1999):
-        assert not scaler.update_scale(False)
+        assert not scaler.update_scale()
     assert scaler.loss_scale() == 2.0**16
-    scaler.update_scale(False)
-    assert scaler.loss_scale() == 2.0**17 and scaler.state_dict()["unskipped"] == 0
-    assert scaler.update_scale(True) and scaler.loss_scale() == 2.0**16
+    scaler.update_scale()
+    assert scaler.loss_scale() == 2.0**17 and scaler._unskipped == 0
+    assert overflows(scaler) and scaler._has_overflow and scaler.loss_scale() == 2.0**16
+    scaler.clear_overflow_state()
     for _ in range(2000 * 20):
-        scaler.update_scale(False)
+        scaler.update_scale()
     assert scaler.loss_scale() == 2.0**24  # the default ceiling
     for _ in range(200):
-        assert scaler.update_scale(True)
+        assert overflows(scaler)
     assert scaler.loss_scale() > 0
     bounded = amp.scaler.LossScaler("dynamic", min_loss_scale=128, max_loss_scale=256)
     assert bounded.loss_scale() == 256
     for _ in range(5):
-        bounded.update_scale(True)
+        overflows(bounded)
     assert bounded.loss_scale() == 128
     static = amp.scaler.LossScaler(64.0)
-    assert not static.update_scale(True) and static.loss_scale() == 64
+    assert not overflows(static) and static.loss_scale() == 64
 
 
 @pytest.mark.parametrize(

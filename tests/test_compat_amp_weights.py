@@ -3,6 +3,7 @@ model does the same at every level as without amp.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from amp_models import (
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fastvit
 from fastvit.compat.apex import amp
@@ -193,6 +194,60 @@ def test_checkpoints(level, reentrant):
         assert {p.dtype for p in model.parameters()} == {torch.float32}
     for mine, theirs in zip(*results, strict=True):
         assert mine is theirs is None or (mine - theirs).norm() < 0.01 * mine.norm()
+
+
+def child(model, run, x):
+    return run(model.block, x)
+
+
+def nested_child(model, run, x):
+    return model.block[3](run(model.block[0], x))
+
+
+def sequence_of_parts(model, run, x):
+    if run is plainly:
+        return model.block(x)
+    return checkpoint_sequential(model.block, 2, x, use_reentrant=run.keywords["use_reentrant"])
+
+
+def function_of_parts(model, run, x):
+    return run(lambda x: model.block[3](model.block[0](x).tanh()), x)
+
+
+def indices(model, run, x):
+    """A part without an input that has a dtype to tell by."""
+    return run(lambda x: model.embed(torch.tensor([1, 2])) * x, x)
+
+
+def also_in_the_model(model, run, x):
+    """The same parts run both ways, and the model's last, before one backward."""
+    y = function_of_parts(model, run, x) + indices(model, run, x)
+    return y.square().mean() + model(torch.tensor([[1, 2, 5]])).square().mean()
+
+
+def plainly(function, *args):
+    return function(*args)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(
+    "called", [child, nested_child, sequence_of_parts, function_of_parts, indices, also_in_the_model]
+)
+def test_a_part_under_a_checkpoint_of_the_script_runs_again_as_it_ran(called, dtype, reentrant, level):
+    """The gradients are those without the checkpoint, whatever the input's type."""
+    results = []
+    for run in (plainly, functools.partial(checkpoint, use_reentrant=reentrant)):
+        model, optimizer = start(level, model=Blocks(None if run is plainly else False), loss_scale=128.0)
+        x = torch.linspace(-1, 1, 8).view(2, 4).to(dtype).requires_grad_()
+        output = called(model, run, x)
+        assert called is also_in_the_model or output.dtype == (torch.float32 if called is indices else dtype)
+        scaled_backward(output.float().square().mean(), optimizer)
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    assert any(gradient is not None for gradient in results[0][1:])
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine is theirs is None) or torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

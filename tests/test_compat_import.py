@@ -71,7 +71,7 @@ def test_names_with_something_instead(fake):
     for package, name, instead in (
         (amp, "init", "amp.initialize"),
         (optimizers, "FusedAdagrad", "torch.optim.Adagrad"),
-        (importlib.import_module("apex.amp.scaler"), "Nothing", "amp.initialize"),
+        (importlib.import_module("apex.amp.scaler"), "Nothing", "amp_C.multi_tensor_scale"),
         (
             importlib.import_module("apex.contrib.xentropy.softmax_xentropy"),
             "Nothing",
@@ -79,11 +79,11 @@ def test_names_with_something_instead(fake):
         ),
         (importlib.import_module("amp_C"), "multi_tensor_l2norm_scale", "amp_C.multi_tensor_l2norm"),
     ):
-        with pytest.raises(AttributeError, match=f"has no {name}; use {instead}, see docs/migrating-"):
+        with pytest.raises(AttributeError, match=f"has no {name}; use {instead}, "):
             getattr(package, name)
         path = package.__name__.removeprefix("fastvit.compat.")
         for lines in (f"from {path} import {name}", f"from fastvit.compat.{path} import {name}"):
-            with pytest.raises(ImportError, match=f"{name}' in fastvit.compat; use {instead}, see docs"):
+            with pytest.raises(ImportError, match=f"{name}' in fastvit.compat; use {instead}, "):
                 exec(lines)
 
 

@@ -118,6 +118,8 @@ def reduced(rank, world):
                 nn.init.constant_(model.weight, rank + 1.0)
                 parallel = DistributedDataParallel(model, **options)
                 assert torch.equal(model.weight, torch.full_like(model.weight, 1.0))  # rank 0's
+                assert all(getattr(parallel, name) == value for name, value in options.items())
+                assert parallel.world_size == world and not hasattr(parallel, "allreduce_buckets")
                 parallel(torch.full((1, 4), rank + 1.0, dtype=dtype)).sum().backward()
                 results.append(model.weight.grad[0, 0].item())
     with pytest.raises(TypeError, match="takes apex's arguments, got bucket_cap_mb"):

@@ -122,6 +122,7 @@ class Sources:
             if isinstance(base, ast.Name) and (parent := self.find_class(found.module, base.id)):
                 more, more_keys = self.attributes(parent)
                 names, keys = names | more, keys | more_keys
+        names -= {"warned"}  # by which apex says once that it falls back to Python
         return {name for name in names if not name.startswith("_")}, keys
 
 

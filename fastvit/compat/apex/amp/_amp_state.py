@@ -1,18 +1,16 @@
 """The options and scalers of the last `amp.initialize`, shared by the whole process."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .scaler import LossScaler
 
-
-@dataclass(frozen=True)
+@dataclass
 class Properties:
-    """The options of one `amp.initialize`. None means that the level does not use the option."""
+    """The options of one `amp.initialize`, which `options` has by name. None: the level does not use it."""
 
     enabled: bool = False
     opt_level: str | None = None
@@ -22,23 +20,21 @@ class Properties:
     master_weights: bool | None = None
     loss_scale: float | str = 1.0
 
+    options = property(vars)
 
-@dataclass
+
 class AmpState:
-    """The chosen options (None before the first `initialize`), one scaler per loss, the verbosity.
+    """What `initialize` leaves for the process: opt_properties, loss_scalers and the limits of their scales.
 
-    `handle` is None but under O1, which does no casts while its `_is_active` is False. With
-    `allow_incoming_model_not_fp32` True `initialize` takes models with half weights.
+    There is a `handle` under O1 alone, which does no casts while its `_is_active` is False.
     """
 
-    opt_properties: Properties | None = None
-    loss_scalers: list[LossScaler] = field(default_factory=list)
-    verbosity: int = 1
-    handle: Any = None
-    allow_incoming_model_not_fp32: bool = False
+    hard_override = False  # has no effect: a contradiction is an error
+    allow_incoming_model_not_fp32 = False  # `initialize` takes models with half weights
+    verbosity = 1
 
 
-_amp_state = AmpState()
+_amp_state: Any = AmpState()
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:

@@ -4,9 +4,10 @@ import copy
 import functools
 import operator
 import platform
+from collections import deque
 from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from types import MethodType
 from typing import Any
 
@@ -33,6 +34,11 @@ class ForwardCasts:
     options: Properties
     outputs: torch.dtype | None = None
     running: int = 0  # forwards of the model, in which all its weights are cast
+    nodes: deque[range] = field(default_factory=lambda: deque(maxlen=10_000))
+    """The sequence numbers of the autograd nodes that each of the last of them made."""
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy has graphs of its own
+        return vars(self) | {"nodes": deque(maxlen=self.nodes.maxlen)}
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -142,7 +148,8 @@ class AmpForward:
     they would without amp. Copies, pickles and replicas of the model have one of their own.
 
     Modules inside have one too where weights are cast, since they may run without the model's: in backward,
-    of a checkpoint, or called by the script. There weights are cast in backward and for inputs in half.
+    of a checkpoint, or called by the script. There weights are cast for inputs in half, and in the backward
+    of what ran in a forward that cast them.
 
     Args:
         casts: None for none.
@@ -179,16 +186,17 @@ class AmpForward:
         if casts is None:
             return self.__wrapped__(*args, **kwargs)
         if self.part:
-            given = (*args, *kwargs.values())
+            given, node = (*args, *kwargs.values()), torch._C._current_autograd_node()
             alone = not casts.running and (
-                torch._C._current_graph_task_id() != -1
-                or any(isinstance(value, Tensor) and value.dtype in HALF_TYPES for value in given)
+                any(isinstance(value, Tensor) and value.dtype in HALF_TYPES for value in given)
+                or (node is not None and any(node._sequence_nr() in n for n in reversed(casts.nodes)))
             )
             return self._cast(casts, args, kwargs) if alone else self.__wrapped__(*args, **kwargs)
+        handle = getattr(_amp_state, "handle", None)
         if casts.dtype is not None:
             args, kwargs = cast_floating(args, casts.dtype), cast_floating(kwargs, casts.dtype)
             outputs = self._cast(casts, args, kwargs)
-        elif casts.autocast and (_amp_state.handle is None or _amp_state.handle._is_active):
+        elif casts.autocast and (handle is None or handle._is_active):
             device = device_type(self.model)
             promotes = device == "cpu" and not torch.compiler.is_compiling()
             with (
@@ -205,11 +213,16 @@ class AmpForward:
         assert casts.dtype is not None
         swaps = cast_weights(self.model, casts.dtype, casts.options.keep_batchnorm_fp32)
         casts.running += 1
+        compiling = torch.compiler.is_compiling()
+        counted = not compiling and torch._C._current_graph_task_id() == -1  # each thread counts its own
+        first = torch.autograd._get_sequence_nr() if counted else 0
         try:
             return self.__wrapped__(*args, **kwargs)
         finally:
             casts.running -= 1
-            swap_back(swaps, self.model.training and not torch.compiler.is_compiling())
+            if counted and (nodes := range(first, torch.autograd._get_sequence_nr())):
+                casts.nodes.append(nodes)
+            swap_back(swaps, self.model.training and not compiling)
 
 
 def _hooks(forward: AmpForward) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """`initialize` with the options of O0 to O3, and the state of the loss scalers."""
 
+import contextlib
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,7 @@ from .lists import AmpHandle
 from .scaler import LossScaler
 from .weights import HALF_TYPES
 
-LEVELS = {
+opt_levels = {
     "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
     "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
     "O2": Properties(True, "O2", torch.float16, False, True, True, "dynamic"),
@@ -28,29 +30,22 @@ LEVELS = {
 """O0: float32. O1: autocast around forward. O2: half, but for BatchNorm. O3: half."""
 
 
-def _flag(name: str, value: Any) -> bool:
-    value = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
-    if not isinstance(value, bool):
-        raise ValueError(f"amp.initialize: {name} takes True, False or None, got {value!r}")
-    return value
-
-
-def _loss_scale(name: str, value: Any) -> float | str:
-    if value == "dynamic":
-        return value
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if not 0 < number < float("inf"):
-        raise ValueError(f"amp.initialize: {name} takes 'dynamic' or a number above 0, got {value!r}")
-    return number
-
-
-def _cast_type(name: str, value: Any) -> torch.dtype | None:
-    if value is False or (isinstance(value, torch.dtype) and value.is_floating_point):
-        return value or None
-    raise ValueError(f"amp.initialize: {name} takes a floating-point dtype, False or None, got {value!r}")
+def _option(name: str, value: Any) -> Any:
+    """The value of an override; ValueError for one of a wrong kind."""
+    if name == "loss_scale":
+        takes = "'dynamic' or a number above 0"
+        with contextlib.suppress(TypeError, ValueError):
+            if value == "dynamic" or 0 < float(value) < float("inf"):
+                return value if value == "dynamic" else float(value)
+    elif name == "cast_model_type":
+        takes = "a floating-point dtype, False or None"
+        if value is False or (isinstance(value, torch.dtype) and value.is_floating_point):
+            return value or None
+    else:
+        takes = "True, False or None"
+        if isinstance(value, (bool, str)) and str(value) in ("True", "False"):
+            return str(value) == "True"
+    raise ValueError(f"amp.initialize: {name} takes {takes}, got {value!r}")
 
 
 def choose(opt_level: str, **overrides: Any) -> Properties:
@@ -60,11 +55,9 @@ def choose(opt_level: str, **overrides: Any) -> Properties:
         RuntimeError: an unknown level, or an override that contradicts the level.
         ValueError: an override of a wrong type.
     """
-    if opt_level not in LEVELS:
+    if opt_level not in opt_levels:
         raise RuntimeError(f"amp.initialize: opt_level takes 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}")
-    checks = {"loss_scale": _loss_scale, "cast_model_type": _cast_type}
-    given = {name: value for name, value in overrides.items() if value is not None}
-    chosen = {name: checks.get(name, _flag)(name, value) for name, value in given.items()}
+    chosen = {name: _option(name, value) for name, value in overrides.items() if value is not None}
     if opt_level == "O1":
         for name in ("keep_batchnorm_fp32", "master_weights"):
             if name in chosen:
@@ -73,7 +66,7 @@ def choose(opt_level: str, **overrides: Any) -> Properties:
                 )
     elif chosen.get("patch_torch_functions"):
         raise RuntimeError(f"amp.initialize: patch_torch_functions=True is for O1, got it with {opt_level}")
-    return replace(LEVELS[opt_level], **chosen)
+    return replace(opt_levels[opt_level], **chosen)
 
 
 def initialize(
@@ -122,9 +115,9 @@ def initialize(
     models = list(models) if isinstance(models, Iterator) else models
     optimizers = list(optimizers) if isinstance(optimizers, Iterator) else optimizers
     _amp_state.verbosity = verbosity
-    if _amp_state.handle is not None:
+    if hasattr(_amp_state, "handle"):
         _amp_state.handle._deactivate()
-        _amp_state.handle = None
+        del _amp_state.handle
     if not enabled:
         _undo(models, optimizers)
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
@@ -141,20 +134,22 @@ def initialize(
     optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers, (Optimizer, LARC))
     if properties.cast_model_type is torch.float16 and cast_model_type is None:
         device = device_type(model_list[0]) if model_list else "cpu"
-        properties = replace(properties, cast_model_type=half_type(device))
-    scalers = [
-        LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        for _ in range(num_losses)
-    ]
+        properties.cast_model_type = half_type(device)
+    limits: dict[str, Any] = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+    scalers = [LossScaler(properties.loss_scale, **limits) for _ in range(num_losses)]
+    for index, scaler in enumerate(scalers):
+        scaler.loss_id = index
 
     maybe_print(f"amp: {properties}", rank0=True)
     inside = [_inside_wrappers(model) for model in model_list]
     _undo(inside, optimizer_list)
     for inner in inside:
         _prepare_model(inner, properties, cast_model_outputs)
+    casts = properties.opt_level != "O1" and properties.cast_model_type in HALF_TYPES
     for optimizer in optimizer_list:
-        AmpOptimizer(innermost(optimizer))
+        AmpOptimizer(innermost(optimizer), casts)
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
+    vars(_amp_state).update(limits)
     if properties.patch_torch_functions:
         _amp_state.handle = AmpHandle()
     return models if optimizers is None else (models, optimizers)
@@ -192,7 +187,7 @@ def _prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtyp
                 f"amp.initialize: parameter {name} is {parameter.dtype}; a float32 model expected, "
                 "which amp casts by the level"
             )
-    casts = ForwardCasts(properties, outputs)
+    casts = ForwardCasts(copy.copy(properties), outputs)
     forward.wrap(model, casts)
     if casts.dtype is not None:
         model.float()
@@ -204,8 +199,9 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     The float32 weights are in the state_dict of the model.
     """
     destination = {} if destination is None else destination
-    for index, scaler in enumerate(_amp_state.loss_scalers):
-        destination[f"loss_scaler{index}"] = scaler.state_dict()
+    for index, scaler in enumerate(getattr(_amp_state, "loss_scalers", ())):
+        held = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+        destination[f"loss_scaler{index}"] = held
     return destination
 
 
@@ -221,11 +217,12 @@ def load_state_dict(state: dict[str, Any]) -> None:
     unexpected = [key for key in state if not (key.startswith("loss_scaler") and key[11:].isdigit())]
     if unexpected:
         raise RuntimeError(f"amp.load_state_dict: unexpected keys {', '.join(map(repr, unexpected))}")
-    scalers = _amp_state.loss_scalers
-    if len(state) != len(scalers) and _amp_state.opt_properties and _amp_state.opt_properties.enabled:
+    scalers = getattr(_amp_state, "loss_scalers", [])
+    if len(state) != len(scalers) and scalers:
         maybe_print(
             f"amp.load_state_dict: {len(state)} loss scalers in the file, {len(scalers)} here", rank0=True
         )
     for key, value in state.items():
         if int(key[11:]) < len(scalers):
-            scalers[int(key[11:])].load_state_dict(value)
+            scaler = scalers[int(key[11:])]
+            scaler._loss_scale, scaler._unskipped = float(value["loss_scale"]), int(value["unskipped"])

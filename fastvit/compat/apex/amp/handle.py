@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..._finder import without
 from .._fused import lay_out
-from .._notices import warn_once
 from ..parallel.distributed import without_sync
 from ..parallel.LARC import LARC
 from ._amp_state import _amp_state, maybe_print
 from .scaler import LossScaler
 
-scaled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameter whose gradient is not unscaled yet -> its scale, and the scaler that will count its step."""
+SCALE = "_amp_scale"
+"""Attribute of a parameter whose gradient is not unscaled yet: its scale, and the scaler of its next step."""
+
+_attached: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()
+_open: set[nn.Parameter] = set()  # those whose gradients open `scale_loss` blocks will unscale
 
 
 def innermost(optimizer: Any) -> Optimizer:
@@ -63,30 +68,37 @@ def before_backward(parameters: Iterable[nn.Parameter], scale: float) -> Earlier
     earlier = {}
     for parameter in parameters:
         if parameter.grad is None:
-            scaled.pop(parameter, None)
-        elif (held := scaled.get(parameter)) is None:
+            vars(parameter).pop(SCALE, None)
+        elif (held := vars(parameter).get(SCALE)) is None:
             earlier[parameter], parameter.grad = parameter.grad, None
         elif held[0] != scale:
             parameter.grad.mul_(scale / held[0])
-            scaled[parameter] = (scale, held[1])
+            setattr(parameter, SCALE, (scale, held[1]))
     return earlier
 
 
 @torch.no_grad()
-def unscale(parameters: Iterable[nn.Parameter], scale: float, earlier: Earlier) -> list[Tensor]:
-    """Divides gradients by `scale` and adds `earlier` ones, in place; devices and dtypes may be mixed.
+def unscale(parameters: Iterable[nn.Parameter], earlier: Earlier) -> dict[LossScaler | None, list[Tensor]]:
+    """Divides gradients that are scaled, and adds `earlier` ones, in place; devices and dtypes may be mixed.
 
-    Returns one float32 scalar per device, 1 where any gradient there is not finite. Does not wait for the
-    device.
+    Returns for each scaler one float32 scalar per device, 1 where any gradient there is not finite. Does not
+    wait for the device.
     """
-    parameters = list(parameters)
-    optimizer: Any = SimpleNamespace(param_groups=[{"params": parameters}])
-    factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=parameters[0].device)
-    flags = GradScaler(enabled=False)._unscale_grads_(optimizer, factor, torch.zeros_like(factor), True)
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        scaled.pop(parameter, None)
-        add_gradient(parameter, earlier.get(parameter))
-    return [*flags.values()]
+        groups[vars(parameter).pop(SCALE, None)].append(parameter)
+    flags: dict[LossScaler | None, list[Tensor]] = defaultdict(list)
+    for key, group in groups.items():
+        if key is not None:
+            optimizer: Any = SimpleNamespace(param_groups=[{"params": group}])
+            factor = torch.full((), 1.0 / key[0], dtype=torch.float32, device=group[0].device)
+            found = torch.zeros_like(factor)
+            flags[key[1]] += (
+                GradScaler(enabled=False)._unscale_grads_(optimizer, factor, found, True).values()
+            )
+        for parameter in group:
+            add_gradient(parameter, earlier.get(parameter))
+    return flags
 
 
 @torch.no_grad()
@@ -95,7 +107,7 @@ def leave_scaled(
 ) -> None:
     """Leaves gradients scaled until the next backward without a delay, or the step, which `scaler` counts."""
     for parameter in parameters:
-        scaled[parameter] = (scale, scaler)
+        setattr(parameter, SCALE, (scale, scaler))
         if (gradient := earlier.get(parameter)) is not None:
             add_gradient(parameter, gradient.mul_(scale))
 
@@ -108,14 +120,20 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 class AmpOptimizer:
     """Attached to a torch optimizer, and to those that it has inside, by their step hooks. It is found under
-    apex's name, `_amp_stash`; there scripts that resume also set `lazy_init_called`, after a call of
-    `_lazy_init_maybe_master_weights`.
+    apex's name, `_amp_stash`, and has the lists of parameters that apex has there.
+
+    Args:
+        half: the lists of half parameters and of their masters have all parameters, each of which is its own
+            master; otherwise those of float32 parameters have them.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, half: bool) -> None:
+        self.optimizer, self._half = optimizer, half
+        self.lazy_init_called = False
         self._withheld: Earlier = {}
-        self.overflow = ""  # the next step prints it and does nothing, unless the script drops its gradients
+        # Of a loss that overflowed: the next step does nothing, unless the script drops its gradients.
+        self.overflow: LossScaler | None = None
+        self.counts = False  # that step lowers the scale, which the loss has not
         # A wrapper of an optimizer (Lookahead) may not call Optimizer.__init__, without which torch runs no
         # hooks. __setstate__ adds what is missing.
         vars(optimizer).setdefault("defaults", {})
@@ -130,33 +148,54 @@ class AmpOptimizer:
                 stepped.register_step_post_hook(self._after_step),
             )
         ]
-        optimizer.__dict__.update(_amp_stash=self, _lazy_init_maybe_master_weights=lambda: None)
+        self._names: dict[str, Any] = {
+            "_amp_stash": self,
+            "_amp_lazy_init": lambda: setattr(self, "lazy_init_called", True),
+            "_lazy_init_maybe_master_weights": lambda: None,
+            "_master_params_to_model_params": lambda: None,
+        }
+        vars(optimizer).update(self._names)
+        _attached.add(self)
 
     def remove(self) -> None:
         """Undoes all changes of the optimizer."""
+        _attached.discard(self)
         for handle in self._handles:
             handle.remove()
-        for name in ("_amp_stash", "_lazy_init_maybe_master_weights"):
+        for name in self._names:
             del self.optimizer.__dict__[name]
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step is skipped."""
+        return self.overflow is not None
+
+    def __getattr__(self, name: str) -> list[Any]:
+        if not re.fullmatch("(all_fp32|(all_)?(fp16|fp32_from_fp(16|32)))_(groups|params)", name):
+            without("apex.amp.AmpOptimizerState")(name)
+        filled = self._half is ("fp16" in name)
+        groups = [[*group["params"]] if filled else [] for group in self.optimizer.param_groups]
+        return sum(groups, []) if name.startswith("all") else groups
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return (p.grad.to_dense() for p in parameters_of([self.optimizer]) if p.grad is not None)
 
     def look_for_overflow(self) -> None:
         """Forgets the overflow if the script has dropped or zeroed its gradients."""
-        gradients = (p.grad for p in parameters_of([self.optimizer]) if p.grad is not None)
-        if self.overflow and not any(gradient.to_dense().any() for gradient in gradients):
-            self.overflow = ""
+        if self.overflow and not any(gradient.any() for gradient in self._gradients()):
+            self.overflow = None
+
+    def has_infinite_gradients(self) -> bool:
+        return not all(gradient.isfinite().all() for gradient in self._gradients())
 
     def unscale_rest(self) -> None:
         """Unscales gradients that were left scaled, and skips the step after an overflow."""
-        held: dict[tuple[float, LossScaler | None], list[nn.Parameter]] = {}
-        for parameter in parameters_of([self.optimizer]):
-            if parameter in scaled:
-                held.setdefault(scaled[parameter], []).append(parameter)
-        for (scale, scaler), parameters in held.items():
-            flags = unscale(parameters, scale, {})
-            if scaler is not None and scaler.update_scale(scaler.dynamic and any(f.item() for f in flags)):
-                self.overflow = (
-                    f"Gradient overflow. Skipping step, reducing loss scale to {scaler.loss_scale()}"
-                )
+        for scaler, flags in unscale(parameters_of([self.optimizer]), {}).items():
+            if scaler is None:
+                continue
+            scaler.look_at(flags)
+            if scaler.update_scale():
+                self.overflow, self.counts = scaler, False
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
@@ -168,8 +207,15 @@ class AmpOptimizer:
         self.unscale_rest()
         # A step that calls the step of its base class runs this twice, the second time without gradients.
         self.look_for_overflow()
-        if self.overflow:
-            maybe_print(self.overflow, rank0=True)
+        if (scaler := self.overflow) is not None:
+            if self.counts:
+                scaler._has_overflow = True
+                scaler.update_scale()
+            maybe_print(
+                f"Gradient overflow. Skipping step, loss scaler {scaler.loss_id} reducing loss scale to "
+                f"{scaler.loss_scale()}",
+                rank0=True,
+            )
             # An optimizer changes neither a parameter without a gradient nor its state.
             parameters = parameters_of([self.optimizer])
             self._withheld = {p: p.grad for p in parameters if p.grad is not None}
@@ -181,7 +227,7 @@ class AmpOptimizer:
         for parameter, gradient in self._withheld.items():
             parameter.grad = gradient
         self._withheld.clear()
-        self.overflow = ""
+        self.overflow = None
 
 
 @contextlib.contextmanager
@@ -198,64 +244,88 @@ def scale_loss(
     Gradients of several losses and of several backwards add up unscaled. With a dynamic scale a gradient that
     is not finite halves the scale, and the next step of each of these optimizers is skipped with a message.
 
+    Gradients that the loss has for other optimizers of `amp.initialize` are unscaled too. One that is not
+    finite halves the scale at the next step of such an optimizer, which is skipped, unless the script drops
+    the gradient before.
+
     Args:
-        optimizers: those whose parameters receive gradients from this loss.
+        optimizers: those that the loss trains.
         loss_id: the index of the scale, below `num_losses`.
         model: has no effect, as in apex.
         delay_unscale: do not unscale gradients; for all but the last backward before a step. Under DDP's
             `no_sync` this is automatic.
-        delay_overflow_check: has no effect, since the check must come before the step.
+        delay_overflow_check: only note an overflow in the scaler; for scripts that call its `update_scale`.
 
     Raises:
         RuntimeError: before `amp.initialize`, or for an optimizer that it was not given.
+        TypeError: a loss that is no tensor.
     """
-    properties = _amp_state.opt_properties
-    if properties is None:
+    if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError("amp.scale_loss: call amp.initialize first")
-    if not properties.enabled:
+    if not _amp_state.opt_properties.enabled:
         yield loss
         return
-    if delay_overflow_check:
-        warn_once("amp.scale_loss: delay_overflow_check has no effect; overflow is checked on leaving")
     if not 0 <= loss_id < len(_amp_state.loss_scalers):
         raise RuntimeError(
             f"amp.scale_loss: loss_id {loss_id} needs amp.initialize(..., num_losses={loss_id + 1}) or more, "
             f"got {len(_amp_state.loss_scalers)}"
         )
+    if not hasattr(loss, "float"):
+        kind = type(loss).__name__
+        raise TypeError(f"amp.scale_loss: loss takes a tensor, got {kind}; give it the sum of the losses")
     scaler = _amp_state.loss_scalers[loss_id]
-    attached: list[AmpOptimizer] = []
+    given: list[AmpOptimizer] = []
     for stepped in several(optimizers):
         if (found := of(stepped)) is None:
             kind = type(stepped).__name__
             raise RuntimeError(f"amp.scale_loss: this {kind} was not given to amp.initialize")
-        attached.append(found)
+        given.append(found)
     scale = scaler.loss_scale()
     if not scaler.dynamic and scale == 1.0:
         yield loss.float()
         return
-    parameters = parameters_of(a.optimizer for a in attached)  # one may be in several optimizers
-    for optimizer in attached:
+    for optimizer in _attached:
         optimizer.look_for_overflow()
-    earlier = before_backward(parameters, scale)
+    own = parameters_of(o.optimizer for o in given)  # one may be in several optimizers
+    # The backward may reach parameters of other optimizers too. Blocks around this one look after theirs.
+    known = _open.union(own)
+    others = [p for p in parameters_of(o.optimizer for o in _attached) if p not in known]
+    earlier = before_backward([*own, *others], scale)
+    others = [p for p in others if SCALE not in vars(p)]
+    parameters = [*own, *others]
+    fresh = [p for p in parameters if SCALE not in vars(p)]
+    leave_scaled(parameters, scale, scaler, {})
+    # Zeros stand for the gradients of others, to tell in the end whether the block has dropped them.
+    blanks = {p: torch.zeros_like(earlier[p]) for p in others if p in earlier}
+    for parameter, blank in blanks.items():
+        parameter.grad = blank
+    opened = set(parameters) - _open
+    _open.update(opened)
     try:
         yield loss.float() * scale
     except BaseException:  # a caller may catch it (out of memory) and continue
-        for parameter in parameters:
-            if parameter not in scaled:  # to scaled gradients the backward has added
-                parameter.grad = earlier.get(parameter)
+        for parameter in fresh:  # to scaled gradients the backward has added
+            parameter.grad = earlier.get(parameter)
+            vars(parameter).pop(SCALE, None)
         raise
-    held = set(parameters) if delay_unscale else without_sync()
+    finally:
+        _open.difference_update(opened)
+    for parameter, blank in blanks.items():
+        if parameter.grad is None:
+            del earlier[parameter]
+        elif parameter.grad is blank and blank._version == 0:
+            parameter.grad = None
+    # A step in the block, or a block inside, may have unscaled gradients.
+    held = {p for p in (parameters if delay_unscale else without_sync()) if SCALE in vars(p)}
     leave_scaled([p for p in parameters if p in held], scale, scaler, earlier)
-    due = [p for p in parameters if p not in held]
-    if not due:
-        return
-    flags = unscale(due, scale, earlier)
-    if scaler.update_scale(scaler.dynamic and any(flag.item() for flag in flags)):
-        for optimizer in attached:
-            optimizer.overflow = (
-                f"Gradient overflow. Skipping step, loss scaler {loss_id} reducing loss scale to "
-                f"{scaler.loss_scale()}"
-            )
+    theirs, flags = (unscale([p for p in part if p not in held], earlier) for part in (others, own))
+    lost, skips = scaler.look_at(theirs.get(scaler, ())), False
+    if scaler in flags:
+        scaler.look_at(flags[scaler])
+        skips = not delay_overflow_check and scaler.update_scale()
+    for optimizer in _attached if lost or skips else ():
+        if skips if optimizer in given else optimizer.has_infinite_gradients():
+            optimizer.overflow, optimizer.counts = scaler, not skips
 
 
 @contextlib.contextmanager

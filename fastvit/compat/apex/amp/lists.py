@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fastvit._checks import autocast_dtype
 
+from ..._finder import without
 from .forward import cast_floating
 from .handle import disable_casts
 
@@ -122,6 +123,13 @@ class AmpHandle:
                 function = self._functions[name] = getattr(torch.nn.functional, name)
                 function = uncast_function(function)  # not as autocast would do inside
                 setattr(torch.nn.functional, name, cast(function) if cast else function)
+
+    def is_active(self) -> bool:
+        return self._is_active
+
+    _disable_casts = staticmethod(disable_casts)
+    _clear_cache = staticmethod(torch.clear_autocast_cache)
+    __getattr__ = without("apex.amp.handle.AmpHandle")
 
     def _deactivate(self) -> None:
         """Ends the casts, and restores torch's functions."""

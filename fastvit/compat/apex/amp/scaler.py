@@ -3,54 +3,80 @@
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, arXiv:1710.03740, section 3.2.
 """
 
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..._finder import without
+
 # Gradients that overflow at this scale overflow at any scale.
 _SMALLEST = 2.0**-24
 
 
 class LossScaler:
-    """The scale of one loss.
+    """The scale of one loss, with the attributes of apex's that scripts read and write.
 
     Args:
         loss_scale: a number, or "dynamic".
-        min_loss_scale: floor of the dynamic scale; None is 2^-24.
+        scale_window: the number of clean steps after which the dynamic scale is doubled.
+        min_loss_scale: its floor; None is 2^-24.
         max_loss_scale: its ceiling.
     """
 
+    loss_id = 0  # its index in `scale_loss`
+    has_fused_kernel = True
+    warned_no_fused_kernel = warned_unscaling_non_fp32_grad = False
+    __getattr__ = without("apex.amp.scaler.LossScaler")
+
     def __init__(
-        self, loss_scale: float | str, *, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24
+        self,
+        loss_scale: float | str,
+        *,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
-        self._min_loss_scale = min_loss_scale or _SMALLEST
+        self._min_loss_scale = min_loss_scale
         self._max_loss_scale = max_loss_scale
-        if self.dynamic and self._min_loss_scale > max_loss_scale:
+        if self.dynamic and (min_loss_scale or 0.0) > max_loss_scale:
             raise ValueError(
                 f"LossScaler: min_loss_scale {min_loss_scale} is above max_loss_scale {max_loss_scale}"
             )
         self._loss_scale = self._bounded(2.0**16) if self.dynamic else float(loss_scale)
+        self._scale_seq_len = scale_window
         self._unskipped = 0
+        self._has_overflow = False
+        self._overflow_buf = torch.zeros(1, dtype=torch.int32)
 
     def _bounded(self, scale: float) -> float:
-        return min(max(scale, self._min_loss_scale), self._max_loss_scale)
+        return min(max(scale, self._min_loss_scale or _SMALLEST), self._max_loss_scale)
 
     def loss_scale(self) -> float:
         """The factor by which the next loss is multiplied."""
         return self._loss_scale
 
-    def update_scale(self, overflow: bool) -> bool:
+    def clear_overflow_state(self) -> None:
+        self._has_overflow = False
+        self._overflow_buf.zero_()
+
+    def look_at(self, flags: Iterable[Tensor]) -> bool:
+        """Notes for `update_scale` whether a flag is set, and returns it; a static scale does not look."""
+        self._has_overflow = False
+        overflow = self.dynamic and any(flag.item() for flag in flags)
+        self._overflow_buf.fill_(overflow)
+        return overflow
+
+    def update_scale(self) -> bool:
         """Counts one step; returns whether it must be skipped, False with a static scale."""
-        if self.dynamic and overflow:
+        self._has_overflow = self.dynamic and bool(self._has_overflow or self._overflow_buf.item())
+        if self._has_overflow:
             self._loss_scale = self._bounded(self._loss_scale / 2.0)
             self._unskipped = 0
             return True
         self._unskipped += 1
-        if self.dynamic and self._unskipped == 2000:
+        if self.dynamic and self._unskipped == self._scale_seq_len:
             self._loss_scale = self._bounded(self._loss_scale * 2.0)
             self._unskipped = 0
         return False
-
-    def state_dict(self) -> dict[str, float | int]:
-        return {"loss_scale": self._loss_scale, "unskipped": self._unskipped}
-
-    def load_state_dict(self, state: dict[str, float | int]) -> None:
-        self._loss_scale = float(state["loss_scale"])
-        self._unskipped = int(state["unskipped"])

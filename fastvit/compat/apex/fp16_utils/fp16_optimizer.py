@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..._finder import without
 from .._fused import follow_, lay_out
-from ..amp.handle import Earlier, before_backward, innermost, leave_scaled, parameters_of, scaled, unscale
+from ..amp.handle import SCALE, Earlier, before_backward, innermost, leave_scaled, parameters_of, unscale
 from ..amp.weights import HALF_TYPES
 from ..parallel.distributed import without_sync
 from .loss_scaler import DynamicLossScaler, LossScaler
@@ -89,6 +90,8 @@ class FP16_Optimizer:
     def __getattr__(self, name: str) -> Any:  # state, param_groups
         if name == "optimizer" or name.startswith("__"):  # while being copied or pickled
             raise AttributeError(name)
+        if not hasattr(self.optimizer, name):
+            without("apex.fp16_utils.FP16_Optimizer")(name)
         return getattr(self.optimizer, name)
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
@@ -114,14 +117,13 @@ class FP16_Optimizer:
     @torch.no_grad()
     def update_master_grads(self) -> None:
         """Divides the gradients by the scale, in float32."""
-        held = [p for p in parameters_of([self.optimizer]) if p in scaled]
+        held = [p for p in parameters_of([self.optimizer]) if SCALE in vars(p)]
         for parameter in held:
             if parameter.dtype in HALF_TYPES:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = torch.float32
                 parameter.grad = None if gradient is None else gradient.float()
-        if held:
-            flags = unscale(held, scaled[held[0]][0], self._earlier)
+        for flags in unscale(held, self._earlier).values():
             self.overflow |= any(flag.item() for flag in flags)
             self._earlier = {}
 

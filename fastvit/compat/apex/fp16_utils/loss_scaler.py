@@ -1,5 +1,6 @@
 """The loss scalers of FP16_Optimizer."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -22,8 +23,15 @@ class LossScaler:
     def loss_scale(self) -> float:
         return self.cur_scale
 
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        """Whether a gradient is not finite; a static scale does not look."""
+        return False
+
     def update_scale(self, overflow: bool) -> None:
         pass
+
+    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
+        return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
@@ -40,6 +48,9 @@ class DynamicLossScaler(LossScaler):
         self.last_overflow_iter = -1
         self.scale_factor = scale_factor
         self.scale_window = scale_window
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        return not all(p.grad.isfinite().all() for p in params if p.grad is not None)
 
     def update_scale(self, overflow: bool) -> None:
         if overflow:

@@ -37,7 +37,7 @@ def _fused(
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     half, dtype = autocast_dtype(x), x.dtype
     weight_dtype = dtype if parameters[0] is None else parameters[0].dtype
-    if half and dtype != torch.float64 and _amp_state.handle is None:
+    if half and dtype != torch.float64 and not hasattr(_amp_state, "handle"):
         dtype = weight_dtype = half
     x, *parameters = cast_floating((x, *parameters), torch.promote_types(dtype, weight_dtype))
     with torch.autocast(x.device.type, enabled=False) if half else contextlib.nullcontext():

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ..._finder import without
 from ...apex_C import flatten, unflatten
 from .._notices import warn_once
 
@@ -79,14 +80,23 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.require_backward_grad_sync = True  # its name in torch, which amp reads
-        after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
-        self._options = (1.0 / gradient_predivide_factor, after, allreduce_always_fp32)
-        self._averages = gradient_average
+        self.allreduce_always_fp32 = allreduce_always_fp32
+        self.gradient_average = gradient_average
+        self.gradient_predivide_factor = gradient_predivide_factor
+        vars(self).update(_WITHOUT_EFFECT | without_effect)
+        self.message_size, self.delay_allreduce = message_size, delay_allreduce
+        self.world_size = float(dist.get_world_size())
         self._known = list(module.parameters())
         self._hooked: set[nn.Parameter] = set()
         self._tasks: set[int] = set()  # backwards at whose end gradients are reduced
         _broadcast([*module.parameters(), *module.buffers()])
         self._know()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            without("apex.parallel.DistributedDataParallel")(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -142,11 +152,13 @@ class DistributedDataParallel(nn.Module):
         self._tasks.discard(task)
         if self._tasks:  # a reentrant checkpoint inside a backward whose end comes
             return
-        if not self._averages and torch._C._current_autograd_node() is not None:
+        if not self.gradient_average and torch._C._current_autograd_node() is not None:
             raise RuntimeError(
                 "DistributedDataParallel: gradient_average=False needs checkpoint(..., use_reentrant=False)"
             )
-        reduce_gradients(self._known, *self._options)
+        before = 1.0 / self.gradient_predivide_factor
+        after = 1.0 / before / self.world_size if self.gradient_average else 1.0
+        reduce_gradients(self._known, before, after, self.allreduce_always_fp32)
 
 
 def _record(module: nn.Module, _name: str, _child: nn.Module | None) -> None:
