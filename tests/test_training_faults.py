@@ -12,11 +12,13 @@ import torch
 from PIL import Image
 from training_runs import (
     COMMON,
+    FOLDER,
     LIMIT,
     SMALL,
     after_each_step,
     alone,
     fails,
+    make_folder,
     running,
     state_of,
     train_on_rank,
@@ -25,20 +27,6 @@ from training_runs import (
 from fastvit.training.config import Config, ConfigError, check_packages, flag
 
 # Data
-
-
-def make_folder(path, classes=("cat", "dog"), images=8, side=12):
-    for split in ("train", "val"):
-        for number, name in enumerate(classes):
-            (path / split / name).mkdir(parents=True)
-            for index in range(images):
-                colour = (40 * number + index, 255 - index, 17 * index)
-                Image.new("RGB", (side + index, side), colour).save(path / split / name / f"{index}.png")
-    return path
-
-
-SMALL_IMAGES = ["--image-size", "8", "--model", "vit_digits", "--batch-size", "4"]
-FOLDER = ["--data", "folder", "--workers", "0", *SMALL_IMAGES]
 
 
 def _loses_its_data(rank, world, path, arguments):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from training_runs import (
     COMMON,
+    FOLDER,
     LIMIT,
     ONCE,
     TINY,
@@ -18,6 +19,7 @@ from training_runs import (
     alone,
     assert_equal_runs,
     free_port,
+    make_folder,
     rows_of,
     running,
     state_of,
@@ -112,24 +114,30 @@ def test_a_killed_host_is_replaced(whole, tmp_path):
     assert_equal_runs(tmp_path / "again", whole[0])
 
 
-def _stopped_by_sigterm(rank, world, arguments, step_of_signal):
+def _stopped_by_a_signal(rank, world, arguments, step_of_signal, number):
     def act(step):
         if step == step_of_signal and rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     with after_each_step(act) as steps:
         assert train_on_rank(rank, world, arguments) is None
     return len(steps)
 
 
-@pytest.mark.parametrize("options", [[], ["--accumulate", "2", "--ema", "0.9", "--norm", "fastvit-sync"]])
-def test_sigterm_to_one_rank_saves_all_and_resumes_within_the_epoch(ranks, tmp_path, options):
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGUSR1, []),
+        (signal.SIGTERM, ["--accumulate", "2", "--ema", "0.9", "--norm", "fastvit-sync"]),
+    ],
+)
+def test_a_signal_to_one_rank_saves_all_and_resumes_within_the_epoch(ranks, tmp_path, number, options):
     # Two steps an epoch: 3 batches are one step of two and one of one when two are accumulated.
     start = [*RECIPE, *options]
     ranks.run(2, train_on_rank, [*start, "--out", str(tmp_path / "whole")])
     per_epoch = 2 if options else 3
     stopped = [*start, "--out", str(tmp_path / "stopped")]
-    assert ranks.run(2, _stopped_by_sigterm, stopped, per_epoch + 1) == [per_epoch + 2] * 2
+    assert ranks.run(2, _stopped_by_a_signal, stopped, per_epoch + 1, number) == [per_epoch + 2] * 2
     state = state_of(tmp_path / "stopped")
     # With the options the signal came to be known in the last step of the epoch.
     assert (state["epoch"], state["progress"]["step"]) == ((2, 0) if options else (1, 2))
@@ -137,12 +145,22 @@ def test_sigterm_to_one_rank_saves_all_and_resumes_within_the_epoch(ranks, tmp_p
     assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_sigterm_to_every_process_of_a_job_ends_it_cleanly(tmp_path):
-    with running(tmp_path, start_new_session=True) as process:
-        os.killpg(process.pid, signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+def in_folder(directory):
+    path = make_folder(directory / "data", images=16)
+    return [*FOLDER[:2], "--data-path", str(path), "--batch-size", "4", "--workers", "2"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("data", [None, in_folder])
+def test_a_signal_to_every_process_of_a_job_ends_it_with_a_checkpoint(tmp_path, data, threads, number):
+    """A rank with several threads has workers with threads of torch's own, which must not take the signal."""
+    options = data(tmp_path) if data else []
+    with running(tmp_path, *options, "--threads", threads, start_new_session=True) as process:
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=50)
     assert process.returncode == 0, err
-    assert "stopped by SIGTERM in epoch" in out and "continue it with --resume run" in out
+    assert f"stopped by {number.name} in epoch" in out and "continue it with --resume run" in out
     state = state_of(tmp_path / "run")
     assert state["epoch"] >= 1 and len(state["history"]) == state["epoch"]
 

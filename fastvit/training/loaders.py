@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .config import Config, ConfigError
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # each asks a run to save a checkpoint and end
 Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
 
 
@@ -82,17 +84,31 @@ def test_batches(images: int, batch_size: int, rank: int, world: int) -> list[Ke
     return [([*share[n : n + batch_size]], None) for n in range(0, len(share), batch_size)]
 
 
-def _ignore_foreign_sigterm(worker: int) -> None:
-    """Let SIGTERM end a worker only when its rank sends it, or when the rank has ended.
+class _Loader(DataLoader):
+    """Starts its workers with the stop signals blocked, which all threads of a worker inherit.
 
     A scheduler signals every process of a job, and the rank needs its workers until its step is complete.
-    DataLoader and the interpreter's exit end workers by SIGTERM, even those that hang in a read.
+    torch may start threads in a worker before `worker_init_fn` runs, and a signal takes any thread that does
+    not block it.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def __iter__(self) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _watch_rank(worker: int) -> None:
     threading.Thread(target=_wait_for_rank, daemon=True).start()
 
 
 def _wait_for_rank() -> None:
+    """End a worker by SIGTERM only when its rank sends it, or when the rank has ended.
+
+    DataLoader and the interpreter's exit end workers by SIGTERM, even those that hang in a read.
+    """
     rank = multiprocessing.parent_process()
     assert rank is not None
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid and rank.is_alive():
@@ -104,13 +120,13 @@ def make_loader(
     images: ImageDataset, batches: Sampler[Key] | list[Key], config: Config, device: torch.device
 ) -> DataLoader:
     """Loads the batches of this rank, each a key of `images`."""
-    return DataLoader(
+    return _Loader(
         images,
         sampler=batches,
         batch_size=None,  # an item is a batch
         num_workers=config.workers,
         persistent_workers=config.workers > 0,
-        worker_init_fn=_ignore_foreign_sigterm,
+        worker_init_fn=_watch_rank,
         pin_memory=device.type == "cuda",
         timeout=config.timeout if config.workers else 0,
     )

@@ -8,6 +8,7 @@ import zlib
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from .distributed import (
 )
 from .loaders import TrainBatches, make_loader, test_batches
 from .log import RunLog, peak_memory
-from .loop import Progress, evaluate, stop_request, train_one_epoch
+from .loop import Progress, evaluate, stop_requests, train_one_epoch
 from .model import build_model, freeze, load_pretrained
 from .train_state import TrainState
 
@@ -98,10 +99,10 @@ def _train(config: Config, given: dict[str, Any], device: torch.device, stack: E
     log: list[RunLog] = []  # one, on rank 0
     on_main(lambda: log.append(RunLog(run, history, stack)))
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
-    stop = stop_request(stack)
+    stop = stop_requests(stack)
     for epoch in range(done + 1, end + 1):
         sampler.set_epoch(epoch, progress.step * config.accumulate)
-        speed, stop_asked = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop)
+        speed, stopped = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop)
         for model in filter(None, (train_state.model, train_state.average)):
             average_running_statistics(model)
         step, best = progress.step, False
@@ -122,8 +123,8 @@ def _train(config: Config, given: dict[str, Any], device: torch.device, stack: E
         if complete:
             on_main(lambda row=row: log[0].write(row))
             say(_summary(row))
-        if stop_asked and done < end:
-            say(f"stopped by SIGTERM in epoch {epoch}, after step {step}")
+        if stopped and done < end:
+            say(f"stopped by {Signals(stopped).name} in epoch {epoch}, after step {step}")
             break
     if done < config.epochs:
         say(f"stopped after epoch {done} of {config.epochs}; continue it with --resume {run}")
