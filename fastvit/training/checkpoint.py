@@ -60,8 +60,9 @@ def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool 
     temporary, best_link = final.with_name(final.name + ".tmp"), final.with_name("best.pt")
     try:
         final.parent.mkdir(exist_ok=True)
-        torch.save(state, temporary)
-        with temporary.open("rb+") as file:
+        with temporary.open("wb") as file:  # torch's own writer hides why a write has failed
+            torch.save(state, file)
+            file.flush()
             os.fsync(file.fileno())
         for path in older:
             if epoch_and_step(path) > epoch_and_step(final):
@@ -73,11 +74,23 @@ def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool 
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
         previous = f"; {older[-1]} is intact" if older else ""
-        raise OSError(f"cannot write the checkpoint {final}: {first_line(error)}{previous}") from error
+        raise OSError(f"cannot write the checkpoint {final}: {_reason(error)}{previous}") from error
     for path in checkpoints(run)[:-keep]:
         if path.resolve() != best_link.resolve():
             path.unlink()
     return final
+
+
+def _reason(error: BaseException) -> str:
+    """Why a write has failed; torch may raise an error of its own while it handles the system's."""
+    while not isinstance(error, OSError) and error.__context__:
+        error = error.__context__
+    number = error.errno if isinstance(error, OSError) else None
+    return first_line(error) + {
+        errno.ENOSPC: " (the disk is full)",
+        errno.EDQUOT: " (the disk quota is used up)",
+        errno.EFBIG: " (larger than `ulimit -f` or the file system allows)",
+    }.get(number, "")
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -185,7 +185,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its kind."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
