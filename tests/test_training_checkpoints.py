@@ -87,8 +87,8 @@ def test_newest_and_best_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("full disk", r"No space left on device \(the disk is full\)"),
-        ("size", r"File too large \(larger than `ulimit -f`"),
+        ("full disk", "No space left on device"),
+        ("size", "File too large"),
         ("no rename", "input/output error"),
     ],
 )
@@ -144,6 +144,11 @@ def test_requests_that_contradict_a_run(copied, capsys, tmp_path):
         (f"{new} --freeze stom.*", "--freeze 'stom.*' matches no parameter"),
         (f"{new} --freeze *", "leaves nothing to train"),
         (f"{new} --classes 5", "--classes must be at least the 10 classes of the data, got 5"),
+        (f"{new} --pretrained nosuch.pt", "--pretrained: cannot read nosuch.pt: No such file or directory"),
+        (f"{new} --pretrained {tmp_path}", f"--pretrained: cannot read {tmp_path}: Is a directory"),
+        ("--evaluate nowhere", "nowhere must be a run directory or a checkpoint"),
+        (f"--evaluate {copied}/config.toml", "--evaluate: "),
+        (f"--evaluate {copied} --lr 0.5", "--evaluate: --lr must be 0.001 as in the checkpoint, got 0.5"),
         (f"{new} --norm torch-sync", "--norm torch-sync trains on CUDA only"),
     ):
         assert message in fails(capsys, *arguments.split())

@@ -1,6 +1,7 @@
 """Whole runs of the trainer: their files, and a resumed run that equals an uninterrupted one."""
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -60,6 +61,35 @@ def test_a_run_reports_and_leaves_its_files(whole):
     assert state["world"] == 2
     # No prefix of DDP is in the names.
     create_vit("vit_digits", 8, 3, 10, "torch").load_state_dict(weights_of(run))
+
+
+def _says(rank, world, arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert train_on_rank(rank, world, arguments) is None
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_is_evaluated(ranks, whole, world):
+    """Gives the numbers of its epoch on any number of ranks, and leaves the run as it is."""
+    run, _ = whole
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    for row, named in ((rows_of(run)[2], run), (rows_of(run)[1], run / "checkpoints" / "epoch-0002.pt")):
+        said = ranks.run(world, _says, ["--evaluate", str(named)])
+        assert said[0][-1] == f"test loss {row['test_loss']:.4f}, test accuracy {row['test_accuracy']:.3f}"
+        assert said[1:] == [[]] * (world - 1)
+    assert files == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+def test_averaged_weights_are_evaluated_too(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    options = ["--ema", "0.9", "--norm", "torch", "--memory", "convert", "--out", run]
+    assert alone(*TINY, "--epochs", "1", *options) == 0
+    row = rows_of(tmp_path / "run")[0]
+    capsys.readouterr()
+    assert alone("--evaluate", run) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("averaged weights: test loss ") and last.endswith(f"{row['average_accuracy']:.3f}")
 
 
 def test_tensorboard_has_every_curve(whole):
@@ -147,7 +177,7 @@ def test_a_signal_to_one_rank_saves_all_and_resumes_within_the_epoch(ranks, tmp_
 
 def in_folder(directory):
     path = make_folder(directory / "data", images=16)
-    return [*FOLDER[:2], "--data-path", str(path), "--batch-size", "4", "--workers", "2"]
+    return [*FOLDER, "--data-path", str(path)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -155,8 +185,8 @@ def in_folder(directory):
 @pytest.mark.parametrize("data", [None, in_folder])
 def test_a_signal_to_every_process_of_a_job_ends_it_with_a_checkpoint(tmp_path, data, threads, number):
     """A rank with several threads has workers with threads of torch's own, which must not take the signal."""
-    options = data(tmp_path) if data else []
-    with running(tmp_path, *options, "--threads", threads, start_new_session=True) as process:
+    data = data(tmp_path) if data else TINY
+    with running(tmp_path, "--threads", threads, data=data, start_new_session=True) as process:
         os.killpg(process.pid, number)
         out, err = process.communicate(timeout=50)
     assert process.returncode == 0, err

@@ -76,9 +76,9 @@ def after_each_step(act):
 
 
 @contextlib.contextmanager
-def running(directory, *arguments, **options):
+def running(directory, *arguments, data=TINY, **options):
     """A long run with a worker, after its first epoch; what is left of it is killed at the end."""
-    arguments = [*COMMON, *TINY, "--epochs", "5000", "--workers", "1", "--out", "run", *arguments]
+    arguments = [*COMMON, *data, "--epochs", "5000", "--workers", "1", "--out", "run", *arguments]
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,

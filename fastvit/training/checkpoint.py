@@ -85,15 +85,10 @@ def _reason(error: BaseException) -> str:
     """Why a write has failed; torch may raise an error of its own while it handles the system's."""
     while not isinstance(error, OSError) and error.__context__:
         error = error.__context__
-    number = error.errno if isinstance(error, OSError) else None
-    return first_line(error) + {
-        errno.ENOSPC: " (the disk is full)",
-        errno.EDQUOT: " (the disk quota is used up)",
-        errno.EFBIG: " (larger than `ulimit -f` or the file system allows)",
-    }.get(number, "")
+    return first_line(error)
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path, option: str = "--resume") -> Path:
     """The checkpoint that `--resume path` means: `path` itself, or the last one of the run `path`."""
     path = Path(os.path.abspath(path))  # of a run whose folder of checkpoints may be a link
     if path.is_file():
@@ -101,7 +96,7 @@ def find_checkpoint(path: Path) -> Path:
     found = checkpoints(path)
     if not found:
         raise TrainingError(
-            f"--resume: {path} must be a run directory or a checkpoint, and has no checkpoint in it"
+            f"{option}: {path} must be a run directory or a checkpoint, and has no checkpoint in it"
         )
     return found[-1]
 
@@ -112,17 +107,17 @@ def run_of(resumed: Path) -> Path:
     return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, option: str = "--resume") -> dict[str, Any]:
     """The state in a checkpoint, on the CPU."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a truncated zip: RuntimeError, EOFError, KeyError or UnpicklingError
         raise TrainingError(
-            f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: "
+            f"{option}: {path} is missing, cut off or damaged ({type(error).__name__}: "
             f"{first_line(error)}); resume from another checkpoint, or start again"
         ) from error
     if not isinstance(state, dict) or "progress" not in state:
-        raise TrainingError(f"--resume: {path} is no checkpoint of this trainer")
+        raise TrainingError(f"{option}: {path} is no checkpoint of this trainer")
     return state
 
 

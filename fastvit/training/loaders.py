@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from .config import Config, ConfigError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # each asks a run to save a checkpoint and end
+MOST_WORKERS = 4  # of a rank, unless --workers has another number
 Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
 
 
@@ -117,16 +118,17 @@ def _wait_for_rank() -> None:
 
 
 def make_loader(
-    images: ImageDataset, batches: Sampler[Key] | list[Key], config: Config, device: torch.device
+    images: ImageDataset, batches: Sampler[Key] | list[Key], config: Config, device: torch.device, cores: int
 ) -> DataLoader:
-    """Loads the batches of this rank, each a key of `images`."""
+    """Loads the batches of this rank, which has so many cores; each batch is a key of `images`."""
+    workers = min(MOST_WORKERS, cores) if config.workers is None else config.workers
     return _Loader(
         images,
         sampler=batches,
         batch_size=None,  # an item is a batch
-        num_workers=config.workers,
-        persistent_workers=config.workers > 0,
+        num_workers=workers,
+        persistent_workers=workers > 0,
         worker_init_fn=_watch_rank,
         pin_memory=device.type == "cuda",
-        timeout=config.timeout if config.workers else 0,
+        timeout=config.timeout if workers else 0,
     )

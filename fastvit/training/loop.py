@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -45,6 +47,10 @@ def read_batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tens
     except (OSError, RuntimeError, ValueError) as error:  # workers' and timeouts' among them
         # A worker's error is a traceback, whose last line is the message.
         message = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        if os.strerror(errno.ENOSPC) in message or "shared memory" in message:  # reading needs no space
+            message += (
+                "; the workers pass batches through /dev/shm, which is full: --workers 0 does without them"
+            )
         raise OSError(f"cannot read the data: {message}") from error
 
 
@@ -94,7 +100,7 @@ def train_one_epoch(
     """Train on the remaining batches of an epoch; rank 0 shows a progress bar.
 
     The ranks compare a step before the optimizer changes the weights. A loss or a gradient that is not
-    finite, data that cannot be read and a stop signal on one rank end the epoch on every rank at the same step.
+    finite, data that cannot be read and a signal to stop on one rank end the epoch on every rank at one step.
 
     Args:
         loader: its sampler begins at the first batch after `progress`, which is updated.
