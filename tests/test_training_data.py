@@ -293,6 +293,18 @@ def test_workers_do_not_change_the_batches():
         assert torch.equal(images, others) and torch.equal(labels, names)
 
 
+@pytest.mark.parametrize(
+    ("options", "cores", "workers"),
+    [({}, 1, 1), ({}, 3, 3), ({}, 16, 4), ({"workers": 7}, 1, 7), ({"workers": 0}, 4, 0)],
+)
+def test_workers_of_folders_follow_the_cores_of_the_rank(options, cores, workers):
+    config, images = Config(data="folder", data_path=".", **options), datasets.load_digits(0).train
+    loader = loaders.make_loader(images, [], config, torch.device("cpu"), cores)
+    assert loader.num_workers == workers
+    digits = loaders.make_loader(images, [], Config(), torch.device("cpu"), cores)
+    assert digits.num_workers == 0
+
+
 def test_synthetic_images_can_be_told_apart():
     config = Config(data="synthetic", classes=4, image_size=8, synthetic_images=64)
     data = datasets.load(config)

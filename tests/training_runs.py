@@ -100,7 +100,7 @@ def free_port():
 
 def train_on_rank(rank, world, arguments):
     """Trains inside a rank of the pool; returns the message of TrainingError, or None."""
-    config, given = parse([*arguments, "--device", "cpu", "--threads", "1"])
+    config, given = parse(["--device", "cpu", "--threads", "1", *arguments])
     try:
         run.train(config, given, torch.device("cpu"))
     except run.TrainingError as error:

@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = 1
     except KeyboardInterrupt:
         run = config.out if config.resume in ("", "auto") else config.resume
-        _complain(f"KeyboardInterrupt: --resume {run} continues the run after its last checkpoint")
+        how = "" if config.evaluate else f": --resume {run} continues the run after its last checkpoint"
+        _complain(f"KeyboardInterrupt{how}")
         if distributed.get_world_size() > 1:  # the others may wait in an exchange
             end_process(INTERRUPTED)
         return INTERRUPTED
