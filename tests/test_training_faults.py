@@ -16,6 +16,7 @@ from training_runs import (
     FOLDER,
     LIMIT,
     SMALL,
+    TINY,
     after_each_step,
     alone,
     fails,
@@ -130,6 +131,30 @@ def test_a_full_dev_shm_is_named(error):
 
     with pytest.raises(OSError, match=r"cannot read the data: .*/dev/shm, which is full: --workers 0 "):
         next(loop.read_batches(batches()))
+
+
+def test_a_run_whose_dev_shm_is_full_ends_at_once(tmp_path):
+    """The rank learns of it, and does not wait for the batch until the timeout."""
+    namespace = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "sh",
+        "-c",
+    ]
+    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+    if not shutil.which("unshare") or subprocess.run([*namespace, mount], capture_output=True).returncode:
+        pytest.skip("no namespaces here")
+    options = "--image-size 32 --synthetic-images 192 --batch-size 48 --workers 1 --epochs 1".split()
+    command = [sys.executable, *COMMON, *TINY, *options, "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*namespace, f'{mount} && exec "$@"', "sh", *command], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 1 and "/dev/shm, which is full: --workers 0" in done.stderr, done.stderr
 
 
 def test_without_kernels_the_norm_is_named(monkeypatch, capsys, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from .config import Config, ConfigError
 
@@ -44,7 +44,12 @@ class ImageDataset(Dataset):
     def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
         indices, seed = key
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return self.read(indices, generator), self.labels[indices]
+        batch = self.read(indices, generator), self.labels[indices]
+        if get_worker_info() is not None:
+            # A full /dev/shm is an error here; the thread that sends a batch to the rank would drop it.
+            for part in batch:
+                part.share_memory_()
+        return batch
 
 
 class TrainBatches(Sampler[Key]):
