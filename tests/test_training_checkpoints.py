@@ -84,9 +84,20 @@ def test_newest_and_best_are_kept(tmp_path):
     assert checkpoint.find_checkpoint(tmp_path).stem == "epoch-0001"
 
 
-@pytest.mark.parametrize("fault", ["full disk", "no rename"])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("full disk", "No space left on device"),
+        ("size", "File too large"),
+        ("no rename", "input/output error"),
+    ],
+)
 @pytest.mark.parametrize("epoch", [1, 2])
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch, fault, epoch):
+@pytest.mark.parametrize("numbers", [0, 1 << 10, 1 << 20])
+def test_a_checkpoint_that_cannot_be_written_says_why_and_leaves_the_one_before(
+    tmp_path, monkeypatch, fault, said, epoch, numbers
+):
+    """At the first write, in the middle or at the last one; torch's writer has errors of its own then."""
     state = {"epoch": 1, "progress": {"step": 0}}
     before = checkpoint.save_checkpoint(tmp_path, state)
     _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -96,11 +107,13 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, mon
 
     if fault == "no rename":
         monkeypatch.setattr(os, "replace", replace)
-    else:  # a limit on the size of files fails a write as a full disk does: in the middle, by the system
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 10, hard))
+    elif fault == "full disk":
+        (tmp_path / "checkpoints" / f"epoch-{epoch:04d}.pt.tmp").symlink_to("/dev/full")
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * numbers if numbers else 100, hard))
     try:
-        with pytest.raises(OSError, match="cannot write the checkpoint .*epoch-0001.pt is intact$"):
-            checkpoint.save_checkpoint(tmp_path, state | {"epoch": epoch, "model": torch.zeros(1 << 10)})
+        with pytest.raises(OSError, match=f"cannot write the checkpoint .*{said}.*epoch-0001.pt is intact$"):
+            checkpoint.save_checkpoint(tmp_path, state | {"epoch": epoch, "model": torch.zeros(numbers)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert torch.load(before) == state
@@ -131,6 +144,11 @@ def test_requests_that_contradict_a_run(copied, capsys, tmp_path):
         (f"{new} --freeze stom.*", "--freeze 'stom.*' matches no parameter"),
         (f"{new} --freeze *", "leaves nothing to train"),
         (f"{new} --classes 5", "--classes must be at least the 10 classes of the data, got 5"),
+        (f"{new} --pretrained nosuch.pt", "--pretrained: cannot read nosuch.pt: No such file or directory"),
+        (f"{new} --pretrained {tmp_path}", f"--pretrained: cannot read {tmp_path}: Is a directory"),
+        ("--evaluate nowhere", "nowhere must be a run directory or a checkpoint"),
+        (f"--evaluate {copied}/config.toml", "--evaluate: "),
+        (f"--evaluate {copied} --lr 0.5", "--evaluate: --lr must be 0.001 as in the checkpoint, got 0.5"),
         (f"{new} --norm torch-sync", "--norm torch-sync trains on CUDA only"),
     ):
         assert message in fails(capsys, *arguments.split())

@@ -1,5 +1,7 @@
 """Options and launchers: flags, TOML files, environment variables."""
 
+import os
+import socket
 import time
 from types import SimpleNamespace
 
@@ -9,10 +11,11 @@ import torch.distributed as dist
 from training_runs import free_port
 
 from fastvit.sync.teardown import destroy_process_group
-from fastvit.training import distributed
+from fastvit.training import __main__ as trainer
+from fastvit.training import distributed, run
 from fastvit.training.__main__ import main
 from fastvit.training.command_line import merge_saved, parse
-from fastvit.training.config import LIMITS, Config, ConfigError, flag
+from fastvit.training.config import KINDS, LIMITS, Config, ConfigError, TrainingError, flag
 from fastvit.training.launch import MPI, Launch, find_launch
 
 
@@ -26,41 +29,81 @@ def complaint(capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--norm batch", "--norm: invalid choice: 'batch'"),
-        ("--epochs many", "--epochs: invalid int value: 'many'"),
-        ("--timeout 1e9", "--timeout must be above 0, up to 2000000, got 1000000000.0"),
-        ("--lr nan", "--lr must be above 0, got nan"),
+        ("--norm batch", "--norm must be one of torch, torch-sync, "),
+        ("--epochs many", "--epochs must be a whole number, got 'many'"),
+        ("--epochs 3.0", "--epochs must be a whole number, got '3.0'"),
+        ("--lr fast", "--lr must be a finite number, got 'fast'"),
+        ("--timeout 1e9", "--timeout must be at most 2000000, got 1000000000.0"),
+        ("--lr nan", "--lr must be a finite number, got nan"),
+        ("--clip-norm inf", "--clip-norm must be a finite number, got inf"),
+        ("--lr -1", "--lr must be above 0, got -1.0"),
         ("--weight-decay -1", "--weight-decay must be at least 0, got -1.0"),
-        ("--ema 1", "--ema must be at least 0 and below 1, got 1.0"),
+        ("--ema 1", "--ema must be below 1, got 1.0"),
         (
             "--amp O1 --loss-scale static",
-            "--loss-scale must be auto, dynamic or a number above 0, got static",
+            "--loss-scale must be auto, dynamic or a number above 0, got 'static'",
         ),
         ("--epoch 3", "unrecognized arguments: --epoch 3"),
         ("--data cifar10", "--data cifar10 needs --data-path"),
         ("--model resnet50", "--model must be auto, one of vit_digits, "),
-        ("--memory less", "--memory must be one of off, convert, products, or budget=<share or bytes>"),
-        ("--memory convert --compile", "--memory convert is for models that are not compiled"),
+        # Options without an effect
+        ("--data-path here", "--data-path here is for --data cifar10, cifar100 and folder"),
+        ("--data synthetic --data-path here", "--data-path here is for --data cifar10, cifar100 and folder"),
+        ("--data folder --data-path . --data-seed 1", "--data-seed 1 is for --data digits and synthetic"),
+        ("--synthetic-images 3", "--synthetic-images 3 is for --data synthetic"),
         ("--pretrained timm", "--pretrained timm is for --model timm/<name>"),
         ("--image-size 64", "--image-size 64 is for --data folder and synthetic"),
         ("--loss-scale 128", "--loss-scale 128 is for --amp O0 to O3"),
         ("--model timm/resnet18 --mlp-norm none", "--mlp-norm none is for fastvit's models"),
+        ("--evaluate a --out b", "--out b is for training; --evaluate ends before it"),
+        ("--evaluate a --resume b", "--resume b is for training"),
+        ("--evaluate a --stop-after 1", "--stop-after 1 is for training"),
     ],
 )
 def test_wrong_flags(capsys, arguments, message):
     assert message in complaint(capsys, *arguments.split())
 
 
+@pytest.mark.parametrize("before", ["", "budget="])
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [("least", "least"), ("2GiB", "2GiB"), ("10 MB", "10 MB"), ("0.2", 0.2), ("1", 1), ("4096", 4096),
+     ("2.0", None), ("1.5", None), ("1e9", None), ("0", None), ("-0.5", None), ("nan", None), ("2 G", None),
+     ("less", None), ("", None), ("True", None)],
+)  # fmt: skip
+def test_budgets_are_those_of_convert(before, text, budget):
+    if budget is not None:
+        assert Config(memory=before + text).budget == budget
+        return
+    said = r"--memory must be one of off, convert, products, or a budget: .* budget=least; .* got '"
+    with pytest.raises(ConfigError, match=f"{said}{before}{text}'$"):
+        Config(memory=before + text)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("epoch = 3", "unknown key 'epoch'"),
-        ("epochs = 3.5", "--epochs: invalid int value: '3.5'"),
-        ("epochs = true", "--epochs: expected one argument"),
-        ("compile = 1", "--compile/--no-compile: ignored explicit argument '1'"),
-        ("norm = 'batch'", "--norm: invalid choice: 'batch'"),
+        ("epochs = 3.5", "run.toml: epochs must be a whole number, got 3.5"),
+        ("epochs = true", "run.toml: epochs must be a whole number, got True"),
+        ("batch-size = '8'", "run.toml: batch-size must be a whole number, got '8'"),
+        ("batch-size = 0", "run.toml: batch-size must be at least 1, got 0"),
+        ("lr = '0.1'", "run.toml: lr must be a finite number, got '0.1'"),
+        ("lr = false", "run.toml: lr must be a finite number, got False"),
+        ("clip_norm = nan", "run.toml: clip_norm must be a finite number, got nan"),
+        ("timeout = -inf", "run.toml: timeout must be a finite number, got -inf"),
+        ("ema = 1", "run.toml: ema must be below 1, got 1.0"),
+        ("compile = 1", "run.toml: compile must be true or false, got 1"),
+        ("scale_lr = 'false'", "run.toml: scale_lr must be true or false, got 'false'"),
+        ("norm = 'batch'", "run.toml: norm must be one of torch, "),
+        ("norm = 3", "run.toml: norm must be text, got 3"),
+        ("out = ['a']", "run.toml: out must be text, got ['a']"),
+        ("freeze = ['a', 1]", "run.toml: freeze must be texts, got ['a', 1]"),
+        ("freeze = 1", "run.toml: freeze must be texts, got 1"),
+        ("lr = 1979-05-27", "run.toml: lr must be a finite number, got datetime.date"),
         ("[recipe]\nepochs = 3", "unknown key 'recipe'"),
-        ("lr = 1" + 400 * "0", "--lr must be above 0, got inf"),
+        ("recipe.epochs = 3", "unknown key 'recipe'"),
+        ("lr = 1" + 400 * "0", "run.toml: lr must be a finite number, got inf"),
         ("epochs = ", "cannot read"),
     ],
 )
@@ -72,6 +115,8 @@ def test_wrong_files(capsys, tmp_path, text, message):
 
 def test_limits_of_whole_numbers():
     for name, (low, high) in LIMITS.items():
+        if KINDS[name] is float:
+            continue
         for value, takes in ((low - 1, f"at least {low}"), (high + 1, f"at most {high}")):
             with pytest.raises(ConfigError, match=f"^{flag(name)} must be {takes}, got {value}$"):
                 Config(**{name: value})
@@ -86,13 +131,39 @@ def test_flag_beats_file_beats_default(tmp_path):
     assert (config.epochs, config.batch_size, config.lr, config.seed) == (5, 16, 1.0, 0)
     assert config.freeze == ("stem.*", "head.*") and not config.compile
     assert set(given) == {"epochs", "batch_size", "lr", "freeze", "ema", "compile"}
+    path.write_text('amp = "O1"\nloss_scale = 128\nmemory = 0.5\nfreeze = "head.*"\n')
+    config, _ = parse(["--config", str(path)])  # texts that may be numbers, and a list of one
+    assert (config.loss_scale, config.budget, config.freeze) == ("128", 0.5, ("head.*",))
     assert parse(["--local_rank", "1"]) == parse(["--local-rank=1"]) == parse([])  # LOCAL_RANK says the same
 
 
+@pytest.mark.parametrize(
+    "content", [b"\xef\xbb\xbfepochs = 1\n", b"\xef\xbb\xbfepochs = 1\r\n", b"epochs = 1"]
+)
+def test_files_of_other_editors(tmp_path, content):
+    (path := tmp_path / "run.toml").write_bytes(content)
+    assert parse(["--config", str(path)])[1] == {"epochs": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"epochs": 2.0}, "--epochs must be a whole number, got 2.0"),
+        ({"epochs": None}, "--epochs must be a whole number, got None"),
+        ({"model": 5}, "--model must be text, got 5"),
+        ({"lr": float("nan")}, "--lr must be a finite number, got nan"),
+        ({"compile": "no"}, "--compile must be true or false, got 'no'"),
+    ],
+)
+def test_wrong_values_from_python(options, said):
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        Config(**options)
+
+
 def test_saved_configuration_is_whole_and_can_be_given_back(tmp_path):
-    path = 'a "b" \\ ü'
+    path = 'a "b" \\ ü \udcff'  # the last is a byte that is no text
     config = Config(data="folder", data_path=path, optimizer="sgd", freeze=("a.*", "b"), compile=True)
-    assert (config.lr, config.weight_decay, config.workers, config.image_size) == (0.05, 5e-4, 4, 224)
+    assert (config.lr, config.weight_decay, config.workers, config.image_size) == (0.05, 5e-4, None, 224)
     config.save(tmp_path / "config.toml")
     assert parse(["--config", str(tmp_path / "config.toml")])[0] == config
 
@@ -100,7 +171,8 @@ def test_saved_configuration_is_whole_and_can_be_given_back(tmp_path):
 def test_a_resumed_run_keeps_what_defines_it(tmp_path):
     from dataclasses import asdict
 
-    saved = asdict(Config(epochs=7, freeze=("a",), data_path="there", threads=4, out="old", keep=5))
+    options = {"data": "cifar10", "data_path": "there", "threads": 4, "out": "old", "keep": 5}
+    saved = asdict(Config(epochs=7, freeze=("a",), **options))
     saved["option_of_another_version"] = 1
     config = merge_saved({"threads": 2, "epochs": 7, "freeze": ("a",)}, saved, tmp_path)
     assert (config.epochs, config.threads, config.out, config.keep) == (7, 2, str(tmp_path), 5)
@@ -108,6 +180,8 @@ def test_a_resumed_run_keeps_what_defines_it(tmp_path):
     assert merge_saved({"out": "new"}, saved, tmp_path).threads == 0
     with pytest.raises(ConfigError, match="--epochs must be 7 as in the checkpoint, got 8"):
         merge_saved({"epochs": 8}, saved, tmp_path)
+    with pytest.raises(ConfigError, match="^--evaluate: --norm must be 'inplace-abn-sync' as in the check"):
+        merge_saved({"evaluate": "run", "norm": "torch"}, saved, tmp_path)
 
 
 # Launchers
@@ -204,6 +278,48 @@ def test_the_gpu_of_a_rank(monkeypatch, visible, gpus, device, want):
     except ConfigError as error:
         got = str(error)
     assert got == want
+
+
+@pytest.mark.parametrize(("address", "family"), [("::1", socket.AF_INET6), ("127.0.0.1", socket.AF_INET)])
+def test_the_interface_that_reaches_rank_0_where_the_own_name_is_of_the_loopback(
+    monkeypatch, address, family
+):
+    """As Debian has it. Only the answers of resolver and ranks are made up."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 1234))
+        except OSError:
+            pytest.skip(f"no network of {family.name} here")
+    names = {socket.gethostname(): "127.0.1.1", "head": "fd77::1"}
+    found = lambda host, *_, **__: [(family, None, 0, "", (names[host], 0))]  # noqa: E731
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "other")
+    asked = []
+    agreement = SimpleNamespace(ask=lambda _, own: asked.append(own) or {"": [0], address: [1]})
+    launch = Launch(1, 2, 0, "head", 1234)
+    distributed._choose_interface(launch, agreement)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "other" and asked == ["fd77::1"]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    distributed._choose_interface(launch, agreement)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    names[socket.gethostname()] = "fd77::2"  # gloo finds it by itself
+    distributed._choose_interface(launch, agreement)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "speaks"), [(0, 0, True), (1, 1, False), (4, 0, True), (5, 1, False)]
+)
+def test_one_rank_of_each_host_says_why_all_end(monkeypatch, capsys, rank, local_rank, speaks):
+    def train(*_):
+        raise TrainingError("every rank must have the same")
+
+    monkeypatch.setattr(trainer, "find_launch", lambda: Launch(rank, 8, local_rank, "head", 1234))
+    monkeypatch.setattr(distributed, "init", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(run, "train", train)
+    assert main([]) == 1
+    assert capsys.readouterr().err == speaks * "fastvit-train: error: every rank must have the same\n"
 
 
 def test_ranks_that_do_not_come_are_missed(monkeypatch, capsys):

@@ -192,6 +192,23 @@ def test_hidden_files_links_and_folders_named_like_images(folder):
     assert data.train.read(list(range(8)), None).shape == (8, 3, 10, 10)
 
 
+def test_folders_of_storage_systems_are_left_out_and_counted(folder):
+    train, test = folder / "train", folder / "test"
+    for path in (
+        train / "@eaDir" / "a" / "SYNOPHOTO_THUMB_XL.jpg",
+        train / "a" / "@eaDir" / "0.PNG" / "SYNOPHOTO_THUMB_M.jpg",
+        train / "b" / "deep" / "@eaDir" / "0.jpg",
+        test / "#recycle" / "0.png",
+        test / "a" / ".thumbnails" / "0.png",
+        test / "__MACOSX" / "a" / "0.png",
+        test / "b" / "._0.png",
+    ):
+        image(path)
+    data = datasets.load(Config(data="folder", data_path=str(folder), image_size=10))
+    assert data.classes == ("a", "b") and (len(data.train.labels), len(data.test.labels)) == (6, 2)
+    assert data.left_out == ("1 x #recycle", "1 x ._0.png", "1 x .thumbnails", "3 x @eaDir", "1 x __MACOSX")
+
+
 def test_training_crops_have_all_areas_and_ratios():
     """As drawn by Szegedy et al.: areas from 8 % on, evenly, of widths from 3/4 to 4/3 of the heights."""
     g = generator()
@@ -268,12 +285,24 @@ def test_workers_do_not_change_the_batches():
     seen = []
     for workers in (0, 2):
         sampler = loaders.TrainBatches(len(data.train.labels), 300, 0, 1, seed=0)
-        loader = loaders.make_loader(data.train, sampler, Config(workers=workers), torch.device("cpu"))
+        loader = loaders.make_loader(data.train, sampler, Config(workers=workers), torch.device("cpu"), 1)
         sampler.set_epoch(1)
         seen.append(list(loader))
     assert len(seen[0]) == 4
     for (images, labels), (others, names) in zip(*seen, strict=True):
         assert torch.equal(images, others) and torch.equal(labels, names)
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "workers"),
+    [({}, 1, 1), ({}, 3, 3), ({}, 16, 4), ({"workers": 7}, 1, 7), ({"workers": 0}, 4, 0)],
+)
+def test_workers_of_folders_follow_the_cores_of_the_rank(options, cores, workers):
+    config, images = Config(data="folder", data_path=".", **options), datasets.load_digits(0).train
+    loader = loaders.make_loader(images, [], config, torch.device("cpu"), cores)
+    assert loader.num_workers == workers
+    digits = loaders.make_loader(images, [], Config(), torch.device("cpu"), cores)
+    assert digits.num_workers == 0
 
 
 def test_synthetic_images_can_be_told_apart():

@@ -1,5 +1,6 @@
 """Faults of a run: bad data, bad checkpoints, bad options; error messages and intact checkpoints."""
 
+import errno
 import os
 import re
 import shutil
@@ -12,33 +13,25 @@ import torch
 from PIL import Image
 from training_runs import (
     COMMON,
+    FOLDER,
     LIMIT,
     SMALL,
+    TINY,
     after_each_step,
     alone,
     fails,
+    make_folder,
     running,
     state_of,
     train_on_rank,
 )
 
+from fastvit import _library
+from fastvit.training import loop
+from fastvit.training.command_line import parse
 from fastvit.training.config import Config, ConfigError, check_packages, flag
 
 # Data
-
-
-def make_folder(path, classes=("cat", "dog"), images=8, side=12):
-    for split in ("train", "val"):
-        for number, name in enumerate(classes):
-            (path / split / name).mkdir(parents=True)
-            for index in range(images):
-                colour = (40 * number + index, 255 - index, 17 * index)
-                Image.new("RGB", (side + index, side), colour).save(path / split / name / f"{index}.png")
-    return path
-
-
-SMALL_IMAGES = ["--image-size", "8", "--model", "vit_digits", "--batch-size", "4"]
-FOLDER = ["--data", "folder", "--workers", "0", *SMALL_IMAGES]
 
 
 def _loses_its_data(rank, world, path, arguments):
@@ -106,7 +99,11 @@ def test_folder_trains_and_another_number_of_classes_cannot_resume(tmp_path, cap
     path = make_folder(tmp_path / "data")
     start = [*FOLDER, "--epochs", "2", "--data-path", str(path), "--workers", "1"]
     out = str(tmp_path / "run")
+    for name in ("@eaDir", ".cache"):
+        (path / "train" / name).mkdir()
     assert alone(*start, "--out", out, "--stop-after", "1") == 0
+    found = "16 training and 16 test images of 2 classes; left out: 1 x .cache, 1 x @eaDir\n"
+    assert found in capsys.readouterr().out
     for split in ("train", "val"):
         shutil.copytree(path / split / "cat", path / split / "cow")
     said = fails(capsys, "--resume", out)
@@ -115,6 +112,76 @@ def test_folder_trains_and_another_number_of_classes_cannot_resume(tmp_path, cap
     assert "train and val must hold the same classes; cow are in one" in fails(capsys, "--resume", out)
     shutil.rmtree(path)
     assert f"{path / 'train'} is no folder; train, and val or test, are" in fails(capsys, "--resume", out)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Caught OSError in worker\nOSError: [Errno 28] No space left on device\n"),
+        RuntimeError(
+            "worker is killed by signal: Bus error. It is possible that workers are out of shared memory."
+        ),
+    ],
+)
+def test_a_full_dev_shm_is_named(error):
+    def batches():
+        raise error
+        yield
+
+    with pytest.raises(OSError, match=r"cannot read the data: .*/dev/shm, which is full: --workers 0 "):
+        next(loop.read_batches(batches()))
+
+
+def test_a_run_whose_dev_shm_is_full_ends_at_once(tmp_path):
+    """The rank learns of it, and does not wait for the batch until the timeout."""
+    namespace = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "sh",
+        "-c",
+    ]
+    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+    if not shutil.which("unshare") or subprocess.run([*namespace, mount], capture_output=True).returncode:
+        pytest.skip("no namespaces here")
+    options = "--image-size 32 --synthetic-images 192 --batch-size 48 --workers 1 --epochs 1".split()
+    command = [sys.executable, *COMMON, *TINY, *options, "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*namespace, f'{mount} && exec "$@"', "sh", *command], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 1 and "/dev/shm, which is full: --workers 0" in done.stderr, done.stderr
+
+
+def test_without_kernels_the_norm_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(_library, "NOT_BUILT", "FASTVIT_KERNELS=0 says that none are loaded")
+    said = fails(capsys, "--out", str(tmp_path / "run"))
+    assert "--norm inplace-abn-sync needs kernels: FASTVIT_KERNELS=0 says" in said and "--norm torch" in said
+    assert alone(*SMALL, "--epochs", "1", "--out", str(tmp_path / "torch")) == 0
+
+
+def test_names_that_stdout_cannot_encode_do_not_end_a_run(tmp_path):
+    """Neither text in a terminal of ASCII, nor bytes that are no text; the saved configuration has them."""
+    path = make_folder(tmp_path / "r\udcfcn", ("a", "ü"))
+    arguments = [*COMMON, *FOLDER, "--epochs", "1", "--data-path", str(path), "--out", "ö", "--freeze"]
+    for freeze, status in (("nö", 1), ("stem.*", 0)):
+        done = subprocess.run(
+            [sys.executable, *arguments, freeze, "--resume", "auto"],
+            cwd=tmp_path, capture_output=True, timeout=LIMIT,
+            env=os.environ | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
+        )  # fmt: skip
+        assert done.returncode == status and b"Traceback" not in done.stderr, done.stderr
+        assert (rb"--freeze 'n\xf6'" in done.stderr) == status and rb"run in \xf6" in done.stdout
+    config, _ = parse(["--config", str(tmp_path / "ö" / "config.toml")])
+    assert (config.data_path, config.out) == (str(path), "ö")
+    with pytest.raises(
+        ConfigError, match="--out must be UTF-8, which TensorBoard's files need, got '.udcfc'"
+    ):
+        Config(out="\udcfc")
 
 
 # Hosts that were told or have different things
@@ -137,7 +204,7 @@ def test_options_that_differ_between_ranks_are_an_error_on_all(ranks, tmp_path, 
 
 
 def test_an_option_of_a_host_and_versions(ranks, tmp_path):
-    own = [["--threads", str(n)] for n in (1, 2)]
+    own = [["--threads", str(n)] for n in (2, 0)]  # 0: all ranks tell each other their cores
     common = [*SMALL, "--epochs", "1", "--out", str(tmp_path / "run")]
     assert ranks.run(2, _told, *([*common, *options] for options in own)) == [None, None]
     said = ranks.run(2, _of_versions, [*common[:-1], str(tmp_path / "other")])
@@ -172,10 +239,10 @@ def test_data_that_differ_between_hosts_are_an_error_on_all(ranks, tmp_path, cla
 def test_missing_packages_are_named(monkeypatch):
     missing = {"tqdm", "PIL", "timm"}
     monkeypatch.setattr("fastvit.training.config.find_spec", lambda name: None if name in missing else name)
-    with pytest.raises(ConfigError, match=r"needs tqdm, which .*pip install 'fastvit\[train\]'"):
+    with pytest.raises(ConfigError, match=r"needs tqdm, which .*pip install '.\[train\]'"):
         check_packages(Config())
     with pytest.raises(ConfigError, match="needs tqdm, pillow"):
         check_packages(Config(data="folder", data_path="."))
     missing.remove("tqdm")
-    with pytest.raises(ConfigError, match=r"needs timm, which .*pip install 'fastvit\[train\]' timm"):
+    with pytest.raises(ConfigError, match=r"needs timm, which .*pip install '.\[train\]' timm"):
         check_packages(Config(model="timm/resnet18"))

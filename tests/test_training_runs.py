@@ -1,6 +1,7 @@
 """Whole runs of the trainer: their files, and a resumed run that equals an uninterrupted one."""
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import pytest
 import torch
 from training_runs import (
     COMMON,
+    FOLDER,
     LIMIT,
     ONCE,
     TINY,
@@ -18,6 +20,7 @@ from training_runs import (
     alone,
     assert_equal_runs,
     free_port,
+    make_folder,
     rows_of,
     running,
     state_of,
@@ -58,6 +61,35 @@ def test_a_run_reports_and_leaves_its_files(whole):
     assert state["world"] == 2
     # No prefix of DDP is in the names.
     create_vit("vit_digits", 8, 3, 10, "torch").load_state_dict(weights_of(run))
+
+
+def _says(rank, world, arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert train_on_rank(rank, world, arguments) is None
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_is_evaluated(ranks, whole, world):
+    """Gives the numbers of its epoch on any number of ranks, and leaves the run as it is."""
+    run, _ = whole
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    for row, named in ((rows_of(run)[2], run), (rows_of(run)[1], run / "checkpoints" / "epoch-0002.pt")):
+        said = ranks.run(world, _says, ["--evaluate", str(named)])
+        assert said[0][-1] == f"test loss {row['test_loss']:.4f}, test accuracy {row['test_accuracy']:.3f}"
+        assert said[1:] == [[]] * (world - 1)
+    assert files == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+def test_averaged_weights_are_evaluated_too(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    options = ["--ema", "0.9", "--norm", "torch", "--memory", "convert", "--out", run]
+    assert alone(*TINY, "--epochs", "1", *options) == 0
+    row = rows_of(tmp_path / "run")[0]
+    capsys.readouterr()
+    assert alone("--evaluate", run) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("averaged weights: test loss ") and last.endswith(f"{row['average_accuracy']:.3f}")
 
 
 def test_tensorboard_has_every_curve(whole):
@@ -112,24 +144,30 @@ def test_a_killed_host_is_replaced(whole, tmp_path):
     assert_equal_runs(tmp_path / "again", whole[0])
 
 
-def _stopped_by_sigterm(rank, world, arguments, step_of_signal):
+def _stopped_by_a_signal(rank, world, arguments, step_of_signal, number):
     def act(step):
         if step == step_of_signal and rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     with after_each_step(act) as steps:
         assert train_on_rank(rank, world, arguments) is None
     return len(steps)
 
 
-@pytest.mark.parametrize("options", [[], ["--accumulate", "2", "--ema", "0.9", "--norm", "fastvit-sync"]])
-def test_sigterm_to_one_rank_saves_all_and_resumes_within_the_epoch(ranks, tmp_path, options):
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGUSR1, []),
+        (signal.SIGTERM, ["--accumulate", "2", "--ema", "0.9", "--norm", "fastvit-sync"]),
+    ],
+)
+def test_a_signal_to_one_rank_saves_all_and_resumes_within_the_epoch(ranks, tmp_path, number, options):
     # Two steps an epoch: 3 batches are one step of two and one of one when two are accumulated.
     start = [*RECIPE, *options]
     ranks.run(2, train_on_rank, [*start, "--out", str(tmp_path / "whole")])
     per_epoch = 2 if options else 3
     stopped = [*start, "--out", str(tmp_path / "stopped")]
-    assert ranks.run(2, _stopped_by_sigterm, stopped, per_epoch + 1) == [per_epoch + 2] * 2
+    assert ranks.run(2, _stopped_by_a_signal, stopped, per_epoch + 1, number) == [per_epoch + 2] * 2
     state = state_of(tmp_path / "stopped")
     # With the options the signal came to be known in the last step of the epoch.
     assert (state["epoch"], state["progress"]["step"]) == ((2, 0) if options else (1, 2))
@@ -137,12 +175,22 @@ def test_sigterm_to_one_rank_saves_all_and_resumes_within_the_epoch(ranks, tmp_p
     assert_equal_runs(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_sigterm_to_every_process_of_a_job_ends_it_cleanly(tmp_path):
-    with running(tmp_path, start_new_session=True) as process:
-        os.killpg(process.pid, signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+def in_folder(directory):
+    path = make_folder(directory / "data", images=16)
+    return [*FOLDER, "--data-path", str(path)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("data", [None, in_folder])
+def test_a_signal_to_every_process_of_a_job_ends_it_with_a_checkpoint(tmp_path, data, threads, number):
+    """A rank with several threads has workers with threads of torch's own, which must not take the signal."""
+    data = data(tmp_path) if data else TINY
+    with running(tmp_path, "--threads", threads, data=data, start_new_session=True) as process:
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=50)
     assert process.returncode == 0, err
-    assert "stopped by SIGTERM in epoch" in out and "continue it with --resume run" in out
+    assert f"stopped by {number.name} in epoch" in out and "continue it with --resume run" in out
     state = state_of(tmp_path / "run")
     assert state["epoch"] >= 1 and len(state["history"]) == state["epoch"]
 

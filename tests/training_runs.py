@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from PIL import Image
 
 from fastvit.training import checkpoint, loop, run
 from fastvit.training.__main__ import main
@@ -37,6 +38,18 @@ loop._step = step
 sys.exit(main(sys.argv[1:]))
 """
 SMALL = [*TINY, "--epochs", "2", "--norm", "torch"]
+SMALL_IMAGES = ["--image-size", "8", "--model", "vit_digits", "--batch-size", "4"]
+FOLDER = ["--data", "folder", "--workers", "0", *SMALL_IMAGES]
+
+
+def make_folder(path, classes=("cat", "dog"), images=8, side=12):
+    for split in ("train", "val"):
+        for number, name in enumerate(classes):
+            (path / split / name).mkdir(parents=True)
+            for index in range(images):
+                colour = (40 * number + index, 255 - index, 17 * index)
+                Image.new("RGB", (side + index, side), colour).save(path / split / name / f"{index}.png")
+    return path
 
 
 def torchrun(directory, *arguments):
@@ -63,9 +76,9 @@ def after_each_step(act):
 
 
 @contextlib.contextmanager
-def running(directory, **options):
+def running(directory, *arguments, data=TINY, **options):
     """A long run with a worker, after its first epoch; what is left of it is killed at the end."""
-    arguments = [*COMMON, *TINY, "--epochs", "5000", "--workers", "1", "--out", "run"]
+    arguments = [*COMMON, *data, "--epochs", "5000", "--workers", "1", "--out", "run", *arguments]
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
@@ -87,7 +100,7 @@ def free_port():
 
 def train_on_rank(rank, world, arguments):
     """Trains inside a rank of the pool; returns the message of TrainingError, or None."""
-    config, given = parse([*arguments, "--device", "cpu", "--threads", "1"])
+    config, given = parse(["--device", "cpu", "--threads", "1", *arguments])
     try:
         run.train(config, given, torch.device("cpu"))
     except run.TrainingError as error:

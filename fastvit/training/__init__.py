@@ -10,6 +10,6 @@
     checkpoint, log         the files of a run, and its lock
     run                     a run from start to end
 
-scikit-learn, TensorBoard, tqdm and safetensors come with the extra `train` (`pip install fastvit[train]`).
+scikit-learn, TensorBoard, tqdm and safetensors come with the extra `train` (`pip install '.[train]'`).
 They are imported when a run starts, not with this package.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import traceback
@@ -26,21 +27,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, 1 when the run failed, or 130 when it was interrupted; a wrong option exits with 2.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path that it cannot encode must not end a run
+            stream.reconfigure(errors="backslashreplace")
     config, given = parse(arguments)
-    status = 0
+    status, speaks = 0, True
     try:
         check_packages(config)
-        device = distributed.init(find_launch(), config.device, config.timeout)
+        launch = find_launch()
+        device = distributed.init(launch, config.device, config.timeout)
+        # One rank of each host, where a user may look for what is wrong there.
+        speaks = launch is None or launch.rank == 0 or launch.local_rank == 0
         from .run import train  # which needs the packages
 
         train(config, given, device)
-    except (ConfigError, TrainingError) as error:  # raised on every rank; without a group each is rank 0
-        if distributed.is_main_process():
+    except (ConfigError, TrainingError) as error:  # raised on every rank
+        if speaks:
             _complain(error)
         status = 1
     except KeyboardInterrupt:
         run = config.out if config.resume in ("", "auto") else config.resume
-        _complain(f"KeyboardInterrupt: --resume {run} continues the run after its last checkpoint")
+        how = "" if config.evaluate else f": --resume {run} continues the run after its last checkpoint"
+        _complain(f"KeyboardInterrupt{how}")
         if distributed.get_world_size() > 1:  # the others may wait in an exchange
             end_process(INTERRUPTED)
         return INTERRUPTED

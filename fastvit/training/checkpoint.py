@@ -60,8 +60,9 @@ def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool 
     temporary, best_link = final.with_name(final.name + ".tmp"), final.with_name("best.pt")
     try:
         final.parent.mkdir(exist_ok=True)
-        torch.save(state, temporary)
-        with temporary.open("rb+") as file:
+        with temporary.open("wb") as file:  # torch's own writer hides why a write has failed
+            torch.save(state, file)
+            file.flush()
             os.fsync(file.fileno())
         for path in older:
             if epoch_and_step(path) > epoch_and_step(final):
@@ -73,14 +74,21 @@ def save_checkpoint(run: Path, state: dict[str, Any], keep: int = 2, best: bool 
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
         previous = f"; {older[-1]} is intact" if older else ""
-        raise OSError(f"cannot write the checkpoint {final}: {first_line(error)}{previous}") from error
+        raise OSError(f"cannot write the checkpoint {final}: {_reason(error)}{previous}") from error
     for path in checkpoints(run)[:-keep]:
         if path.resolve() != best_link.resolve():
             path.unlink()
     return final
 
 
-def find_checkpoint(path: Path) -> Path:
+def _reason(error: BaseException) -> str:
+    """Why a write has failed; torch may raise an error of its own while it handles the system's."""
+    while not isinstance(error, OSError) and error.__context__:
+        error = error.__context__
+    return first_line(error)
+
+
+def find_checkpoint(path: Path, option: str = "--resume") -> Path:
     """The checkpoint that `--resume path` means: `path` itself, or the last one of the run `path`."""
     path = Path(os.path.abspath(path))  # of a run whose folder of checkpoints may be a link
     if path.is_file():
@@ -88,7 +96,7 @@ def find_checkpoint(path: Path) -> Path:
     found = checkpoints(path)
     if not found:
         raise TrainingError(
-            f"--resume: {path} must be a run directory or a checkpoint, and has no checkpoint in it"
+            f"{option}: {path} must be a run directory or a checkpoint, and has no checkpoint in it"
         )
     return found[-1]
 
@@ -99,17 +107,17 @@ def run_of(resumed: Path) -> Path:
     return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, option: str = "--resume") -> dict[str, Any]:
     """The state in a checkpoint, on the CPU."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a truncated zip: RuntimeError, EOFError, KeyError or UnpicklingError
         raise TrainingError(
-            f"--resume: {path} is missing, cut off or damaged ({type(error).__name__}: "
+            f"{option}: {path} is missing, cut off or damaged ({type(error).__name__}: "
             f"{first_line(error)}); resume from another checkpoint, or start again"
         ) from error
     if not isinstance(state, dict) or "progress" not in state:
-        raise TrainingError(f"--resume: {path} is no checkpoint of this trainer")
+        raise TrainingError(f"{option}: {path} is no checkpoint of this trainer")
     return state
 
 

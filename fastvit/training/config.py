@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..conversion.budget import parsed
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
 DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")
@@ -20,14 +23,18 @@ BASE_LR = {"sgd": 0.05, "adamw": 1e-3, "fused-adam": 1e-3}
 WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05, "fused-adam": 0.05}
 
 MANY = 2**31 - 1
-LIMITS = {  # smallest and largest value of every whole number
+LONGEST_WAIT = 2_000_000  # seconds; poll(), used for workers, takes 31 bits of milliseconds
+LEAST = 5e-324  # the smallest number above 0
+LIMITS: dict[str, tuple[float, float]] = {  # smallest and largest value of every number
     **dict.fromkeys(("epochs", "batch_size", "accumulate", "keep"), (1, MANY)),
     **dict.fromkeys(("warmup_epochs", "stop_after"), (0, MANY)),
     "image_size": (1, 2**13), "classes": (1, 10**6), "synthetic_images": (1, 10**7),
     **dict.fromkeys(("workers", "threads"), (0, 1024)),  # more may exhaust the system
     **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits, and epochs add to the seed
+    **dict.fromkeys(("weight_decay", "clip_norm"), (0, math.inf)),
+    **dict.fromkeys(("label_smoothing", "ema"), (0, math.nextafter(1, 0))),
+    "lr": (LEAST, math.inf), "timeout": (LEAST, LONGEST_WAIT),
 }  # fmt: skip
-LONGEST_WAIT = 2_000_000  # seconds; poll(), used for workers, takes 31 bits of milliseconds
 
 
 class ConfigError(ValueError):
@@ -47,7 +54,7 @@ class Config:
     """The options of a run. Each field is a flag and a key of the TOML file.
 
     `batch_size` is `--batch-size` on the command line and `batch_size = 32` in the file. `None` is replaced
-    by a value that depends on other options, so that a saved configuration has every number.
+    by a value that depends on other options; None for `workers` stays, since it depends on the machine.
     """
 
     # fmt: off
@@ -58,7 +65,8 @@ class Config:
     image_size: int | None = _option(None, "data", "side of folder's (224) or synthetic (32) images")
     synthetic_images: int = _option(2048, "data", "number of synthetic training images")
     classes: int | None = _option(None, "data", "outputs of the model (default: the classes of the data)")
-    workers: int = _option(None, "data", "processes that load batches (default 0, for folder 4)")
+    workers: int | None = _option(None, "data", "processes that load batches (default 0; for folder as "
+        "many as the rank has cores, up to 4)")
 
     model: str = _option("auto", "model", f"{', '.join(VARIANTS)}, or timm/<name>; auto: by the images' size")
     norm: str = _option(None, "model", "BatchNorm layer (default inplace-abn-sync, for timm/ "
@@ -67,7 +75,7 @@ class Config:
     pretrained: str = _option("", "model", "initial weights: a file of safetensors or torch.save, or "
         "'timm' for those that timm downloads")
     memory: str = _option("off", "model", f"keep less for backward: {', '.join(MEMORY)} (matrix products are "
-        "repeated too), or budget=0.2, 2GiB or least, the cheapest way to it; as in fastvit.convert")
+        "repeated too), or a budget: a share as 0.6, bytes as 2GiB, or least; as in fastvit.convert")
     freeze: tuple[str, ...] = _option((), "model", "names of parameters that are not trained: 'stem.*'")
 
     amp: str = _option("off", "precision", "off: fp32; bf16: autocast; O0 to O3: as in apex", AMP_LEVELS)
@@ -97,73 +105,130 @@ class Config:
 
     out: str = _option("runs/train", "run", "directory of the run: config, metrics, TensorBoard, checkpoints")
     resume: str = _option("", "run", "continue this run or checkpoint; auto: the run in --out, if any")
+    evaluate: str = _option("", "run", "print loss and accuracy of this run or checkpoint on its test "
+        "images, and end")
     stop_after: int = _option(0, "run", "end after this many epochs of this start, for --resume; 0: none")
     keep: int = _option(2, "run", "number of newest checkpoints that are not removed, besides the best one")
     # fmt: on
 
     def __post_init__(self) -> None:
-        self._fill_in()
-        for item in fields(self):
-            name, value, choices = item.name, getattr(self, item.name), item.metadata["choices"]
-            if choices:
-                _require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
-            if name in LIMITS and value is not None:
-                low, high = LIMITS[name]
-                _require(value >= low, name, f"at least {low}", value)
-                _require(value <= high, name, f"at most {high}", value)
-        for name in ("weight_decay", "clip_norm"):
-            _require(0 <= getattr(self, name) < math.inf, name, "at least 0", getattr(self, name))
-        _require(0 < self.lr < math.inf, "lr", "above 0", self.lr)
-        _require(0 < self.timeout <= LONGEST_WAIT, "timeout", f"above 0, up to {LONGEST_WAIT}", self.timeout)
-        for name in ("label_smoothing", "ema"):
-            _require(0 <= getattr(self, name) < 1, name, "at least 0 and below 1", getattr(self, name))
-        self._check_combinations()
-
-    def _fill_in(self) -> None:
+        for name in FIELDS:
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
         chosen = {
             "norm": "fastvit-sync" if self.model.startswith("timm/") else "inplace-abn-sync",
-            "lr": BASE_LR.get(self.optimizer),
-            "weight_decay": WEIGHT_DECAY.get(self.optimizer),
-            "workers": 4 if self.data == "folder" else 0,
+            "lr": BASE_LR[self.optimizer],
+            "weight_decay": WEIGHT_DECAY[self.optimizer],
+            "workers": None if self.data == "folder" else 0,  # None: by the cores of the rank
             "image_size": {"folder": 224, "synthetic": 32}.get(self.data),
         }
         for name, value in chosen.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+        self._check_combinations()
 
     def _check_combinations(self) -> None:
-        timm = self.model.startswith("timm/")
+        timm, files = self.model.startswith("timm/"), self.data in ("cifar10", "cifar100", "folder")
         takes = f"auto, one of {', '.join(VARIANTS)}, or timm/<name>"
-        _require(timm or self.model in ("auto", *VARIANTS), "model", takes, repr(self.model))
-        if self.data in ("cifar10", "cifar100", "folder") and not self.data_path:
+        _require(timm or self.model in ("auto", *VARIANTS), "--model", takes, self.model)
+        if files and not self.data_path:
             raise ConfigError(f"--data {self.data} needs --data-path, the folder with its files")
-        takes = f"one of {', '.join(MEMORY)}, or budget=<share or bytes>"
-        right = self.memory in MEMORY or self.memory.startswith("budget=")
-        _require(right, "memory", takes, repr(self.memory))
+        right = self.out == self.out.encode(errors="replace").decode()
+        _require(right, "--out", "UTF-8, which TensorBoard's files need", self.out)
+        self.budget  # noqa: B018  # raises
         if self.loss_scale not in ("auto", "dynamic"):
-            try:
-                right = 0 < float(self.loss_scale) < math.inf
-            except ValueError:
-                right = False
-            _require(right, "loss_scale", "auto, dynamic or a number above 0", self.loss_scale)
-        made = ("folder", "synthetic")
-        for name, given, has_effect, where in (
-            ("image_size", self.image_size is not None, self.data in made, "--data folder and synthetic"),
-            ("loss_scale", self.loss_scale != "auto", self.amp.startswith("O"), "--amp O0 to O3"),
-            ("pretrained", self.pretrained == "timm", timm, "--model timm/<name>"),
-            ("mlp_norm", self.mlp_norm != "batch", not timm, "fastvit's models"),
-            # torch.compile chooses what is kept for backward
-            ("memory", self.memory != "off", not self.compile, "models that are not compiled"),
+            scale = from_text(float, self.loss_scale)
+            right = isinstance(scale, float) and 0 < scale < math.inf
+            _require(right, "--loss-scale", "auto, dynamic or a number above 0", self.loss_scale)
+        trains = "training; --evaluate ends before it"
+        for name, has_effect, where in (
+            ("data_path", files, "--data cifar10, cifar100 and folder"),
+            ("data_seed", not files, "--data digits and synthetic"),
+            ("image_size", self.data in ("folder", "synthetic"), "--data folder and synthetic"),
+            ("synthetic_images", self.data == "synthetic", "--data synthetic"),
+            ("loss_scale", self.amp.startswith("O"), "--amp O0 to O3"),
+            ("pretrained", timm or self.pretrained != "timm", "--model timm/<name>"),
+            ("mlp_norm", not timm, "fastvit's models"),
+            ("out", not self.evaluate, trains),
+            ("resume", not self.evaluate, trains),
+            ("stop_after", not self.evaluate, trains),
         ):
-            if given and not has_effect:
+            if getattr(self, name) != FIELDS[name].default and not has_effect:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is for {where}")
+
+    @property
+    def budget(self) -> str | float | None:
+        """The budget in `memory` as `fastvit.convert` takes it; None where there is no budget."""
+        if self.memory in MEMORY:
+            return None
+        text = self.memory.removeprefix("budget=")
+        number = from_text(int, text)
+        budget = from_text(float, text) if number is text else number
+        with contextlib.suppress(ValueError):
+            # Bytes are whole: 2.0 may be meant as twice what is kept.
+            if text == "least" or (parsed(budget) and not (isinstance(budget, float) and budget > 1)):
+                return budget
+        raise ConfigError(
+            f"--memory must be one of {', '.join(MEMORY)}, or a budget: a share of at most 1 (budget=0.6), "
+            f"bytes (budget=2GiB) or budget=least; budget= may be left out; got {self.memory!r}"
+        )
+
+    @property
+    def continued(self) -> str:
+        """The option that names a checkpoint, for messages."""
+        return flag("evaluate" if self.evaluate else "resume")
 
     def save(self, path: Path) -> None:
         """Write the fields as TOML, which `--config` reads; fields that are None are left out."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         # Strings, booleans, numbers and lists of strings are the same in JSON and TOML.
         given = {name: json.dumps(v, ensure_ascii=False) for name, v in values.items() if v is not None}
-        path.write_text("".join(f"{name} = {text}\n" for name, text in given.items()), encoding="utf-8")
+        content = "".join(f"{name} = {text}\n" for name, text in given.items())
+        path.write_text(content, "utf-8", "surrogateescape")  # a path may hold any bytes
+
+
+FIELDS = {item.name: item for item in fields(Config)}
+_HINTS = typing.get_type_hints(Config)
+KINDS: dict[str, type] = {  # float, of `float | None`
+    name: tuple if item.default == () else (typing.get_args(_HINTS[name]) or (_HINTS[name],))[0]
+    for name, item in FIELDS.items()
+}
+_TAKES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", tuple: "texts"}
+
+
+def from_text(kind: type, text: str) -> Any:
+    """The value of a flag; the text itself where it is none, which `checked` refuses."""
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def checked(name: str, value: Any, said: str = "") -> Any:
+    """A value of the option `name`, as its type is; `said` is what a message calls the option.
+
+    Raises:
+        ConfigError: it is of the wrong kind, out of range or no choice.
+    """
+    kind, item, said = KINDS[name], FIELDS[name], said or flag(name)
+    if value is None and item.default is None:
+        return None
+    if (kind is float or name in ("loss_scale", "memory")) and type(value) in (int, float):
+        value = kind(str(value))  # float() of a very large int raises, that of its text does not
+    if kind is tuple:
+        value = (value,) if isinstance(value, str) else value
+        right = isinstance(value, list | tuple) and all(isinstance(part, str) for part in value)
+        value = tuple(value) if right else value
+    else:
+        right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        right = right and (kind is not float or math.isfinite(value))
+    _require(right, said, _TAKES[kind], value)
+    if choices := item.metadata["choices"]:
+        _require(value in choices, said, f"one of {', '.join(choices)}", value)
+    if name in LIMITS:
+        low, high = LIMITS[name]
+        _require(low <= value, said, "above 0" if low == LEAST else f"at least {low}", value)
+        _require(value <= high, said, "below 1" if high < 1 else f"at most {high}", value)
+    return value
 
 
 def check_packages(config: Config) -> None:
@@ -175,8 +240,9 @@ def check_packages(config: Config) -> None:
     missing = [package for module, package in needed.items() if find_spec(module) is None]
     if missing:
         raise ConfigError(
-            f"the trainer needs {', '.join(missing)}, which is not installed: pip install 'fastvit[train]'"
+            f"the trainer needs {', '.join(missing)}, which is not installed: pip install '.[train]'"
             + (" timm" if "timm" in missing else "")
+            + ", in the folder of fastvit's sources"
         )
 
 
@@ -185,7 +251,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its kind."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -196,7 +262,6 @@ def some(names: Iterable[object]) -> str:
     return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
 
 
-def _require(holds: bool, name: str, takes: str, got: object) -> None:
-    # A comparison with nan is false, so nan is refused too.
+def _require(holds: bool, said: str, takes: str, got: object) -> None:
     if not holds:
-        raise ConfigError(f"{flag(name)} must be {takes}, got {got}")
+        raise ConfigError(f"{said} must be {takes}, got {got!r}")

@@ -38,6 +38,7 @@ class DataSets:
     test: ImageDataset
     classes: tuple[str, ...]  # name of each label
     shape: tuple[int, int, int]  # C, H, W
+    left_out: tuple[str, ...] = ()  # files and folders of images, by name and number
 
 
 @dataclass(eq=False)
@@ -162,7 +163,9 @@ def _load_folder(config: Config) -> DataSets:
             f"--data-path {config.data_path}: {train.folder.name} and {test.folder.name} must hold the same "
             f"classes; {some(odd)} are in one of them only"
         )
-    return DataSets(train, test, train.classes, (3, size, size))
+    left_out = sorted((train.left_out + test.left_out).items())
+    names = tuple(f"{count} x {name}" for name, count in left_out)
+    return DataSets(train, test, train.classes, (3, size, size), names)
 
 
 def _make_synthetic(config: Config) -> DataSets:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import ipaddress
 import os
 import socket
 import struct
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +65,7 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
         return _choose_device(device, torch.cuda.is_available(), 0)
 
     rank, world = launch.rank, launch.world
+    hint = "; was srun forgotten?" if "SLURM_PROCID" in os.environ and rank == 0 else ""
     try:
         store = meet(rank, world, launch.address, launch.port, timeout, launch.run)
         agreement = Agreement(dist.PrefixStore("trainer", store), rank, world, timeout)
@@ -78,6 +81,7 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
             torch.cuda.set_device(chosen)
         else:
             _choose_interface(launch, agreement)
+            hint = "; GLOO_SOCKET_IFNAME names the network interface that reaches the other hosts, as eth0"
         group = functools.partial(
             dist.init_process_group,
             "nccl" if cuda else "gloo",
@@ -90,10 +94,9 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
         # gloo waits for five times its timeout when a rank does not answer.
         group() if cuda else in_time(group, timeout)
     except (RuntimeError, TimeoutError) as error:
-        forgot = "; was srun forgotten?" if "SLURM_PROCID" in os.environ and rank == 0 else ""
         raise ConfigError(
             f"the {world} ranks did not meet at {launch.address}:{launch.port} within {timeout:g} s: "
-            f"{first_line(error)}{forgot}"
+            f"{first_line(error)}{hint}"
         ) from None
     return chosen
 
@@ -116,20 +119,36 @@ def _choose_interface(launch: Launch, agreement: Agreement) -> None:
     known = [*filter(None, agreement.ask("address of rank 0", _outer_address(launch.address)))]
     if "GLOO_SOCKET_IFNAME" in os.environ or not known or _outer_address(socket.gethostname()):
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+    family = socket.AF_INET6 if ":" in known[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect((known[0], launch.port))  # sends nothing, and chooses the own address
-        used = socket.inet_aton(probe.getsockname()[0])
+        if name := interface_of(probe.getsockname()[0]):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has an address of this host; "" where none has it."""
+    if ":" in address:
+        packed = socket.inet_pton(socket.AF_INET6, address).hex()
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        return next((line.split()[-1] for line in lines if line.startswith(packed)), "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == used:
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24]
+                if found == socket.inet_aton(address):
+                    return name
+    return ""
 
 
 def _outer_address(host: str) -> str:
-    """The IPv4 address at which other hosts reach a host; "" where it has none."""
+    """The address at which other hosts reach a host, of IPv4 or IPv6; "" where it has none.
+
+    It is the first that the resolver gives, which gloo takes too.
+    """
     with contextlib.suppress(OSError):
-        address = socket.gethostbyname(host)
-        return "" if address.startswith("127.") else address
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        return "" if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
     return ""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ from .config import ConfigError
 from .loaders import ImageDataset, normalise
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+# Thumbnails, bins and snapshots of Synology, QNAP, macOS and Windows.
+SYSTEM_FOLDERS = set("@eaDir @__thumb @Recycle #recycle #snapshot __MACOSX $RECYCLE.BIN lost+found".split())
 IMAGENET_MEAN_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BORDER = 0.0625  # what a test crop leaves out at each side
 AREA = (0.08, 1.0)  # area of a training crop over the area of the image
@@ -29,26 +33,42 @@ class ImageFolder(ImageDataset):
     to mirror. Test images are scaled and cropped in the middle. Of 16 bits the upper 8 are read.
 
     Links to folders are followed. Images and folders with a dot before their names (`.ipynb_checkpoints`,
-    `._x.jpg`) are left out.
+    `._x.jpg`), and the `SYSTEM_FOLDERS`, are left out; `left_out` counts them by name.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
         if not folder.is_dir():
             raise ConfigError(f"--data-path: {folder} is no folder; train, and val or test, are expected")
         self.folder, self.size = folder, size
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-        self.classes = tuple(name for name in names if not name.startswith("."))
+        self.left_out: Counter[str] = Counter()
+        self.classes = tuple(self._keep(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())))
         if not self.classes:
             raise ConfigError(f"--data-path: {folder} has no folders, one for each class")
         self.paths: list[str] = []
         labels = []
         for label, name in enumerate(self.classes):
-            found = _images(folder / name)
+            found = self._images(folder / name)
             if not found:
                 raise ConfigError(f"--data-path: {folder / name} has no images ({' '.join(SUFFIXES)})")
             self.paths += found
             labels += [label] * len(found)
         self.labels = torch.tensor(labels)
+
+    def _keep(self, names: Sequence[str]) -> list[str]:
+        """The names that are not left out."""
+        out = {name for name in names if name.startswith(".") or name in SYSTEM_FOLDERS}
+        self.left_out.update(out)
+        return [name for name in names if name not in out]
+
+    def _images(self, folder: Path) -> list[str]:
+        found = []
+        for parent, inner, files in os.walk(folder, followlinks=True):
+            above = [Path(parent).resolve(), *Path(parent).resolve().parents]
+            # A link to a folder that the link is in is not walked.
+            inner[:] = [name for name in self._keep(inner) if Path(parent, name).resolve() not in above]
+            images = self._keep([name for name in files if name.lower().endswith(SUFFIXES)])
+            found += [os.path.join(parent, name) for name in images]
+        return sorted(found)
 
     def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
         return torch.stack([self._read(self.paths[index], generator) for index in indices])
@@ -70,17 +90,6 @@ class ImageFolder(ImageDataset):
                 image = ImageOps.mirror(image)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         return normalise(pixels, *IMAGENET_MEAN_STD)
-
-
-def _images(folder: Path) -> list[str]:
-    found = []
-    for parent, inner, files in os.walk(folder, followlinks=True):
-        above = [Path(parent).resolve(), *Path(parent).resolve().parents]
-        # Hidden folders are not walked, nor links to a folder that they are in.
-        inner[:] = [n for n in inner if not n.startswith(".") and Path(parent, n).resolve() not in above]
-        images = (name for name in files if name.lower().endswith(SUFFIXES) and not name.startswith("."))
-        found += [os.path.join(parent, name) for name in images]
-    return sorted(found)
 
 
 def _eight_bits(image: Image.Image, path: str) -> Image.Image:

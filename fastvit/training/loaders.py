@@ -7,14 +7,17 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from .config import Config, ConfigError
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # each asks a run to save a checkpoint and end
+MOST_WORKERS = 4  # of a rank, unless --workers has another number
 Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
 
 
@@ -41,7 +44,12 @@ class ImageDataset(Dataset):
     def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
         indices, seed = key
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return self.read(indices, generator), self.labels[indices]
+        batch = self.read(indices, generator), self.labels[indices]
+        if get_worker_info() is not None:
+            # A full /dev/shm is an error here; the thread that sends a batch to the rank would drop it.
+            for part in batch:
+                part.share_memory_()
+        return batch
 
 
 class TrainBatches(Sampler[Key]):
@@ -82,17 +90,31 @@ def test_batches(images: int, batch_size: int, rank: int, world: int) -> list[Ke
     return [([*share[n : n + batch_size]], None) for n in range(0, len(share), batch_size)]
 
 
-def _ignore_foreign_sigterm(worker: int) -> None:
-    """Let SIGTERM end a worker only when its rank sends it, or when the rank has ended.
+class _Loader(DataLoader):
+    """Starts its workers with the stop signals blocked, which all threads of a worker inherit.
 
     A scheduler signals every process of a job, and the rank needs its workers until its step is complete.
-    DataLoader and the interpreter's exit end workers by SIGTERM, even those that hang in a read.
+    torch may start threads in a worker before `worker_init_fn` runs, and a signal takes any thread that does
+    not block it.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def __iter__(self) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _watch_rank(worker: int) -> None:
     threading.Thread(target=_wait_for_rank, daemon=True).start()
 
 
 def _wait_for_rank() -> None:
+    """End a worker by SIGTERM only when its rank sends it, or when the rank has ended.
+
+    DataLoader and the interpreter's exit end workers by SIGTERM, even those that hang in a read.
+    """
     rank = multiprocessing.parent_process()
     assert rank is not None
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid and rank.is_alive():
@@ -101,16 +123,17 @@ def _wait_for_rank() -> None:
 
 
 def make_loader(
-    images: ImageDataset, batches: Sampler[Key] | list[Key], config: Config, device: torch.device
+    images: ImageDataset, batches: Sampler[Key] | list[Key], config: Config, device: torch.device, cores: int
 ) -> DataLoader:
-    """Loads the batches of this rank, each a key of `images`."""
-    return DataLoader(
+    """Loads the batches of this rank, which has so many cores; each batch is a key of `images`."""
+    workers = min(MOST_WORKERS, cores) if config.workers is None else config.workers
+    return _Loader(
         images,
         sampler=batches,
         batch_size=None,  # an item is a batch
-        num_workers=config.workers,
-        persistent_workers=config.workers > 0,
-        worker_init_fn=_ignore_foreign_sigterm,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        worker_init_fn=_watch_rank,
         pin_memory=device.type == "cuda",
-        timeout=config.timeout if config.workers else 0,
+        timeout=config.timeout if workers else 0,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from threading import Event
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +20,10 @@ from .. import sync
 from ..compat.apex import amp
 from . import distributed
 from .config import TrainingError
-from .loaders import seed_of
+from .loaders import STOP_SIGNALS, seed_of
 from .train_state import TrainState
 
-STOP, FAILED = 1, 2  # what a rank tells the others in every step
+FAILED = -1  # what a rank tells the others in a step, as it tells the number of a signal that it received
 
 
 @dataclass
@@ -46,6 +47,10 @@ def read_batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tens
     except (OSError, RuntimeError, ValueError) as error:  # workers' and timeouts' among them
         # A worker's error is a traceback, whose last line is the message.
         message = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        if os.strerror(errno.ENOSPC) in message or "shared memory" in message:  # reading needs no space
+            message += (
+                "; the workers pass batches through /dev/shm, which is full: --workers 0 does without them"
+            )
         raise OSError(f"cannot read the data: {message}") from error
 
 
@@ -72,15 +77,16 @@ class Feed:
         return torch.zeros(self.shape), torch.zeros(self.shape[0], dtype=torch.int64)
 
 
-def stop_request(until: ExitStack) -> Event:
-    """An event that SIGTERM sets, the request to end the run at the next step with a checkpoint.
+def stop_requests(until: ExitStack) -> list[int]:
+    """The signals received so far that ask to end the run at the next step with a checkpoint.
 
-    A scheduler and the launcher may both send it. All ranks stop at the same step when one receives it.
+    A scheduler and the launcher may both send one. All ranks stop at the same step when one receives it.
     """
-    came = Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: came.set())
-    until.callback(signal.signal, signal.SIGTERM, before)
-    return came
+    received: list[int] = []
+    for number in STOP_SIGNALS:
+        before = signal.signal(number, lambda number, _: received.append(number))
+        until.callback(signal.signal, number, before)
+    return received
 
 
 def train_one_epoch(
@@ -89,12 +95,12 @@ def train_one_epoch(
     shape: tuple[int, int, int],
     epoch: int,
     progress: Progress,
-    stop: Event,
-) -> tuple[dict[str, float], bool]:
+    stop: list[int],
+) -> tuple[dict[str, float], int]:
     """Train on the remaining batches of an epoch; rank 0 shows a progress bar.
 
     The ranks compare a step before the optimizer changes the weights. A loss or a gradient that is not
-    finite, data that cannot be read and SIGTERM on one rank end the epoch on every rank at the same step.
+    finite, data that cannot be read and a signal to stop on one rank end the epoch on every rank at one step.
 
     Args:
         loader: its sampler begins at the first batch after `progress`, which is updated.
@@ -103,11 +109,11 @@ def train_one_epoch(
 
     Returns:
         `images_per_second` of all ranks, and `data_wait`, the share of the time in which this rank waited for
-        a batch; whether a rank received SIGTERM.
+        a batch; the number of the stop signal that a rank received, or 0.
     """
     from tqdm import tqdm
 
-    config, batches, stopped = train_state.config, 0, False
+    config, batches, stopped = train_state.config, 0, 0
     steps = math.ceil(len(loader) / config.accumulate)
     feed = Feed(loader, (config.batch_size, *shape))
     train_state.parallel.train()
@@ -122,7 +128,7 @@ def train_one_epoch(
             torch.manual_seed(seed_of(config.seed, epoch, distributed.get_rank(), progress.step, 1))
             loss = _backward(train_state, feed, parts)
             norm = _clip_gradients(train_state)
-            flag = loss.new_tensor(FAILED if feed.error else STOP if stop.is_set() else 0)
+            flag = loss.new_tensor(FAILED if feed.error else stop[0] if stop else 0)
             losses, norms, flags = distributed.gather_numbers(torch.stack([loss, norm.float(), flag]))
             if FAILED in flags:
                 distributed.raise_together(feed.error)
@@ -134,7 +140,7 @@ def train_one_epoch(
                 progress.gradient_norms += 1
             _step(train_state)
             batches += parts
-            stopped = STOP in flags
+            stopped = int(max(flags))
             bar.set_description(f"[epoch {epoch}] mean loss {progress.mean_loss:.4f}", refresh=False)
             bar.update()
         bar.refresh()  # draws the last state, within mininterval too

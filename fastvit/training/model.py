@@ -89,8 +89,8 @@ def _read(path: Path) -> Any:
             return load_file(path)
         with torch.serialization.safe_globals([argparse.Namespace]):  # the options, in many public files
             return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
+    except OSError as error:
+        raise ConfigError(f"--pretrained: cannot read {path}: {error.strerror or error}") from None
     except Exception as error:  # a damaged file may raise any exception; code in it is refused
         reason = first_line(error)
         if refused := re.search(r"GLOBAL (\S+)", str(error)):

@@ -6,8 +6,9 @@ import os
 import time
 import zlib
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -32,27 +33,46 @@ from .distributed import (
 )
 from .loaders import TrainBatches, make_loader, test_batches
 from .log import RunLog, peak_memory
-from .loop import Progress, evaluate, stop_request, train_one_epoch
+from .loop import Progress, evaluate, stop_requests, train_one_epoch
 from .model import build_model, freeze, load_pretrained
 from .train_state import TrainState
 
 
 def train(config: Config, given: dict[str, Any], device: torch.device) -> None:
-    """Train by `config`; every rank calls it, and rank 0 prints `test accuracy 0.xxx` at the end.
+    """Train, or evaluate a checkpoint, by `config`; rank 0 prints `test accuracy 0.xxx` at the end.
 
-    A resumed run takes values that were not `given` explicitly from its checkpoint.
+    Every rank calls it. Values that were not `given` explicitly come from the checkpoint, if there is one.
 
     Raises:
         TrainingError: on every rank, with a message for the user.
     """
+    agree(_options(config) | {"fastvit": __version__, "torch": torch.__version__})
+    if config.evaluate:
+        _evaluate(config, given, device)
+        return
     with ExitStack() as stack:
         _train(config, given, device, stack)
 
 
+def _evaluate(config: Config, given: dict[str, Any], device: torch.device) -> None:
+    path = on_main(checkpoint.find_checkpoint, Path(config.evaluate), "--evaluate")
+    state = on_main(checkpoint.load_checkpoint, path, "--evaluate")
+    config = on_every(merge_saved, given, state["config"], Path(config.out))
+    config = replace(config, memory="off", compile=False)  # both are of a backward
+    on_every(_check_device, config, device)
+    cores = _set_up_torch(config)
+    data = _load_data(config, state)
+    test = _test_loader(data, config, device, cores)
+    model = _make_model(config, data, pretrained=False)
+    train_state = on_every(TrainState, model, config, device, data.shape, 1, state)
+    for name, net in (("test", train_state.model), ("averaged weights: test", train_state.average)):
+        if net is not None:
+            loss, accuracy = evaluate(train_state, net, test)
+            say(f"{name} loss {loss:.4f}, test accuracy {accuracy:.3f}")
+
+
 def _train(config: Config, given: dict[str, Any], device: torch.device, stack: ExitStack) -> None:
-    world = get_world_size()
-    agree(_options(config) | {"fastvit": __version__, "torch": torch.__version__})
-    state = None
+    world, state = get_world_size(), None
     if config.resume:
         run, state = _resume(config, given, world, stack)
         if state is not None:
@@ -60,25 +80,17 @@ def _train(config: Config, given: dict[str, Any], device: torch.device, stack: E
     else:
         on_main(checkpoint.lock, Path(config.out), stack)
     on_every(_check_device, config, device)
-    _set_up_torch(config)
+    cores = _set_up_torch(config)
     run = Path(config.out)
     on_main(_prepare_directory, run, config)
     say(f"{world} x {device.type}, {torch.get_num_threads()} CPU thread(s) per rank, run in {run}")
 
-    data = on_every(load, config)
-    agree(_options(config) | _summary_of(data))
-    if state is not None and tuple(state["classes"]) != data.classes:
-        raise TrainingError(
-            f"--resume: the checkpoint was trained on {len(state['classes'])} classes "
-            f"({some(state['classes'])}), the data has {len(data.classes)} ({some(data.classes)})"
-        )
+    data = _load_data(config, state)
     sampler = on_every(
         TrainBatches, len(data.train.labels), config.batch_size, get_rank(), world, config.seed
     )
-    batches = make_loader(data.train, sampler, config, device)
-    # Evaluation keeps no activations, so its batches are larger.
-    shares = test_batches(len(data.test.labels), 2 * config.batch_size, get_rank(), world)
-    test = make_loader(data.test, shares, config, device)
+    batches = make_loader(data.train, sampler, config, device, cores)
+    test = _test_loader(data, config, device, cores)
 
     model = _make_model(config, data, pretrained=state is None)
     steps = -(-len(batches) // config.accumulate)
@@ -98,10 +110,10 @@ def _train(config: Config, given: dict[str, Any], device: torch.device, stack: E
     log: list[RunLog] = []  # one, on rank 0
     on_main(lambda: log.append(RunLog(run, history, stack)))
     end = min(config.epochs, done + config.stop_after) if config.stop_after else config.epochs
-    stop = stop_request(stack)
+    stop = stop_requests(stack)
     for epoch in range(done + 1, end + 1):
         sampler.set_epoch(epoch, progress.step * config.accumulate)
-        speed, stop_asked = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop)
+        speed, stopped = train_one_epoch(train_state, batches, data.shape, epoch, progress, stop)
         for model in filter(None, (train_state.model, train_state.average)):
             average_running_statistics(model)
         step, best = progress.step, False
@@ -122,13 +134,34 @@ def _train(config: Config, given: dict[str, Any], device: torch.device, stack: E
         if complete:
             on_main(lambda row=row: log[0].write(row))
             say(_summary(row))
-        if stop_asked and done < end:
-            say(f"stopped by SIGTERM in epoch {epoch}, after step {step}")
+        if stopped and done < end:
+            say(f"stopped by {Signals(stopped).name} in epoch {epoch}, after step {step}")
             break
     if done < config.epochs:
         say(f"stopped after epoch {done} of {config.epochs}; continue it with --resume {run}")
     if history:
         say(f"test accuracy {history[-1]['test_accuracy']:.3f}")
+
+
+def _load_data(config: Config, state: dict[str, Any] | None) -> DataSets:
+    """The data, equal on all ranks, and with the classes of the checkpoint."""
+    data = on_every(load, config)
+    agree(_options(config) | _summary_of(data))
+    if state is not None and tuple(state["classes"]) != data.classes:
+        raise TrainingError(
+            f"{config.continued}: the checkpoint was trained on {len(state['classes'])} classes "
+            f"({some(state['classes'])}), the data has {len(data.classes)} ({some(data.classes)})"
+        )
+    left_out = f"; left out: {some(data.left_out)}" if data.left_out else ""
+    counts = f"{len(data.train.labels)} training and {len(data.test.labels)} test images"
+    say(f"{counts} of {len(data.classes)} classes{left_out}")
+    return data
+
+
+def _test_loader(data: DataSets, config: Config, device: torch.device, cores: int) -> DataLoader:
+    # Evaluation keeps no activations, so its batches are larger.
+    shares = test_batches(len(data.test.labels), 2 * config.batch_size, get_rank(), get_world_size())
+    return make_loader(data.test, shares, config, device, cores)
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -188,9 +221,10 @@ def _check_device(config: Config, device: torch.device) -> None:
             "--norm torch-sync trains on CUDA only and this run is on the CPU; fastvit-sync and "
             "inplace-abn-sync synchronise on the CPU too"
         )
-    needs_kernels = device.type == "cuda" and config.norm.startswith(("fastvit", "inplace"))
-    if problem := _library.gpu_problem(device) if needs_kernels else "":
-        raise ConfigError(f"--norm {config.norm}: {problem}. --norm torch trains without them")
+    if config.norm.startswith(("fastvit", "inplace")):
+        on_gpu = _library.gpu_problem(device) if device.type == "cuda" else ""
+        if problem := _library.NOT_BUILT or on_gpu:
+            raise ConfigError(f"--norm {config.norm} needs kernels: {problem}; --norm torch trains without")
 
 
 def _prepare_directory(run: Path, config: Config) -> None:
@@ -204,12 +238,15 @@ def _prepare_directory(run: Path, config: Config) -> None:
     config.save(run / "config.toml")
 
 
-def _set_up_torch(config: Config) -> None:
-    torch.set_num_threads(config.threads or own_cores())
+def _set_up_torch(config: Config) -> int:
+    """Set options of torch; returns the number of this rank's cores."""
+    cores = own_cores()  # every rank asks: --threads may differ
+    torch.set_num_threads(config.threads or cores)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    return cores
 
 
 def _make_model(config: Config, data: DataSets, pretrained: bool) -> nn.Module:

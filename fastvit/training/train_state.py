@@ -97,7 +97,9 @@ class TrainState:
                 part.load_state_dict(state[name])
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 what = f"{type(error).__name__}: {error}"
-                raise TrainingError(f"--resume: {name} of the checkpoint does not fit: {what}") from error
+                raise TrainingError(
+                    f"{self.config.continued}: {name} of the checkpoint does not fit: {what}"
+                ) from error
 
     def _save_memory(self, model: nn.Module, shape: tuple[int, int, int]) -> Report | None:
         """Convert the model by `--memory`, and measure what a training step keeps; None without it."""
@@ -105,16 +107,15 @@ class TrainState:
         if config.memory == "off":
             return None
         images, _ = self.to_device(torch.zeros(config.batch_size, *shape), torch.zeros(0))
-        option, _, budget = config.memory.partition("=")
         # The dtype that activations have with amp, for which the model is not prepared yet.
         half = torch.bfloat16 if kind == "cpu" or config.amp == "bf16" else torch.float16
         with torch.autocast(kind, half, enabled=config.amp not in ("off", "O0")):
             try:
-                if option == "budget":
-                    convert(model, budget=budget, example_inputs=images)
+                if config.budget is not None:
+                    convert(model, budget=config.budget, example_inputs=images)
                 else:
-                    convert(model, products=option == "products")
-            except ValueError as error:  # it is no budget, or less than is possible
+                    convert(model, products=config.memory == "products")
+            except ValueError as error:  # the budget is less than is possible
                 raise ConfigError(
                     f"--memory {config.memory}: {str(error).removeprefix('convert: ')}"
                 ) from None
