@@ -201,8 +201,8 @@ def _change(owner: Any, name: str, **changes: Any) -> None:
     def changed(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        for argument, change in changes.items():
-            given = bound.arguments[argument]
+        for argument in changes.keys() & bound.arguments.keys():  # a release of torch may lack one
+            given, change = bound.arguments[argument], changes[argument]
             bound.arguments[argument] = change(given) if callable(change) else change
         return original(*bound.args, **bound.kwargs)
 
@@ -281,6 +281,7 @@ def install() -> None:
         (part.Broadcast, "apply", lambda gpus, *tensors: tensors * len(gpus)),
         (part.ReduceAddCoalesced, "apply", lambda gpu, n, *x: tuple(sum(x[i::n]) for i in range(n))),
         (torch.version, "cuda", torch.version.cuda or "12.8"),
+        (torch.accelerator, "current_accelerator", _answer(None)),
         (torch.backends.cudnn, "version", _answer(91002)),
         (dist, "is_nccl_available", _answer(True)),
         (torch.storage._StorageBase, "cuda", lambda storage, *args, **kwargs: storage),
