@@ -231,7 +231,7 @@ def test_a_model_that_is_none(function):
 
 PROFILED = """
 import torch
-with torch.profiler.profile():
+with torch.profiler.profile(acc_events=True):  # without it torch 2.11 warns
     torch.ones(3)
 """
 
