@@ -42,7 +42,7 @@ def test_a_gpu_without_kernels_is_named_before_any_launch(volta):
             with pytest.raises(ValueError, match=f"the input is on cuda:0, but the CUDA kernels have {WHY}"):
                 layer(x)
     assert info.facts()["GPUs"] == "1 x Tesla V100 (sm_70, without kernels)"
-    with pytest.raises(ConfigError, match=f"--norm inplace-abn: the CUDA kernels have {WHY}"):
+    with pytest.raises(ConfigError, match=f"--norm inplace-abn needs kernels: the CUDA kernels have {WHY}"):
         _check_device(Config(norm="inplace-abn"), torch.device("cuda", 0))
     _check_device(Config(norm="torch"), torch.device("cuda", 0))
 
