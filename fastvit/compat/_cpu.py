@@ -61,16 +61,15 @@ class _OnCPU(torch.overrides.TorchFunctionMode, contextlib.ContextDecorator):
     ) -> Any:
         if function in _STAY:
             return args[0]
+        kwargs = kwargs or {}
         if function is torch.device:  # stays what the script says, for `.type` and `.index`
             args = ("cuda", *args) if args and type(args[0]) is int else args
-            device = function(*args, **(kwargs or {}))
+            device = function(*args, **kwargs)
             return _CPU if device.type == "cpu" else device  # that of tensors has no index
-        given = kwargs or {}
-        moved = {name: (_device if name == "device" else _moved)(given[name]) for name in given}
+        moved = {name: (_device if name == "device" else _moved)(value) for name, value in kwargs.items()}
         moved.pop("pin_memory", None)
-        if function is Tensor.to:
-            args = tuple(map(_device, args))
-        return function(*map(_moved, args), **moved)
+        args = tuple(map(_device if function is Tensor.to else _moved, args))
+        return function(*args, **moved)
 
 
 # torch.cuda

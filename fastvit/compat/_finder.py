@@ -156,24 +156,18 @@ def _share(name: str, alias: str) -> None:
     sys.modules.update({alias + n.removeprefix(name): module for n, module in _inside(name).items()})
 
 
-def _is_ours(name: str) -> bool:
-    return name in sys.modules and sys.modules[name] is sys.modules.get(f"{_HERE}.{name}")
-
-
 class _Alias(Loader):
     """Loads fastvit's module under the name of the other package."""
 
-    def __init__(self, name: str, target: str) -> None:
-        self._name, self._target = name, target
+    def __init__(self, ours: ModuleSpec, name: str) -> None:
+        self._ours, self._name = ours, name
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._target)
-        self._spec = module.__spec__
-        return module
+        return importlib.import_module(self._ours.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put the alias's there
-        _share(self._target, self._name)
+        module.__spec__ = self._ours  # the import system has put the alias's there
+        _share(self._ours.name, self._name)
 
 
 class _Completed:
@@ -193,9 +187,8 @@ class _Completed:
                 f"fastvit.compat: the installed {self._name} fails to import ({error}); using {self._target}",
                 stacklevel=2,
             )
-            for name in list(sys.modules):
-                if name.startswith(f"{self._name}.") and not _is_ours(name):
-                    del sys.modules[name]
+            for name in _inside(self._name):
+                del sys.modules[name]
             importlib.import_module(self._target)
             _share(self._target, self._name)
             return
@@ -255,12 +248,13 @@ class _Finder(DistributionFinder):
         return spec
 
     def _provided(self, name: str, *where: Any) -> ModuleSpec | None:
-        ours = _ours(name)
+        ours, parent = _ours(name), name.rpartition(".")[0]
         preferred = ours and self.prefer == "fastvit" and name not in _PARTIAL
         # A search on the path of a package of fastvit's would load a second copy.
-        real = None if preferred or _is_ours(name.rpartition(".")[0]) else self._real(name, *where)
+        in_ours = parent in sys.modules and sys.modules[parent] is sys.modules.get(f"{_HERE}.{parent}")
+        real = None if preferred or in_ours else self._real(name, *where)
         if real is None and ours:
-            real = ModuleSpec(name, _Alias(name, ours.name), origin=ours.origin)
+            real = ModuleSpec(name, _Alias(ours, name), origin=ours.origin)
             real.submodule_search_locations = ours.submodule_search_locations
         elif real and ours:
             real.loader = cast(Loader, _Completed(real.loader, name, ours.name))
