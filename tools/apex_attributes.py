@@ -18,7 +18,8 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
@@ -169,12 +170,15 @@ def instance(package: str, name: str, kind: Any) -> Any:
     return kind
 
 
-def outcome(owner: Any, name: str) -> str:
-    try:
-        getattr(owner, name)
-    except AttributeError as error:
-        return "raises" if LINE_TO_WRITE.search(str(error)) else "missing"
-    return "there"
+def outcomes(owner: Any, names: Iterable[str]) -> dict[str, str]:
+    results = {}
+    for name in sorted(names):
+        try:
+            getattr(owner, name)
+            results[name] = "there"
+        except AttributeError as error:
+            results[name] = "raises" if LINE_TO_WRITE.search(str(error)) else "missing"
+    return results
 
 
 def rows_of(sources: Sources, folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
@@ -185,7 +189,7 @@ def rows_of(sources: Sources, folder: Path) -> Iterator[tuple[str, dict[str, str
             ours = importlib.import_module(module)
         except ImportError:
             continue
-        yield module, {name: outcome(ours, name) for name in sorted(sources.names(module))}
+        yield module, outcomes(ours, sources.names(module))
         for name in sorted(sources.names(module)):
             found = sources.find_class(module, name)
             if not found or (found[0], name) in done or not hasattr(ours, name):
@@ -193,20 +197,19 @@ def rows_of(sources: Sources, folder: Path) -> Iterator[tuple[str, dict[str, str
             done.add((found[0], name))
             names, keys = sources.attributes(*found)
             owner = instance(".".join(module.split(".")[:2]), name, getattr(ours, name))
-            results = {attribute: outcome(owner, attribute) for attribute in sorted(names)}
+            results = outcomes(owner, names)
             if isinstance(owner, torch.optim.Optimizer) and keys:
                 held = {key for part in (*owner.param_groups, *owner.state.values()) for key in part}
                 results |= {f"[{key}]": "there" if key in held else "missing" for key in sorted(keys)}
             yield f"{module}.{name}", results
     for module, file in COMPILED.items():
         exported = re.findall(r'm\.def\("(\w+)"', (folder / file).read_text())
-        yield module, {name: outcome(importlib.import_module(module), name) for name in sorted(exported)}
+        yield module, outcomes(importlib.import_module(module), exported)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
     parser.add_argument("folder", type=Path, help="apex's sources, 25.05")
     parser.add_argument("--out", type=Path, help="a page whose section of attributes is replaced")
     args = parser.parse_args()
@@ -215,25 +218,26 @@ def main() -> int:
     fastvit.compat.install(prefer="fastvit")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     warnings.simplefilter("ignore")
-    totals: dict[str, list[int]] = {}
+    totals: dict[str, Counter] = defaultdict(Counter)
     print("| module or class | attributes | there | raise with the line to write | missing |")
     print("|---|---|---|---|---|")
     for owner, results in rows_of(Sources(args.folder), args.folder):
-        kinds = list(results.values())
-        counts = [len(kinds), *(kinds.count(kind) for kind in ("there", "raises", "missing"))]
-        missing = ", ".join(name for name, kind in results.items() if kind == "missing")
+        kinds = Counter(results.values())
+        totals[".".join(owner.split(".")[:2])] += kinds
         if results:
-            print(f"| {owner} | {counts[0]} | {counts[1]} | {counts[2]} | {missing} |")
-        for part in (".".join(owner.split(".")[:2]), "all"):
-            totals[part] = list(map(sum, zip(totals.get(part, [0] * 4), counts, strict=True)))
-    of, there, raises, absent = totals["all"] = totals.pop("all")
-    rows = "\n".join(f"| {part} | {' | '.join(map(str, counts))} |" for part, counts in totals.items())
-    section = SECTION.format(of=of, there=there, raises=raises, rows=rows)
+            missing = ", ".join(name for name, kind in results.items() if kind == "missing")
+            print(f"| {owner} | {len(results)} | {kinds['there']} | {kinds['raises']} | {missing} |")
+    of_all = totals["all"] = sum(totals.values(), Counter())
+    rows = "\n".join(
+        f"| {part} | {kinds.total()} | {kinds['there']} | {kinds['raises']} | {kinds['missing']} |"
+        for part, kinds in totals.items()
+    )
+    section = SECTION.format(of=of_all.total(), rows=rows, **of_all)
     print(section)
     if args.out:
         args.out.write_text(args.out.read_text().partition(HEADING)[0] + HEADING + section)
     dist.destroy_process_group()
-    return 1 if absent else 0
+    return 1 if of_all["missing"] else 0
 
 
 if __name__ == "__main__":
