@@ -235,12 +235,13 @@ class _Finder(DistributionFinder):
             if wanted in (None, name) and next(found, None) is None:
                 yield _Distribution(name)
 
-    def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         part = name.removeprefix(f"{_HERE}.")
         if part.partition(".")[0] not in _ROOTS:
             return None
         # `from apex import amp` asks for fastvit's name too, since the module has that one.
-        spec = self._provided(name, *where) if part == name else PathFinder.find_spec(name, *where)
+        find = self._provided if part == name else PathFinder.find_spec
+        spec = find(name, path, target)
         # An import gets words, importlib.util.find_spec None. The attribute `name` of an import's error stays
         # empty: `from apex import name` would take the error for its own.
         if spec is None and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
