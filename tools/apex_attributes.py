@@ -18,9 +18,12 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from importlib.util import resolve_name
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,19 +44,12 @@ LINE_TO_WRITE = re.compile(r"[;:,.] (use|write|call|set) \S")
 COMPILED = {"amp_C": "csrc/amp_C_frontend.cpp", "apex_C": "csrc/flatten_unflatten.cpp"}
 
 
-class Class(NamedTuple):
-    """What the source of a class says."""
-
-    node: ast.ClassDef
-    module: str
-
-
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Those of a module or class, inside `if`, `try` and `with` too."""
     for statement in body:
         yield statement
-        for name in ("body", "orelse", "handlers", "finalbody"):
-            if isinstance(statement, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+        if isinstance(statement, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            for name in ("body", "orelse", "handlers", "finalbody"):
                 yield from statements(getattr(statement, name, []))
 
 
@@ -81,16 +77,13 @@ class Sources:
 
     def imported(self, module: str) -> Iterator[tuple[str, str, str]]:
         """(name here, module of apex, name there) of what a module imports from apex."""
+        package = module if module in self.packages else module.rpartition(".")[0]
         for statement in statements(self.trees[module].body):
             if isinstance(statement, ast.ImportFrom):
-                up = statement.level - (module in self.packages)
-                base = module.split(".")[: -up or None] if statement.level else []
-                source = ".".join([*base, *([statement.module] if statement.module else [])])
-                for alias in statement.names if source.partition(".")[0] == "apex" else []:
-                    if alias.name == "*" and source in self.trees:
-                        yield from ((n, source, n) for n in defined(self.trees[source].body))
-                    elif alias.name != "*":
-                        yield alias.asname or alias.name, source, alias.name
+                source = resolve_name("." * statement.level + (statement.module or ""), package)
+                for alias in statement.names if source in self.trees else []:
+                    there = defined(self.trees[source].body) if alias.name == "*" else [alias.name]
+                    yield from ((alias.asname or name, source, name) for name in there)
 
     def names(self, module: str) -> set[str]:
         """The public names: what a module defines, and what a package gathers."""
@@ -99,121 +92,93 @@ class Sources:
             found |= {name for name, _, _ in self.imported(module)}
         return {name for name in found if not name.startswith("_")}
 
-    def find_class(self, module: str, name: str) -> Class | None:
-        for statement in statements(self.trees[module].body if module in self.trees else []):
+    def find_class(self, module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+        """A class by its name in a module, and the module that defines it."""
+        for statement in statements(self.trees[module].body):
             if isinstance(statement, ast.ClassDef) and statement.name == name:
-                return Class(statement, module)
-        for here, source, there in self.imported(module) if module in self.trees else []:
+                return module, statement
+        for here, source, there in self.imported(module):
             if here == name and (source, there) != (module, name):
                 return self.find_class(source, there)
         return None
 
-    def attributes(self, found: Class) -> tuple[set[str], set[str]]:
+    def attributes(self, module: str, of: ast.ClassDef) -> tuple[set[str], set[str]]:
         """The public attributes of a class and of its bases in apex; the keys in groups and state."""
-        names, keys = set(defined(found.node.body)), set[str]()
-        for node in ast.walk(found.node):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if isinstance(node.value, ast.Name) and node.value.id == "self":
-                    names.add(node.attr)
-            elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-                if isinstance(node.value, ast.Name) and node.value.id in ("group", "state", "param_state"):
-                    keys.add(str(node.slice.value))
-        for base in found.node.bases:
-            if isinstance(base, ast.Name) and (parent := self.find_class(found.module, base.id)):
-                more, more_keys = self.attributes(parent)
+        names, keys = set(defined(of.body)), set[str]()
+        for node in ast.walk(of):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                    names.add(name)
+                case ast.Subscript(
+                    value=ast.Name(id="group" | "state" | "param_state"), slice=ast.Constant(value=key)
+                ):
+                    keys.add(str(key))
+        for base in of.bases:
+            if isinstance(base, ast.Name) and (parent := self.find_class(module, base.id)):
+                more, more_keys = self.attributes(*parent)
                 names, keys = names | more, keys | more_keys
         names -= {"warned"}  # by which apex says once that it falls back to Python
         return {name for name in names if not name.startswith("_")}, keys
 
 
-def stepped(name: str, **options: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2).half())]
-        optimizer = getattr(importlib.import_module("apex.optimizers"), name)(parameters, lr=0.1, **options)
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        return optimizer
-
-    return make
-
-
-def made(path: str, *arguments: Any) -> Callable[[], Any]:
-    """A constructor call; an argument that is a function is called first."""
-
-    def make() -> Any:
-        module, _, name = path.rpartition(".")
-        values = [a() if callable(a) else a for a in arguments]
-        return getattr(importlib.import_module(module), name)(*values)
-
-    return make
-
-
-def amp_started(*path: str) -> Callable[[], Any]:
-    """An object of amp's state after `initialize`, by its path of attributes."""
-
-    def make() -> Any:
-        amp = importlib.import_module("apex.amp")
-        if not getattr(amp._amp_state, "opt_properties", None):
-            model = torch.nn.Linear(2, 2)
-            amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
-        value = amp._amp_state
-        for name in path:
-            value = value[0] if name == "0" else getattr(value, name)
-        return value
-
-    return make
-
-
-def linear() -> torch.nn.Module:
-    return torch.nn.Linear(2, 2)
-
-
 def sgd() -> torch.optim.Optimizer:
-    return torch.optim.SGD(linear().parameters(), 0.1, momentum=0.9)
+    return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1, momentum=0.9)
 
 
-INSTANCES: dict[str, Callable[[], Any]] = {
-    "FusedAdam": stepped("FusedAdam"),
-    "FusedLAMB": stepped("FusedLAMB"),
-    "FusedMixedPrecisionLamb": stepped("FusedMixedPrecisionLamb", reduced_precision_dtype=torch.float16),
-    "FusedNovoGrad": stepped("FusedNovoGrad"),
-    "FusedSGD": stepped("FusedSGD", momentum=0.9),
-    "FP16_Optimizer": made("apex.fp16_utils.FP16_Optimizer", sgd),
-    "apex.fp16_utils.LossScaler": made("apex.fp16_utils.LossScaler"),
-    "DynamicLossScaler": made("apex.fp16_utils.DynamicLossScaler"),
-    "FP16Model": made("apex.fp16_utils.FP16Model", linear),
-    "tofp16": made("apex.fp16_utils.tofp16"),
-    "DistributedDataParallel": made("apex.parallel.DistributedDataParallel", linear),
-    "Reducer": made("apex.parallel.Reducer", linear),
-    "SyncBatchNorm": made("apex.parallel.SyncBatchNorm", 2),
-    "LARC": made("apex.parallel.LARC", sgd),
-    "FusedLayerNorm": made("apex.normalization.FusedLayerNorm", 2),
-    "FusedRMSNorm": made("apex.normalization.FusedRMSNorm", 2),
-    "MixedFusedLayerNorm": made("apex.normalization.MixedFusedLayerNorm", 2),
-    "MixedFusedRMSNorm": made("apex.normalization.MixedFusedRMSNorm", 2),
-    "FastLayerNorm": made("apex.contrib.layer_norm.FastLayerNorm", 2),
-    "MultiTensorApply": made("apex.multi_tensor_apply.MultiTensorApply", 2048),
-    "MLP": made("apex.mlp.MLP", [2, 2]),
-    "FusedDense": made("apex.fused_dense.FusedDense", 2, 2),
-    "DenseNoBias": made("apex.fused_dense.DenseNoBias", 2, 2),
-    "FusedDenseGeluDense": made("apex.fused_dense.FusedDenseGeluDense", 2, 2, 2),
-    "AmpState": amp_started(),
-    "Properties": amp_started("opt_properties"),
-    "AmpHandle": amp_started("handle"),
-    "NoOpHandle": made("apex.amp.handle.NoOpHandle"),
-    "apex.amp.LossScaler": amp_started("loss_scalers", "0"),
-    **{name: made(f"apex.amp.frontend.{name}") for name in ("O0", "O1", "O2", "O3")},
+def stepped(kind: Callable, **options: Any) -> torch.optim.Optimizer:
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2).half())]
+    optimizer = kind(parameters, lr=0.1, **options)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@cache
+def amp_state() -> Any:
+    """After `initialize`."""
+    amp, model = importlib.import_module("apex.amp"), torch.nn.Linear(2, 2)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
+    return amp._amp_state
+
+
+INSTANCES: dict[str, Callable[[Any], Any]] = {
+    "FusedAdam FusedLAMB FusedNovoGrad": stepped,
+    "FusedMixedPrecisionLamb": lambda kind: stepped(kind, reduced_precision_dtype=torch.float16),
+    "FusedSGD": lambda kind: stepped(kind, momentum=0.9),
+    "FP16_Optimizer LARC": lambda kind: kind(sgd()),
+    "FP16Model DistributedDataParallel Reducer": lambda kind: kind(torch.nn.Linear(2, 2)),
+    "apex.fp16_utils.LossScaler DynamicLossScaler tofp16 NoOpHandle O0 O1 O2 O3": lambda kind: kind(),
+    "SyncBatchNorm FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm": lambda kind: kind(2),
+    "FastLayerNorm MultiTensorApply": lambda kind: kind(2),
+    "MLP": lambda kind: kind([2, 2]),
+    "FusedDense DenseNoBias": lambda kind: kind(2, 2),
+    "FusedDenseGeluDense": lambda kind: kind(2, 2, 2),
+    "AmpState": lambda kind: amp_state(),
+    "Properties": lambda kind: amp_state().opt_properties,
+    "AmpHandle": lambda kind: amp_state().handle,
+    "apex.amp.LossScaler": lambda kind: amp_state().loss_scalers[0],
 }
-"""Makes an instance of a class, by its name or by its package and name."""
+"""An instance of a class: by the class's name, or by its package and name."""
 
 
-def outcome(owner: Any, name: str) -> str:
-    try:
-        getattr(owner, name)
-    except AttributeError as error:
-        return "raises" if LINE_TO_WRITE.search(str(error)) else "missing"
-    return "there"
+def instance(package: str, name: str, kind: Any) -> Any:
+    """The class itself where `INSTANCES` makes none."""
+    for names, make in INSTANCES.items():
+        if name in names.split() or f"{package}.{name}" in names.split():
+            return make(kind)
+    return kind
+
+
+def outcomes(owner: Any, names: Iterable[str]) -> dict[str, str]:
+    results = {}
+    for name in sorted(names):
+        try:
+            getattr(owner, name)
+            results[name] = "there"
+        except AttributeError as error:
+            results[name] = "raises" if LINE_TO_WRITE.search(str(error)) else "missing"
+    return results
 
 
 def rows_of(sources: Sources, folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
@@ -224,30 +189,27 @@ def rows_of(sources: Sources, folder: Path) -> Iterator[tuple[str, dict[str, str
             ours = importlib.import_module(module)
         except ImportError:
             continue
-        yield module, {name: outcome(ours, name) for name in sorted(sources.names(module))}
+        yield module, outcomes(ours, sources.names(module))
         for name in sorted(sources.names(module)):
             found = sources.find_class(module, name)
-            if not found or (found.module, name) in done or not hasattr(ours, name):
+            if not found or (found[0], name) in done or not hasattr(ours, name):
                 continue
-            done.add((found.module, name))
-            names, keys = sources.attributes(found)
-            package = ".".join(module.split(".")[:2])
-            make = INSTANCES.get(f"{package}.{name}") or INSTANCES.get(name)
-            owner = make() if make else getattr(ours, name)
-            results = {attribute: outcome(owner, attribute) for attribute in sorted(names)}
+            done.add((found[0], name))
+            names, keys = sources.attributes(*found)
+            owner = instance(".".join(module.split(".")[:2]), name, getattr(ours, name))
+            results = outcomes(owner, names)
             if isinstance(owner, torch.optim.Optimizer) and keys:
                 held = {key for part in (*owner.param_groups, *owner.state.values()) for key in part}
                 results |= {f"[{key}]": "there" if key in held else "missing" for key in sorted(keys)}
             yield f"{module}.{name}", results
     for module, file in COMPILED.items():
         exported = re.findall(r'm\.def\("(\w+)"', (folder / file).read_text())
-        yield module, {name: outcome(importlib.import_module(module), name) for name in sorted(exported)}
+        yield module, outcomes(importlib.import_module(module), exported)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
     parser.add_argument("folder", type=Path, help="apex's sources, 25.05")
     parser.add_argument("--out", type=Path, help="a page whose section of attributes is replaced")
     args = parser.parse_args()
@@ -256,25 +218,26 @@ def main() -> int:
     fastvit.compat.install(prefer="fastvit")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     warnings.simplefilter("ignore")
-    totals: dict[str, list[int]] = {}
+    totals: dict[str, Counter] = defaultdict(Counter)
     print("| module or class | attributes | there | raise with the line to write | missing |")
     print("|---|---|---|---|---|")
     for owner, results in rows_of(Sources(args.folder), args.folder):
-        kinds = list(results.values())
-        counts = [len(kinds), *(kinds.count(kind) for kind in ("there", "raises", "missing"))]
-        missing = ", ".join(name for name, kind in results.items() if kind == "missing")
+        kinds = Counter(results.values())
+        totals[".".join(owner.split(".")[:2])] += kinds
         if results:
-            print(f"| {owner} | {counts[0]} | {counts[1]} | {counts[2]} | {missing} |")
-        for part in (".".join(owner.split(".")[:2]), "all"):
-            totals[part] = list(map(sum, zip(totals.get(part, [0] * 4), counts, strict=True)))
-    of, there, raises, absent = totals["all"] = totals.pop("all")
-    rows = "\n".join(f"| {part} | {' | '.join(map(str, counts))} |" for part, counts in totals.items())
-    section = SECTION.format(of=of, there=there, raises=raises, rows=rows)
+            missing = ", ".join(name for name, kind in results.items() if kind == "missing")
+            print(f"| {owner} | {len(results)} | {kinds['there']} | {kinds['raises']} | {missing} |")
+    of_all = totals["all"] = sum(totals.values(), Counter())
+    rows = "\n".join(
+        f"| {part} | {kinds.total()} | {kinds['there']} | {kinds['raises']} | {kinds['missing']} |"
+        for part, kinds in totals.items()
+    )
+    section = SECTION.format(of=of_all.total(), rows=rows, **of_all)
     print(section)
     if args.out:
         args.out.write_text(args.out.read_text().partition(HEADING)[0] + HEADING + section)
     dist.destroy_process_group()
-    return 1 if absent else 0
+    return 1 if of_all["missing"] else 0
 
 
 if __name__ == "__main__":

@@ -26,8 +26,6 @@ from ._finder import PREFERENCES, install
 from ._half import HALVES
 from ._local_rank import spell_local_rank
 
-_PATIENCE = timedelta(seconds=30)  # for the barrier at the end
-
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the script or module with its arguments, among them a launcher's rank."""
@@ -63,8 +61,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words
 
 
-def _run_script(path: str, arguments: list[str]) -> None:
-    sys.argv = [path, *arguments]
+def _run_script(path: str) -> None:
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
     safe_path, absolute = getattr(sys.flags, "safe_path", False), os.path.abspath(path)
@@ -84,17 +81,14 @@ def _leave_process_group(status: int | None) -> None:
     """Destroys the default process group of a script that leaves it open; runs last in the process.
 
     A rank that failed skips the barrier, because its peers may wait in another collective. It, and a peer
-    whose barrier fails, end without destroying the group.
-
-    Args:
-        status: the script's exit status; None for an end by a signal.
+    whose barrier fails, end without destroying the group. `status` is None for an end by a signal.
     """
     if status is None or not dist.is_available() or not dist.is_initialized():
         return
     if status:
         end_process(status)
     try:
-        destroy_process_group(_PATIENCE, drop=sys.modules["__main__"].__dict__.clear)
+        destroy_process_group(timedelta(seconds=30), drop=sys.modules["__main__"].__dict__.clear)
     except RuntimeError:
         end_process(status)
 
@@ -109,7 +103,8 @@ def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def main() -> None:
-    options, (script, *arguments) = _parse(sys.argv[1:])
+    options, sys.argv = _parse(sys.argv[1:])
+    script = sys.argv[0]
     if options.half:
         os.environ["FASTVIT_HALF"] = options.half
     install(options.prefer)
@@ -126,13 +121,12 @@ def main() -> None:
     atexit.register(lambda: _leave_process_group(status))
     try:
         if options.module:
-            sys.argv = [script, *arguments]
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         elif not os.path.exists(script):
             print(f"python -m fastvit.compat: can't open file {script!r}", file=sys.stderr)
             sys.exit(2)
         else:
-            _run_script(script, arguments)
+            _run_script(script)
         status = 0
     except SystemExit as end:  # Python prints other codes than numbers, and exits with 1
         status = 0 if end.code is None else end.code & 0xFF if isinstance(end.code, int) else 1

@@ -17,7 +17,7 @@ import time
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,16 +61,15 @@ class _OnCPU(torch.overrides.TorchFunctionMode, contextlib.ContextDecorator):
     ) -> Any:
         if function in _STAY:
             return args[0]
+        kwargs = kwargs or {}
         if function is torch.device:  # stays what the script says, for `.type` and `.index`
             args = ("cuda", *args) if args and type(args[0]) is int else args
-            device = function(*args, **(kwargs or {}))
+            device = function(*args, **kwargs)
             return _CPU if device.type == "cpu" else device  # that of tensors has no index
-        given = kwargs or {}
-        moved = {name: (_device if name == "device" else _moved)(given[name]) for name in given}
+        moved = {name: (_device if name == "device" else _moved)(value) for name, value in kwargs.items()}
         moved.pop("pin_memory", None)
-        if function is Tensor.to:
-            args = tuple(map(_device, args))
-        return function(*map(_moved, args), **moved)
+        args = tuple(map(_device if function is Tensor.to else _moved, args))
+        return function(*args, **moved)
 
 
 # torch.cuda
@@ -269,7 +268,7 @@ def install() -> None:
         _change(module, "init_process_group", backend=_backend, device_id=None)
         _change(module, "new_group", backend=_backend)
         _change(module, "barrier", device_ids=None)
-    part, core = nn.parallel._functions, torch._C
+    part, core, thread = nn.parallel._functions, torch._C, cast(Any, threading.Thread)
     for owner, name, value in (
         (core, "__getattr__", _refuse),
         (core, "_scatter", lambda x, gpus, n, dim, _: x.split(n, dim) if n else x.chunk(len(gpus), dim)),
@@ -288,13 +287,7 @@ def install() -> None:
         (nn, "SyncBatchNorm", _SyncBatchNorm),
         (torch, "Generator", _Generator),
         (Tensor, "record_stream", _answer(None)),
+        (thread, "_bootstrap_inner", _OnCPU()(thread._bootstrap_inner)),  # a mode is of one thread
     ):
         setattr(owner, name, value)
-    start = threading.Thread.start
-
-    def start_on_cpu(self: threading.Thread) -> None:
-        self.run = _OnCPU()(self.run)  # type: ignore[method-assign]  # a mode is of one thread
-        start(self)
-
-    threading.Thread.start = start_on_cpu  # type: ignore[method-assign]
     _OnCPU().__enter__()

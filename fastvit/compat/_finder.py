@@ -8,6 +8,7 @@ name are the same module object, so they share their state.
 use. Every module has a `__path__`, so that `from module import name` asks the hook for a name it lacks.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -15,13 +16,13 @@ import pkgutil
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 PREFERENCES = ("apex", "fastvit")
 """The package that provides a part that both have: the installed one, or fastvit."""
@@ -101,11 +102,10 @@ _INSTEAD = {
 """What is to be used for names that are not there, and for longer names that begin so."""
 
 
-def _ours(name: str) -> str | None:
-    """fastvit's module for `name`, or None."""
-    target = f"{_HERE}.{_PATHS.get(name, name)}"
+def _ours(name: str) -> ModuleSpec | None:
+    """The spec of fastvit's module for `name`, or None."""
     try:
-        return target if importlib.util.find_spec(target) else None
+        return importlib.util.find_spec(f"{_HERE}.{_PATHS.get(name, name)}")
     except ModuleNotFoundError:  # of the parent
         return None
 
@@ -134,57 +134,50 @@ def finish(package: str) -> None:
     """
     for found in pkgutil.walk_packages(getattr(sys.modules[package], "__path__", []), f"{package}."):
         importlib.import_module(found.name)
-    loaded = {n: m for n, m in sys.modules.copy().items() if f"{n}.".startswith(f"{package}.")}
-    for name, module in loaded.items():
+    for name, module in _inside(package).items():
         vars(module).setdefault("__getattr__", without(name.removeprefix(f"{_HERE}.")))
         vars(module).setdefault("__path__", [])
-    for path, target in ((f"{_HERE}.{path}", f"{_HERE}.{target}") for path, target in _PATHS.items()):
-        if target in loaded:
-            _share(loaded, target, path)
-            parent, _, child = path.rpartition(".")
-            module = loaded[path] = loaded[target]
-            vars(sys.modules[parent]).setdefault(child, module)
+    for path, target in _PATHS.items():
+        alias = f"{_HERE}.{path}"
+        if alias.startswith(f"{package}."):
+            _share(f"{_HERE}.{target}", alias)
+            parent, _, child = alias.rpartition(".")
+            vars(sys.modules[parent]).setdefault(child, sys.modules[alias])
 
 
-def _share(loaded: dict[str, ModuleType], name: str, alias: str) -> None:
+def _inside(package: str) -> dict[str, ModuleType]:
+    return {n: module for n, module in sys.modules.copy().items() if f"{n}.".startswith(f"{package}.")}
+
+
+def _share(name: str, alias: str) -> None:
     """Makes `alias` a name of the module `name` too, and so for the modules in it. A second copy of one would
     have a state of its own, and its import would bind it in its parent, over a class of its name (LARC).
     """
-    inside = {n: module for n, module in loaded.copy().items() if f"{n}.".startswith(f"{name}.")}
-    sys.modules.update({alias + n.removeprefix(name): module for n, module in inside.items()})
-
-
-def _is_ours(name: str) -> bool:
-    return name in sys.modules and sys.modules[name] is sys.modules.get(f"{_HERE}.{name}")
+    sys.modules.update({alias + n.removeprefix(name): module for n, module in _inside(name).items()})
 
 
 class _Alias(Loader):
     """Loads fastvit's module under the name of the other package."""
 
-    def __init__(self, name: str, target: str) -> None:
-        self._name, self._target = name, target
+    def __init__(self, ours: ModuleSpec, name: str) -> None:
+        self._ours, self._name = ours, name
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._target)
-        self._spec = module.__spec__
-        return module
+        return importlib.import_module(self._ours.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put the alias's there
-        _share(sys.modules, self._target, self._name)
+        module.__spec__ = self._ours  # the import system has put the alias's there
+        _share(self._ours.name, self._name)
 
 
-class _Completed(Loader):
+class _Completed:
     """Loads an installed module, and looks names that it lacks up in fastvit's."""
 
-    def __init__(self, loader: Loader, name: str, target: str) -> None:
+    def __init__(self, loader: Any, name: str, target: str) -> None:
         self._loader, self._name, self._target = loader, name, target
 
-    def __getattr__(self, attribute: str) -> Any:  # get_source, is_package, ...
+    def __getattr__(self, attribute: str) -> Any:  # create_module, get_source, is_package, ...
         return getattr(self._loader, attribute)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         try:
@@ -194,25 +187,21 @@ class _Completed(Loader):
                 f"fastvit.compat: the installed {self._name} fails to import ({error}); using {self._target}",
                 stacklevel=2,
             )
-            for name in list(sys.modules):
-                if name.startswith(f"{self._name}.") and not _is_ours(name):
-                    del sys.modules[name]
+            for name in _inside(self._name):
+                del sys.modules[name]
             importlib.import_module(self._target)
-            _share(sys.modules, self._target, self._name)
+            _share(self._target, self._name)
             return
-        own = module.__dict__.get("__getattr__")
+        own = vars(module).get("__getattr__", without(self._name))
 
         def missing(attribute: str) -> Any:
-            if own is not None:
-                try:
-                    return own(attribute)
-                except AttributeError:
-                    pass
-            if not attribute.startswith("__"):
-                if _ours(f"{self._name}.{attribute}"):
-                    return importlib.import_module(f"{self._name}.{attribute}")
-                return getattr(importlib.import_module(self._target), attribute)
-            raise AttributeError(f"module {self._name!r} has no attribute {attribute!r}")
+            with contextlib.suppress(AttributeError):
+                return own(attribute)
+            if attribute.startswith("__"):
+                raise AttributeError(f"module {self._name!r} has no attribute {attribute!r}")
+            if _ours(f"{self._name}.{attribute}"):
+                return importlib.import_module(f"{self._name}.{attribute}")
+            return getattr(importlib.import_module(self._target), attribute)
 
         vars(module)["__getattr__"] = missing
 
@@ -246,42 +235,35 @@ class _Finder(DistributionFinder):
             if wanted in (None, name) and next(found, None) is None:
                 yield _Distribution(name)
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         part = name.removeprefix(f"{_HERE}.")
         if part.partition(".")[0] not in _ROOTS:
             return None
-        if part == name:
-            spec = self._provided(name, path, target)
-        else:  # as `from apex import amp` asks for it: the module has this name
-            spec = PathFinder.find_spec(name, path)
+        # `from apex import amp` asks for fastvit's name too, since the module has that one.
+        find = self._provided if part == name else PathFinder.find_spec
+        spec = find(name, path, target)
         # An import gets words, importlib.util.find_spec None. The attribute `name` of an import's error stays
         # empty: `from apex import name` would take the error for its own.
         if spec is None and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
             raise ModuleNotFoundError(f"No module named {part!r} in fastvit.compat; {_where_to_read(part)}")
         return spec
 
-    def _provided(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        ours = _ours(name)
+    def _provided(self, name: str, *where: Any) -> ModuleSpec | None:
+        ours, parent = _ours(name), name.rpartition(".")[0]
         preferred = ours and self.prefer == "fastvit" and name not in _PARTIAL
         # A search on the path of a package of fastvit's would load a second copy.
-        real = None if preferred or _is_ours(name.rpartition(".")[0]) else self._real(name, path, target)
-        if real and real.loader and ours:
-            real.loader = _Completed(real.loader, name, ours)
-        if real or not ours:
-            return real
-        found = importlib.util.find_spec(ours)
-        assert found
-        spec = ModuleSpec(name, _Alias(name, ours), origin=found.origin)
-        spec.submodule_search_locations = found.submodule_search_locations
-        return spec
+        in_ours = parent in sys.modules and sys.modules[parent] is sys.modules.get(f"{_HERE}.{parent}")
+        real = None if preferred or in_ours else self._real(name, *where)
+        if real is None and ours:
+            real = ModuleSpec(name, _Alias(ours, name), origin=ours.origin)
+            real.submodule_search_locations = ours.submodule_search_locations
+        elif real and ours:
+            real.loader = cast(Loader, _Completed(real.loader, name, ours.name))
+        return real
 
-    def _real(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    def _real(self, name: str, *where: Any) -> ModuleSpec | None:
         others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
-        found = (finder.find_spec(name, path, target) for finder in others)
+        found = (finder.find_spec(name, *where) for finder in others)
         # A folder without __init__.py (no origin), such as a clone of apex beside the script, is no package.
         return next((spec for spec in found if spec and spec.loader and spec.origin), None)
 

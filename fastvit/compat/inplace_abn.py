@@ -77,8 +77,7 @@ class InPlaceABN(_InPlaceABN):
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, *invertible, abs_weight=True, **of_group
         )
-        if self._is_relu:
-            self.activation, self.activation_param = activation, activation_param
+        self.activation, self.activation_param = activation, activation_param
 
     def forward(self, x: Tensor) -> Tensor:
         return self._normalise(x, None, "relu") if self._is_relu else super().forward(x)
@@ -122,8 +121,7 @@ def active_group(active: bool) -> dist.ProcessGroup | None:
 def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Calls `set_group(group)` of every layer in `module` that has it."""
     for layer in module.modules():
-        set_group = getattr(layer, "set_group", None)
-        if callable(set_group):
+        if callable(set_group := getattr(layer, "set_group", None)):
             set_group(group)
 
 

@@ -15,22 +15,21 @@ compat = os.path.dirname(here)
 sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]  # as without this hook
 
 
+def load(spec):
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 if prefer := os.environ.get("FASTVIT_COMPAT"):
-    # By their own names, so that a later import of the package finds them with their state; without the
-    # package, which imports torch.
-    for name in ("_finder", "_local_rank"):
-        spec = spec_from_file_location(f"fastvit.compat.{name}", os.path.join(compat, f"{name}.py"))
-        assert spec and spec.loader
-        sys.modules[spec.name] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[spec.name])
     if PathFinder.find_spec("fastvit") is None:
         sys.path.append(os.path.dirname(os.path.dirname(compat)))
-    sys.modules["fastvit.compat._finder"].install(prefer)
-    sys.modules["fastvit.compat._local_rank"].spell_local_rank()
+    # By their own names, so that a later import of the package finds them with their state; without the
+    # package, which imports torch.
+    load(spec_from_file_location("fastvit.compat._finder", f"{compat}/_finder.py")).install(prefer)
+    load(spec_from_file_location("fastvit.compat._local_rank", f"{compat}/_local_rank.py")).spell_local_rank()
     if os.environ.get("FASTVIT_COMPAT_CPU") and find_spec("torch"):  # by `--cpu`
         import_module("fastvit.compat._cpu").install()
 
 if spec := PathFinder.find_spec("sitecustomize"):  # the one that this one hides
-    sys.modules["sitecustomize"] = module_from_spec(spec)
-    assert spec.loader
-    spec.loader.exec_module(sys.modules["sitecustomize"])
+    load(spec)
