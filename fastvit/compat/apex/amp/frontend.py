@@ -16,7 +16,7 @@ from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
 from . import forward
 from ._amp_state import Properties, _amp_state, maybe_print
 from .forward import ForwardCasts, device_type, half_type
-from .handle import AmpOptimizer, innermost, of, several
+from .handle import AmpOptimizer, innermost, several
 from .lists import AmpHandle
 from .scaler import LossScaler
 from .weights import HALF_TYPES
@@ -176,8 +176,8 @@ def _undo(models: Any, optimizers: Any) -> None:
         for module in model.modules() if isinstance(model, nn.Module) else ():
             forward.unwrap(module)
     for optimizer in several(optimizers):
-        if (attached := of(optimizer)) is not None:
-            attached.remove()
+        if hasattr(optimizer, "_amp_stash"):
+            optimizer._amp_stash.remove()
 
 
 def _prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:

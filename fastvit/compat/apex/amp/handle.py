@@ -42,11 +42,6 @@ def several(value: Any) -> list[Any]:
     return [value] if one else list(value)
 
 
-def of(optimizer: Any) -> AmpOptimizer | None:
-    """The `AmpOptimizer` that `amp.initialize` attached to `optimizer`, or None."""
-    return getattr(innermost(optimizer), "__dict__", {}).get("_amp_stash")
-
-
 # Gradients of parameters
 
 
@@ -204,9 +199,8 @@ class AmpOptimizer:
                 rank0=True,
             )
             # An optimizer changes neither a parameter without a gradient nor its state.
-            parameters = parameters_of([self.optimizer])
-            self._withheld = {p: p.grad for p in parameters if p.grad is not None}
-            for parameter in parameters:
+            self._withheld = {p: p.grad for p in parameters_of([self.optimizer])}
+            for parameter in self._withheld:
                 parameter.grad = None
         lay_out(optimizer)
 
@@ -263,10 +257,10 @@ def scale_loss(
     scaler = _amp_state.loss_scalers[loss_id]
     given: list[AmpOptimizer] = []
     for stepped in several(optimizers):
-        if (found := of(stepped)) is None:
+        if not hasattr(stepped, "_amp_stash"):
             kind = type(stepped).__name__
             raise RuntimeError(f"amp.scale_loss: this {kind} was not given to amp.initialize")
-        given.append(found)
+        given.append(stepped._amp_stash)
     scale = scaler.loss_scale()
     if not scaler.dynamic and scale == 1.0:
         yield loss.float()
@@ -280,7 +274,7 @@ def scale_loss(
     _open.append(scaler)
     try:
         for parameter, gradient in others.items():  # they stay in place, where the block may drop them
-            parameter.grad = None if gradient is None else gradient * scale
+            parameter.grad = None if gradient is None else gradient.detach() * scale
         yield loss.float() * scale
     except BaseException:  # a caller may catch it (out of memory) and continue
         for parameter, gradient in (earlier | others).items():
