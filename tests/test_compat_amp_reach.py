@@ -121,9 +121,9 @@ def steps_inside(model, p, q, losses):
 
 
 def drops_inside(model, p, q, losses):
-    """In the block, as some scripts do, gradients that its loss does not reach."""
+    """In the block, as some scripts do, gradients of which its loss reaches the encoder's."""
     scaled_backward(model(X, "first"), p)
-    with amp.scale_loss(model.second(X).square().mean(), q, loss_id=losses - 1) as scaled:
+    with amp.scale_loss(model(X, "second"), q, loss_id=losses - 1) as scaled:
         p.zero_grad()
         scaled.backward()
     p.step(), q.step()

@@ -45,12 +45,6 @@ class ForwardCasts:
         """Of floating-point inputs and weights; None for no cast."""
         return None if self.options.opt_level == "O1" else self.options.cast_model_type
 
-    @property
-    def autocast(self) -> bool:
-        """Whether the forward runs under torch.autocast."""
-        options = self.options
-        return bool(options.patch_torch_functions) and options.cast_model_type is not torch.float32
-
 
 _SLOW = (
     ". This CPU has no instructions for bfloat16: O1 to O3 are 20 to 30 times slower than O0 here"
@@ -186,15 +180,16 @@ class AmpForward:
                 or (node is not None and any(node._sequence_nr() in n for n in reversed(casts.nodes)))
             )
             return self._cast(casts, args, kwargs) if alone else self.__wrapped__(*args, **kwargs)
-        handle = getattr(_amp_state, "handle", None)
+        options, handle = casts.options, getattr(_amp_state, "handle", None)
+        autocasts = options.patch_torch_functions and options.cast_model_type is not torch.float32
         if casts.dtype is not None:
             args, kwargs = cast_floating(args, casts.dtype), cast_floating(kwargs, casts.dtype)
             outputs = self._cast(casts, args, kwargs)
-        elif casts.autocast and (handle is None or handle._is_active):
+        elif autocasts and (handle is None or handle._is_active):
             device = device_type(self.model)
             promotes = device == "cpu" and not torch.compiler.is_compiling()
             with (
-                torch.autocast(device, casts.options.cast_model_type or half_type(device)),
+                torch.autocast(device, options.cast_model_type or half_type(device)),
                 _Promotion() if promotes else nullcontext(),
             ):
                 outputs = self.__wrapped__(*args, **kwargs)
