@@ -26,7 +26,7 @@ SCALE = "_amp_scale"
 """Attribute of a parameter whose gradient is not unscaled yet: its scale, and the scaler of its next step."""
 
 _attached: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()
-_open: list[LossScaler] = []  # of the `scale_loss` blocks that run, inside each other
+_open: list[LossScaler] = []  # of the `scale_loss` blocks that are open
 
 
 def innermost(optimizer: Any) -> Optimizer:
@@ -284,7 +284,7 @@ def scale_loss(
     finally:
         _open.pop()
     held = {*own, *others} if delay_unscale else without_sync()
-    lost = scaler.look_at(unscale(others.keys() - held)[scaler])
+    lost = scaler.look_at(unscale(p for p in others if p not in held)[scaler])
     flags, skips = unscale(p for p in own if p not in held), False
     put_back(earlier)
     if scaler in flags:
