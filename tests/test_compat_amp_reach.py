@@ -234,6 +234,21 @@ def test_parameters_of_no_optimizer_keep_the_scale():
     assert extra.grad == 2.0**10
 
 
+@pytest.mark.parametrize("loss", ["first", "second"])
+def test_gradients_of_a_flat_buffer_stay_in_it(loss):
+    """Of both optimizers, whether the loss reaches them or not."""
+    model, p, q = begin()
+    sizes = [p.numel() for p in model.parameters()]
+    buffer = torch.ones(sum(sizes))
+    for parameter, part in zip(model.parameters(), buffer.split(sizes), strict=True):
+        parameter.grad = part.view_as(parameter)
+    scaled_backward(model(X, loss), q, loss_id=1)
+    reference = Two()
+    reference(X, loss).backward()
+    reached = [torch.zeros_like(p) if p.grad is None else p.grad for p in reference.parameters()]
+    torch.testing.assert_close(buffer, 1 + torch.cat([gradient.flatten() for gradient in reached]))
+
+
 def test_a_failure_restores_the_gradients_of_other_optimizers():
     model, p, q = begin()
     second(model, q, 2)
