@@ -121,9 +121,9 @@ def steps_inside(model, p, q, losses):
 
 
 def drops_inside(model, p, q, losses):
-    """In the block, as some scripts do, gradients that its loss does not reach."""
+    """In the block, as some scripts do, gradients of which its loss reaches the encoder's."""
     scaled_backward(model(X, "first"), p)
-    with amp.scale_loss(model.second(X).square().mean(), q, loss_id=losses - 1) as scaled:
+    with amp.scale_loss(model(X, "second"), q, loss_id=losses - 1) as scaled:
         p.zero_grad()
         scaled.backward()
     p.step(), q.step()
@@ -232,6 +232,21 @@ def test_parameters_of_no_optimizer_keep_the_scale():
     extra = nn.Parameter(torch.ones(()))
     scaled_backward(model(X, "second") * 0 + extra, q, loss_id=1)
     assert extra.grad == 2.0**10
+
+
+@pytest.mark.parametrize("loss", ["first", "second"])
+def test_gradients_of_a_flat_buffer_stay_in_it(loss):
+    """Of both optimizers, whether the loss reaches them or not."""
+    model, p, q = begin()
+    sizes = [p.numel() for p in model.parameters()]
+    buffer = torch.ones(sum(sizes))
+    for parameter, part in zip(model.parameters(), buffer.split(sizes), strict=True):
+        parameter.grad = part.view_as(parameter)
+    scaled_backward(model(X, loss), q, loss_id=1)
+    reference = Two()
+    reference(X, loss).backward()
+    reached = [torch.zeros_like(p) if p.grad is None else p.grad for p in reference.parameters()]
+    torch.testing.assert_close(buffer, 1 + torch.cat([gradient.flatten() for gradient in reached]))
 
 
 def test_a_failure_restores_the_gradients_of_other_optimizers():

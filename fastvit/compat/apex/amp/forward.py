@@ -45,12 +45,6 @@ class ForwardCasts:
         """Of floating-point inputs and weights; None for no cast."""
         return None if self.options.opt_level == "O1" else self.options.cast_model_type
 
-    @property
-    def autocast(self) -> bool:
-        """Whether the forward runs under torch.autocast."""
-        options = self.options
-        return bool(options.patch_torch_functions) and options.cast_model_type is not torch.float32
-
 
 _SLOW = (
     ". This CPU has no instructions for bfloat16: O1 to O3 are 20 to 30 times slower than O0 here"
@@ -76,40 +70,34 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, tuple):
         items = [map_tensors(item, function) for item in value]
         if all(map(operator.is_, items, value)):
             return value
-        if isinstance(value, list):
-            value = copy.copy(value)
-            value[:] = items
-            return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    fields: MutableMapping[str, Any]
-    write: Callable[[Any, str, Any], None]
-    if isinstance(value, MutableMapping):
-        fields, write = value, type(value).__setitem__
+    fields: Any
+    write: Callable[[Any, Any, Any], None]
+    if isinstance(value, list):
+        fields, write = enumerate(value), type(value).__setitem__
+    elif isinstance(value, MutableMapping):
+        fields, write = value.items(), type(value).__setitem__
     elif hasattr(value, "__dict__") and (hasattr(value, "to") or is_dataclass(value)):
         if isinstance(value, (type, nn.Module)):
             return value
-        fields, write = vars(value), object.__setattr__  # of a frozen dataclass too
+        fields, write = vars(value).items(), object.__setattr__  # of a frozen dataclass too
     else:
         return value
-    mapped = [(name, field, map_tensors(field, function)) for name, field in fields.items()]
+    mapped = [(name, field, map_tensors(field, function)) for name, field in fields]
     if new := {name: result for name, field, result in mapped if result is not field}:
         value = copy.copy(value)
-        for name, field in new.items():
-            write(value, name, field)
+        for name, result in new.items():
+            write(value, name, result)
     return value
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating-point tensors cast to `dtype`, see `map_tensors`."""
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-def _no_half(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF_TYPES else tensor
 
 
 def device_type(model: nn.Module) -> str:
@@ -192,21 +180,24 @@ class AmpForward:
                 or (node is not None and any(node._sequence_nr() in n for n in reversed(casts.nodes)))
             )
             return self._cast(casts, args, kwargs) if alone else self.__wrapped__(*args, **kwargs)
-        handle = getattr(_amp_state, "handle", None)
+        options, handle = casts.options, getattr(_amp_state, "handle", None)
+        autocasts = options.patch_torch_functions and options.cast_model_type is not torch.float32
         if casts.dtype is not None:
             args, kwargs = cast_floating(args, casts.dtype), cast_floating(kwargs, casts.dtype)
             outputs = self._cast(casts, args, kwargs)
-        elif casts.autocast and (handle is None or handle._is_active):
+        elif autocasts and (handle is None or handle._is_active):
             device = device_type(self.model)
             promotes = device == "cpu" and not torch.compiler.is_compiling()
             with (
-                torch.autocast(device, casts.options.cast_model_type or half_type(device)),
+                torch.autocast(device, options.cast_model_type or half_type(device)),
                 _Promotion() if promotes else nullcontext(),
             ):
                 outputs = self.__wrapped__(*args, **kwargs)
         else:
             outputs = self.__wrapped__(*args, **kwargs)
-        return cast_floating(outputs, casts.outputs) if casts.outputs else map_tensors(outputs, _no_half)
+        if casts.outputs is not None:
+            return cast_floating(outputs, casts.outputs)
+        return map_tensors(outputs, lambda t: t.float() if t.dtype in HALF_TYPES else t)
 
     def _cast(self, casts: ForwardCasts, args: Any, kwargs: Any) -> Any:
         """The forward with cast weights."""

@@ -16,7 +16,7 @@ from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
 from . import forward
 from ._amp_state import Properties, _amp_state, maybe_print
 from .forward import ForwardCasts, device_type, half_type
-from .handle import AmpOptimizer, innermost, of, several
+from .handle import AmpOptimizer, innermost, several
 from .lists import AmpHandle
 from .scaler import LossScaler
 from .weights import HALF_TYPES
@@ -141,10 +141,11 @@ def initialize(
         scaler.loss_id = index
 
     maybe_print(f"amp: {properties}", rank0=True)
-    inside = [_inside_wrappers(model) for model in model_list]
-    _undo(inside, optimizer_list)
-    for inner in inside:
-        _prepare_model(inner, properties, cast_model_outputs)
+    _undo(model_list, optimizer_list)
+    wrappers = (DistributedDataParallel, ApexDistributedDataParallel, DataParallel)
+    for model in model_list:
+        inside = model.module if isinstance(model, wrappers) else model
+        _prepare_model(inside, properties, cast_model_outputs)
     casts = properties.opt_level != "O1" and properties.cast_model_type in HALF_TYPES
     for optimizer in optimizer_list:
         AmpOptimizer(innermost(optimizer), casts)
@@ -164,20 +165,14 @@ def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
     return items
 
 
-def _inside_wrappers(model: Any) -> Any:
-    wrappers = (DistributedDataParallel, ApexDistributedDataParallel, DataParallel)
-    return model.module if isinstance(model, wrappers) else model
-
-
 def _undo(models: Any, optimizers: Any) -> None:
     """Undoes an earlier `initialize`; objects of other kinds are left alone."""
     for model in several(models):
-        model = _inside_wrappers(model)
         for module in model.modules() if isinstance(model, nn.Module) else ():
             forward.unwrap(module)
     for optimizer in several(optimizers):
-        if (attached := of(optimizer)) is not None:
-            attached.remove()
+        if hasattr(optimizer, "_amp_stash"):
+            optimizer._amp_stash.remove()
 
 
 def _prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:

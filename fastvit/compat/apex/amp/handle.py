@@ -26,7 +26,7 @@ SCALE = "_amp_scale"
 """Attribute of a parameter whose gradient is not unscaled yet: its scale, and the scaler of its next step."""
 
 _attached: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()
-_open: set[nn.Parameter] = set()  # those whose gradients open `scale_loss` blocks will unscale
+_open: list[LossScaler] = []  # of the `scale_loss` blocks that are open
 
 
 def innermost(optimizer: Any) -> Optimizer:
@@ -42,11 +42,6 @@ def several(value: Any) -> list[Any]:
     return [value] if one else list(value)
 
 
-def of(optimizer: Any) -> AmpOptimizer | None:
-    """The `AmpOptimizer` that `amp.initialize` attached to `optimizer`, or None."""
-    return getattr(innermost(optimizer), "__dict__", {}).get("_amp_stash")
-
-
 # Gradients of parameters
 
 
@@ -55,67 +50,56 @@ def parameters_of(optimizers: Iterable[Any]) -> list[nn.Parameter]:
     return list(dict.fromkeys(p for o in optimizers for group in o.param_groups for p in group["params"]))
 
 
-Earlier = dict[nn.Parameter, Tensor]
+Earlier = dict[nn.Parameter, Tensor | None]
 """Unscaled gradients that are kept apart from those of a backward."""
 
 
 @torch.no_grad()
-def before_backward(parameters: Iterable[nn.Parameter], scale: float) -> Earlier:
+def before_backward(parameters: Iterable[nn.Parameter], scale: float, scaler: Any) -> Earlier:
     """Prepares gradients for those of a loss times `scale`, which backward adds to them.
 
-    Scaled ones get that scale. The unscaled ones of earlier losses are taken away and returned.
+    They are scaled until `unscale`, which `scaler` counts. Those that are scaled already get that scale. The
+    unscaled ones of earlier losses, and None, are taken away and returned.
     """
-    earlier = {}
+    earlier: Earlier = {}
     for parameter in parameters:
-        if parameter.grad is None:
-            vars(parameter).pop(SCALE, None)
-        elif (held := vars(parameter).get(SCALE)) is None:
+        held = vars(parameter).get(SCALE)
+        if parameter.grad is None or held is None:
             earlier[parameter], parameter.grad = parameter.grad, None
         elif held[0] != scale:
             parameter.grad.mul_(scale / held[0])
-            setattr(parameter, SCALE, (scale, held[1]))
+        setattr(parameter, SCALE, (scale, scaler))
     return earlier
 
 
 @torch.no_grad()
-def unscale(parameters: Iterable[nn.Parameter], earlier: Earlier) -> dict[LossScaler | None, list[Tensor]]:
-    """Divides gradients that are scaled, and adds `earlier` ones, in place; devices and dtypes may be mixed.
+def unscale(parameters: Iterable[nn.Parameter]) -> dict[Any, list[Tensor]]:
+    """Divides gradients that are scaled, in place; devices and dtypes may be mixed.
 
     Returns for each scaler one float32 scalar per device, 1 where any gradient there is not finite. Does not
     wait for the device.
     """
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        groups[vars(parameter).pop(SCALE, None)].append(parameter)
-    flags: dict[LossScaler | None, list[Tensor]] = defaultdict(list)
-    for key, group in groups.items():
-        if key is not None:
-            optimizer: Any = SimpleNamespace(param_groups=[{"params": group}])
-            factor = torch.full((), 1.0 / key[0], dtype=torch.float32, device=group[0].device)
-            found = torch.zeros_like(factor)
-            flags[key[1]] += (
-                GradScaler(enabled=False)._unscale_grads_(optimizer, factor, found, True).values()
-            )
-        for parameter in group:
-            add_gradient(parameter, earlier.get(parameter))
+        if SCALE in vars(parameter):
+            groups[vars(parameter).pop(SCALE)].append(parameter)
+    flags: dict[Any, list[Tensor]] = defaultdict(list)
+    for (scale, scaler), group in groups.items():
+        optimizer: Any = SimpleNamespace(param_groups=[{"params": group}])
+        factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=group[0].device)
+        found = torch.zeros_like(factor)
+        flags[scaler] += GradScaler(enabled=False)._unscale_grads_(optimizer, factor, found, True).values()
     return flags
 
 
 @torch.no_grad()
-def leave_scaled(
-    parameters: Iterable[nn.Parameter], scale: float, scaler: LossScaler | None, earlier: Earlier
-) -> None:
-    """Leaves gradients scaled until the next backward without a delay, or the step, which `scaler` counts."""
-    for parameter in parameters:
-        setattr(parameter, SCALE, (scale, scaler))
-        if (gradient := earlier.get(parameter)) is not None:
-            add_gradient(parameter, gradient.mul_(scale))
-
-
-def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Adds `gradient`, where there is one, to that of the parameter."""
-    if gradient is not None:
-        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+def put_back(earlier: Earlier) -> None:
+    """Adds `earlier` to the gradients, times the scale of those that are left scaled."""
+    for parameter, gradient in earlier.items():
+        if gradient is not None:
+            if held := vars(parameter).get(SCALE):
+                gradient.mul_(held[0])
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
 class AmpOptimizer:
@@ -190,9 +174,7 @@ class AmpOptimizer:
 
     def unscale_rest(self) -> None:
         """Unscales gradients that were left scaled, and skips the step after an overflow."""
-        for scaler, flags in unscale(parameters_of([self.optimizer]), {}).items():
-            if scaler is None:
-                continue
+        for scaler, flags in unscale(parameters_of([self.optimizer])).items():
             scaler.look_at(flags)
             if scaler.update_scale():
                 self.overflow, self.counts = scaler, False
@@ -217,9 +199,8 @@ class AmpOptimizer:
                 rank0=True,
             )
             # An optimizer changes neither a parameter without a gradient nor its state.
-            parameters = parameters_of([self.optimizer])
-            self._withheld = {p: p.grad for p in parameters if p.grad is not None}
-            for parameter in parameters:
+            self._withheld = {p: p.grad for p in parameters_of([self.optimizer])}
+            for parameter in self._withheld:
                 parameter.grad = None
         lay_out(optimizer)
 
@@ -276,10 +257,10 @@ def scale_loss(
     scaler = _amp_state.loss_scalers[loss_id]
     given: list[AmpOptimizer] = []
     for stepped in several(optimizers):
-        if (found := of(stepped)) is None:
+        if not hasattr(stepped, "_amp_stash"):
             kind = type(stepped).__name__
             raise RuntimeError(f"amp.scale_loss: this {kind} was not given to amp.initialize")
-        given.append(found)
+        given.append(stepped._amp_stash)
     scale = scaler.loss_scale()
     if not scaler.dynamic and scale == 1.0:
         yield loss.float()
@@ -287,44 +268,32 @@ def scale_loss(
     for optimizer in _attached:
         optimizer.look_for_overflow()
     own = parameters_of(o.optimizer for o in given)  # one may be in several optimizers
-    # The backward may reach parameters of other optimizers too. Blocks around this one look after theirs.
-    known = _open.union(own)
-    others = [p for p in parameters_of(o.optimizer for o in _attached) if p not in known]
-    earlier = before_backward([*own, *others], scale)
-    others = [p for p in others if SCALE not in vars(p)]
-    parameters = [*own, *others]
-    fresh = [p for p in parameters if SCALE not in vars(p)]
-    leave_scaled(parameters, scale, scaler, {})
-    # Zeros stand for the gradients of others, to tell in the end whether the block has dropped them.
-    blanks = {p: torch.zeros_like(earlier[p]) for p in others if p in earlier}
-    for parameter, blank in blanks.items():
-        parameter.grad = blank
-    opened = set(parameters) - _open
-    _open.update(opened)
+    # The backward may reach parameters of other optimizers too. A block inside leaves them to the outer one.
+    reached = parameters_of(o.optimizer for o in (given if _open else [*given, *_attached]))[len(own) :]
+    earlier, others = before_backward(own, scale, scaler), before_backward(reached, scale, scaler)
+    copies = {p: None if gradient is None else gradient.clone() for p, gradient in others.items()}
+    put_back(others)  # where the block may drop them
+    _open.append(scaler)
     try:
         yield loss.float() * scale
     except BaseException:  # a caller may catch it (out of memory) and continue
-        for parameter in fresh:  # to scaled gradients the backward has added
-            parameter.grad = earlier.get(parameter)
+        for parameter, gradient in (earlier | copies).items():
+            parameter.grad = gradient
             vars(parameter).pop(SCALE, None)
         raise
     finally:
-        _open.difference_update(opened)
-    for parameter, blank in blanks.items():
-        if parameter.grad is None:
-            del earlier[parameter]
-        elif parameter.grad is blank and blank._version == 0:
-            parameter.grad = None
-    # A step in the block, or a block inside, may have unscaled gradients.
-    held = {p for p in (parameters if delay_unscale else without_sync()) if SCALE in vars(p)}
-    leave_scaled([p for p in parameters if p in held], scale, scaler, earlier)
-    theirs, flags = (unscale([p for p in part if p not in held], earlier) for part in (others, own))
-    lost, skips = scaler.look_at(theirs.get(scaler, ())), False
+        _open.pop()
+    held = {*own, *others} if delay_unscale else without_sync()
+    lost = scaler.look_at(unscale(p for p in others if p not in held)[scaler])
+    flags, skips = unscale(p for p in own if p not in held), False
+    put_back(earlier)
     if scaler in flags:
         scaler.look_at(flags[scaler])
         skips = not delay_overflow_check and scaler.update_scale()
-    for optimizer in _attached if lost or skips else ():
-        if skips if optimizer in given else optimizer.has_infinite_gradients():
+    for optimizer in given if skips else ():
+        optimizer.overflow, optimizer.counts = scaler, False
+    for optimizer in _attached.difference(given) if lost or skips else ():
+        if not optimizer.already_patched and optimizer.has_infinite_gradients():
             optimizer.overflow, optimizer.counts = scaler, not skips
 
 

@@ -68,11 +68,6 @@ def promote_function(fn: Function) -> Function:
     return _casting(fn, widest, inside=True)
 
 
-def uncast_function(fn: Function) -> Function:
-    """Passes arguments without casts, and disables casts inside."""
-    return _casting(fn, lambda *_: None, inside=False)
-
-
 def _register(wrap: Callable[[Function], Function], module: Any, function_name: str) -> None:
     """Replaces `module.function_name` by `wrap` of it; ValueError for an unknown name."""
     if not hasattr(module, function_name):
@@ -121,7 +116,7 @@ class AmpHandle:
             cast = listed.get(name)
             if cast is not _AT_FIRST.get(name) and hasattr(torch.nn.functional, name):
                 function = self._functions[name] = getattr(torch.nn.functional, name)
-                function = uncast_function(function)  # not as autocast would do inside
+                function = _casting(function, lambda *_: None, inside=False)  # not as autocast would do
                 setattr(torch.nn.functional, name, cast(function) if cast else function)
 
     def is_active(self) -> bool:

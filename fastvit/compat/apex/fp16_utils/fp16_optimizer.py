@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..._finder import without
 from .._fused import follow_, lay_out
-from ..amp.handle import SCALE, Earlier, before_backward, innermost, leave_scaled, parameters_of, unscale
+from ..amp.handle import SCALE, Earlier, before_backward, innermost, parameters_of, put_back, unscale
 from ..amp.weights import HALF_TYPES
 from ..parallel.distributed import without_sync
 from .loss_scaler import DynamicLossScaler, LossScaler
@@ -105,12 +105,11 @@ class FP16_Optimizer:
         """
         parameters = parameters_of([self.optimizer])
         kept = {p: g for p, g in self._earlier.items() if p.grad is not None}  # not by model.zero_grad()
-        self._earlier = kept | before_backward(parameters, self.loss_scale)
+        self._earlier = kept | before_backward(parameters, self.loss_scale, None)
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad_dtype = parameter.dtype  # DDP takes no other
         self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
-        leave_scaled(parameters, self.loss_scale, None, {})
         if update_master_grads and without_sync().isdisjoint(parameters):
             self.update_master_grads()
 
@@ -123,9 +122,9 @@ class FP16_Optimizer:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = torch.float32
                 parameter.grad = None if gradient is None else gradient.float()
-        for flags in unscale(held, self._earlier).values():
-            self.overflow |= any(flag.item() for flag in flags)
-            self._earlier = {}
+        self.overflow |= any(flag.item() for flag in unscale(held)[None])
+        put_back(self._earlier)
+        self._earlier = {}
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
         """Clips the masters' gradients and returns their norm before; -1 after an overflow."""
