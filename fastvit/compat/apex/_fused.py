@@ -35,11 +35,6 @@ def wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _strides(tensor: Tensor) -> list[tuple[int, int]]:
-    """Stride and size of each dimension that has more than one element."""
-    return [(stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
-
-
 def is_flat(tensor: Tensor) -> bool:
     """Whether the elements fill a range of memory, in any order of the dimensions."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
@@ -47,7 +42,7 @@ def is_flat(tensor: Tensor) -> bool:
 
 def laid_as(pattern: Tensor, tensor: Tensor) -> Tensor:
     """`tensor` in the strides of a flat `pattern` of its shape: itself, or a copy."""
-    if tensor.stride() == pattern.stride() or _strides(tensor) == _strides(pattern):
+    if tensor.stride() == pattern.stride() or tensor.squeeze().stride() == pattern.squeeze().stride():
         return tensor
     return torch.empty_like(pattern, dtype=tensor.dtype).copy_(tensor)
 
@@ -67,13 +62,10 @@ def lay_out(optimizer: Optimizer, *_: Any) -> None:
             continue
         for parameter in stepped:
             parameter.grad = laid_as(parameter, parameter.grad)
-            _lay_out_state(optimizer.state[parameter], parameter)
-
-
-def _lay_out_state(state: State, value: Tensor) -> None:
-    for name, held in state.items():
-        if isinstance(held, Tensor) and held.shape == value.shape:
-            state[name] = laid_as(value, held)
+            state = optimizer.state[parameter]
+            for name, held in state.items():
+                if isinstance(held, Tensor) and held.shape == parameter.shape:
+                    state[name] = laid_as(parameter, held)
 
 
 def follow_(master: Tensor, half: Tensor) -> Tensor:
@@ -96,7 +88,7 @@ class FusedOptimizer(Optimizer):
 
     moments: tuple[str, ...] = ()  # state tensors that are like their parameter and start at 0
     operations: tuple[str, ...] = ()  # those of amp_C that are attributes, as in apex; the first one steps
-    master_weights = False  # whether the state has a float32 copy of each half parameter
+    master_weights: bool | torch.dtype | None = False  # all half parameters, or a dtype, with float32 copies
     tensors_in_groups = False  # whether the rate and the count of a group are tensors, written in place
 
     def __init__(
@@ -167,12 +159,14 @@ class FusedOptimizer(Optimizer):
                 "torch.optim.Adam complex ones"
             )
         state = self.state[parameter]
-        value = self._value(parameter, state)
+        value: Tensor = parameter
+        if wide(parameter) != parameter.dtype and self.master_weights in (True, parameter.dtype):
+            if "master_param" not in state:
+                state["master_param"] = parameter.detach().float()
+            value = follow_(state["master_param"], parameter)
         for name in self.moments:
             if name not in state:
                 state[name] = torch.zeros_like(value, dtype=wide(value))
-        if is_flat(value):
-            _lay_out_state(state, value)
         if (scale := vars(self).get("grad_scale")) is not None:
             unscaled = gradient.to(wide(value)).div_(scale.to(gradient.device))
             gradient.copy_(unscaled)
@@ -199,13 +193,6 @@ class FusedOptimizer(Optimizer):
         betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
         known, operation = vars(self) | group | betas | more, getattr(self, self.operations[0])
         operation(0, self._dummy_overflow_buf, lists, *(known[name] for name in operation.options))
-
-    def _value(self, parameter: nn.Parameter, state: State) -> Tensor:
-        if wide(parameter) == parameter.dtype or not self.master_weights:
-            return parameter
-        if "master_param" not in state:
-            state["master_param"] = parameter.detach().float()
-        return follow_(state["master_param"], parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's files too. The state of half parameters stays float32."""
