@@ -179,11 +179,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 
 
 class FastLayerNorm(MixedFusedLayerNorm):
-    """LayerNorm over the last dimension; the output has the dtype of the weight.
-
-    Args:
-        memory_efficient: has no effect, and warns once.
-    """
+    """LayerNorm over the last dimension; the output has the dtype of the weight."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
         super().__init__(hidden_size, eps, memory_efficient=memory_efficient)
