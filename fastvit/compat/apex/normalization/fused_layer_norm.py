@@ -100,8 +100,7 @@ def _fast_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
 ) -> Tensor:
     """LayerNorm in the dtype of the weight."""
-    shape = tuple(weight.shape)
-    return fused_layer_norm_affine(x, weight, bias, shape, epsilon, memory_efficient, mixed=True)
+    return fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient, mixed=True)
 
 
 def as_function(function: Callable[..., Tensor]) -> type:

@@ -127,8 +127,7 @@ class DistributedDataParallel(nn.Module):
         """Broadcasts parameters that are new, and hooks those that are trained now."""
         _models.add(self)  # a copy too
         parameters, known = list(self.module.parameters()), set(self._known)
-        if new := [p for p in parameters if p not in known]:
-            _broadcast(new)
+        _broadcast([p for p in parameters if p not in known])
         self._known = parameters
         if torch._C._current_autograd_node() is None:  # what an interrupted backward left
             self._tasks.clear()
