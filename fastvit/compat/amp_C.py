@@ -84,16 +84,16 @@ def _step(names: str, first_written: int = 1, optional: int = 0) -> Callable[...
                     f"amp_C.{step.__name__} takes chunk_size, noop_flag, tensor_lists, {', '.join(options)}; "
                     f"got {len(given)} arguments after the lists"
                 )
-            patterns = [p if is_flat(p) else p.contiguous() for p in _float32(tensor_lists[1])]
+            values = [v if is_flat(v) else v.contiguous() for v in _float32(tensor_lists[1])]
             lists = [
-                [laid_as(pattern, t.to(pattern.dtype)) for t, pattern in zip(tensors, patterns, strict=False)]
-                for tensors in tensor_lists
+                [laid_as(v, t.to(v.dtype)) for v, t in zip(values, tensors, strict=False)]
+                for tensors in (tensor_lists[0], values, *tensor_lists[2:])
             ]
-            step(noop_flag.to(patterns[0].device), lists, dict(zip(options, given, strict=False)))
-            for tensors, values in list(zip(tensor_lists, lists, strict=True))[first_written:]:
-                for tensor, value in zip(tensors, values, strict=True):
-                    if tensor is not value:
-                        tensor.copy_(value)
+            step(noop_flag.to(values[0].device), lists, dict(zip(options, given, strict=False)))
+            for tensors, written in list(zip(tensor_lists, lists, strict=True))[first_written:]:
+                for tensor, result in zip(tensors, written, strict=True):
+                    if tensor is not result:
+                        tensor.copy_(result)
 
         options = vars(operation)["options"] = names.split()
         operation.__name__, operation.__doc__ = step.__name__, step.__doc__

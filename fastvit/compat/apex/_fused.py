@@ -20,24 +20,18 @@ def norms(
     tensors: Sequence[Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, ...]:
     """The norm of each of the tensors, computed in `dtype` or its own."""
-
-    # In chunks, since torch's CPU sum in float32 has an error of 0.15 % at 33 million elements.
-    def of_chunks(t: Tensor) -> Tensor:
-        return torch.stack(torch._foreach_norm(t.flatten().split(1 << 16), ord, dtype))
-
     tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
-    tensors = [of_chunks(t) if t.device.type == "cpu" else t for t in tensors]
+    # In chunks, since torch's CPU sum in float32 has an error of 0.15 % at 33 million elements.
+    tensors = [
+        torch.stack(torch._foreach_norm(t.flatten().split(1 << 16), ord, dtype)) if t.is_cpu else t
+        for t in tensors
+    ]
     return torch._foreach_norm(tensors, ord, dtype)
 
 
 def wide(tensor: Tensor) -> torch.dtype:
     """The dtype to compute in: float64, or float32 for any other."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _strides(tensor: Tensor) -> list[tuple[int, int]]:
-    """Stride and size of each dimension that has more than one element."""
-    return [(stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
 
 
 def is_flat(tensor: Tensor) -> bool:
@@ -47,7 +41,7 @@ def is_flat(tensor: Tensor) -> bool:
 
 def laid_as(pattern: Tensor, tensor: Tensor) -> Tensor:
     """`tensor` in the strides of a flat `pattern` of its shape: itself, or a copy."""
-    if tensor.stride() == pattern.stride() or _strides(tensor) == _strides(pattern):
+    if tensor.stride() == pattern.stride() or tensor.squeeze().stride() == pattern.squeeze().stride():
         return tensor
     return torch.empty_like(pattern, dtype=tensor.dtype).copy_(tensor)
 
@@ -67,13 +61,10 @@ def lay_out(optimizer: Optimizer, *_: Any) -> None:
             continue
         for parameter in stepped:
             parameter.grad = laid_as(parameter, parameter.grad)
-            _lay_out_state(optimizer.state[parameter], parameter)
-
-
-def _lay_out_state(state: State, value: Tensor) -> None:
-    for name, held in state.items():
-        if isinstance(held, Tensor) and held.shape == value.shape:
-            state[name] = laid_as(value, held)
+            state = optimizer.state[parameter]
+            for name, held in state.items():
+                if isinstance(held, Tensor) and held.shape == parameter.shape:
+                    state[name] = laid_as(parameter, held)
 
 
 def follow_(master: Tensor, half: Tensor) -> Tensor:
@@ -96,7 +87,7 @@ class FusedOptimizer(Optimizer):
 
     moments: tuple[str, ...] = ()  # state tensors that are like their parameter and start at 0
     operations: tuple[str, ...] = ()  # those of amp_C that are attributes, as in apex; the first one steps
-    master_weights = False  # whether the state has a float32 copy of each half parameter
+    master_weights: bool | torch.dtype | None = False  # all half parameters, or a dtype, with float32 copies
     tensors_in_groups = False  # whether the rate and the count of a group are tensors, written in place
 
     def __init__(
@@ -167,12 +158,14 @@ class FusedOptimizer(Optimizer):
                 "torch.optim.Adam complex ones"
             )
         state = self.state[parameter]
-        value = self._value(parameter, state)
+        value: Tensor = parameter
+        if wide(parameter) != parameter.dtype and self.master_weights in (True, parameter.dtype):
+            if "master_param" not in state:
+                state["master_param"] = parameter.detach().float()
+            value = follow_(state["master_param"], parameter)
         for name in self.moments:
             if name not in state:
                 state[name] = torch.zeros_like(value, dtype=wide(value))
-        if is_flat(value):
-            _lay_out_state(state, value)
         if (scale := vars(self).get("grad_scale")) is not None:
             unscaled = gradient.to(wide(value)).div_(scale.to(gradient.device))
             gradient.copy_(unscaled)
@@ -194,18 +187,11 @@ class FusedOptimizer(Optimizer):
         moments = [[self.state[p][name] for p in parameters] for name in self.moments]
         self._run([gradients, values, *moments], group)
 
-    def _run(self, lists: list[Tensors], group: State, **more: Any) -> None:
+    def _run(self, lists: list[Tensors], group: State) -> None:
         """Calls the operation that steps, with options by their names in the optimizer and the group."""
         betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
-        known, operation = vars(self) | group | betas | more, getattr(self, self.operations[0])
+        known, operation = vars(self) | group | betas, getattr(self, self.operations[0])
         operation(0, self._dummy_overflow_buf, lists, *(known[name] for name in operation.options))
-
-    def _value(self, parameter: nn.Parameter, state: State) -> Tensor:
-        if wide(parameter) == parameter.dtype or not self.master_weights:
-            return parameter
-        if "master_param" not in state:
-            state["master_param"] = parameter.detach().float()
-        return follow_(state["master_param"], parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's files too. The state of half parameters stays float32."""
@@ -217,8 +203,7 @@ class FusedOptimizer(Optimizer):
                 if isinstance(value, Tensor) and value.dtype != self.state[parameter][name].dtype:
                     self.state[parameter][name] = value.to(parameter.device).clone()
         for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+            group.update(self.defaults | group)
             # In other files, such as those of apex's first FusedAdam, every parameter has a count.
             states = [self.state[p] for p in group["params"] if p in self.state]
             if counts := [state.pop("step") for state in states if "step" in state]:

@@ -100,8 +100,7 @@ def _fast_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
 ) -> Tensor:
     """LayerNorm in the dtype of the weight."""
-    shape = tuple(weight.shape)
-    return fused_layer_norm_affine(x, weight, bias, shape, epsilon, memory_efficient, mixed=True)
+    return fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient, mixed=True)
 
 
 def as_function(function: Callable[..., Tensor]) -> type:
@@ -179,11 +178,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 
 
 class FastLayerNorm(MixedFusedLayerNorm):
-    """LayerNorm over the last dimension; the output has the dtype of the weight.
-
-    Args:
-        memory_efficient: has no effect, and warns once.
-    """
+    """LayerNorm over the last dimension; the output has the dtype of the weight."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
         super().__init__(hidden_size, eps, memory_efficient=memory_efficient)

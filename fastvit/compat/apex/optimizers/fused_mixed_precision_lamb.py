@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from .fused_lamb import FusedLAMB
 
@@ -33,7 +32,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         reduced_precision_dtype: torch.dtype | None = None,
         **lamb: Any,
     ) -> None:
-        self.reduced_precision_dtype = reduced_precision_dtype
+        self.reduced_precision_dtype = self.master_weights = reduced_precision_dtype
         self._step_supports_amp_scaling = True
         super().__init__(params, lr, **lamb)
         for group in self.param_groups:
@@ -42,10 +41,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         found = getattr(self, "found_inf", None)  # GradScaler sets it
         return super().step(closure) if found is None or not found.item() else None
-
-    def _value(self, parameter: nn.Parameter, state: dict[str, Any]) -> Tensor:
-        self.master_weights = parameter.dtype == self.reduced_precision_dtype
-        return super()._value(parameter, state)
 
     def _update(self, group: dict[str, Any], *operands: Any) -> None:
         super()._update({**group, "lr": group["lr"].item(), "step": group["step"].item()}, *operands)

@@ -79,7 +79,6 @@ class FusedNovoGrad(FusedOptimizer):
         else:
             average = torch.stack(norms(gradients, group["norm_type"] or float("inf"), wide(values[0])))
             average *= not group["init_zero"]
-        moments = [state["exp_avg"] for state in states]
-        self._run([gradients, values, moments], group, grad_norms=average)
+        super()._update({**group, "grad_norms": average}, parameters, values, gradients)
         for state, norm in zip(states, average, strict=True):
             state["exp_avg_sq"] = norm

@@ -63,5 +63,5 @@ class FusedSGD(FusedOptimizer):
 
     def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
         buffers, first_run = self.get_momentums(parameters) if group["momentum"] else ([], False)
-        scale = 1.0 / self.most_recent_scale
-        self._run([gradients, values, buffers], group, first_run=first_run, scale=scale)
+        options = {"first_run": first_run, "scale": 1.0 / self.most_recent_scale}
+        self._run([gradients, values, buffers], group | options)

@@ -52,8 +52,7 @@ class LARC:
             raise RuntimeError(
                 "LARC.step takes no closure: it changes the gradients before the optimizer steps"
             )
-        amp = getattr(self.optim, "_amp_stash", None)
-        if amp is not None:  # the rates are of unscaled gradients
+        if (amp := getattr(self.optim, "_amp_stash", None)) is not None:  # rates are of unscaled gradients
             amp.unscale_rest()
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:

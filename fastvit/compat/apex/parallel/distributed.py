@@ -7,6 +7,7 @@ reentrant checkpoints. Nothing overlaps with backward; torch's own DistributedDa
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 import zlib
 from collections import defaultdict
@@ -126,25 +127,21 @@ class DistributedDataParallel(nn.Module):
         """Broadcasts parameters that are new, and hooks those that are trained now."""
         _models.add(self)  # a copy too
         parameters, known = list(self.module.parameters()), set(self._known)
-        if new := [p for p in parameters if p not in known]:
-            _broadcast(new)
+        _broadcast([p for p in parameters if p not in known])
         self._known = parameters
         if torch._C._current_autograd_node() is None:  # what an interrupted backward left
             self._tasks.clear()
-        method = weakref.WeakMethod(self._begin)
-
-        def accumulated(_parameter: Tensor) -> None:  # does not keep this module alive
-            if (begin := method()) is not None:
-                begin()
-
+        hook = functools.partial(self._begin, weakref.ref(self))
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooked:
-                parameter.register_post_accumulate_grad_hook(accumulated)
+                parameter.register_post_accumulate_grad_hook(hook)
                 self._hooked.add(parameter)
 
-    def _begin(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if self.require_backward_grad_sync and task not in self._tasks:
+    @staticmethod
+    def _begin(model: weakref.ref[DistributedDataParallel], _parameter: Tensor) -> None:
+        """The hook of parameters, which does not keep the model alive."""
+        self, task = model(), torch._C._current_graph_task_id()
+        if self is not None and self.require_backward_grad_sync and task not in self._tasks:
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
 
