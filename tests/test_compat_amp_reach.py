@@ -249,11 +249,17 @@ def test_gradients_of_a_flat_buffer_stay_in_it(loss):
     torch.testing.assert_close(buffer, 1 + torch.cat([gradient.flatten() for gradient in reached]))
 
 
-def test_a_failure_restores_the_gradients_of_other_optimizers():
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_failure_leaves_the_gradients_of_other_optimizers_as_without_amp(when):
+    """Before the backward and after it; those of the optimizers that were given are restored."""
     model, p, q = begin()
     second(model, q, 2)
-    before = [p.grad.clone() for p in model.encoder.parameters()]
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     with pytest.raises(MemoryError), amp.scale_loss(model(X, "second"), q) as scaled:
-        scaled.backward()
+        if when == "after":
+            scaled.backward()
         raise MemoryError
-    assert all(map(torch.equal, before, [p.grad for p in model.encoder.parameters()]))
+    encoder = 2 if when == "after" else 1  # times the gradient of one backward
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    for one, gradient, times in zip(before, after, [encoder] * 2 + [1] * 2, strict=True):
+        assert torch.equal(gradient, times * one)

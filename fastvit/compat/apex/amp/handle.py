@@ -271,15 +271,15 @@ def scale_loss(
     # The backward may reach parameters of other optimizers too. A block inside leaves them to the outer one.
     reached = parameters_of(o.optimizer for o in (given if _open else [*given, *_attached]))[len(own) :]
     earlier, others = before_backward(own, scale, scaler), before_backward(reached, scale, scaler)
-    copies = {p: None if gradient is None else gradient.clone() for p, gradient in others.items()}
     put_back(others)  # where the block may drop them
     _open.append(scaler)
     try:
         yield loss.float() * scale
     except BaseException:  # a caller may catch it (out of memory) and continue
-        for parameter, gradient in (earlier | copies).items():
+        for parameter, gradient in earlier.items():
             parameter.grad = gradient
             vars(parameter).pop(SCALE, None)
+        unscale(others)  # with what the backward has added, as without amp
         raise
     finally:
         _open.pop()
