@@ -190,10 +190,10 @@ def fuse(model: _checks.Model) -> _checks.Model:
     stay the same objects, as parameters and buffers do. state_dict keys, requires_grad, training flags and
     sharing do not change. Optimizers built before stay valid.
 
-    Left as they are: layers with hooks, parametrizations or a forward of their own; subclasses that define
-    more than a constructor; lazy and scripted layers; a model of which a part is on a device without kernels
-    (`python -m fastvit.info` says so). An activation is left where its BatchNorm has several places in the
-    model, and in an nn.Sequential with hooks.
+    Left as they are: layers with hooks (those of `parallelize_module` among them), parametrizations or a
+    forward of their own; subclasses that define more than a constructor; lazy and scripted layers; a model of
+    which a part is on a device without kernels (`python -m fastvit.info` says so). An activation is left
+    where its BatchNorm has several places in the model, and in an nn.Sequential with hooks.
 
     Results and gradients differ from torch's by roundings; those of `fastvit.convert` do not. Outputs are
     rebuilt in backward only inside `fastvit.recompute_scope()`, so use `fastvit.convert` after `fuse`. Fused
