@@ -169,17 +169,22 @@ class AmpForward:
         vars(replica).update(_hooks(AmpForward(replica, self.casts, self.own, self.part)))
         return replica
 
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)  # torch.compile traces no MethodType
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         casts = self.casts
         if casts is None:
-            return self.__wrapped__(*args, **kwargs)
+            return self._run(*args, **kwargs)
         if self.part:
             given, node = (*args, *kwargs.values()), torch._C._current_autograd_node()
             alone = not casts.running and (
                 any(isinstance(value, Tensor) and value.dtype in HALF_TYPES for value in given)
                 or (node is not None and any(node._sequence_nr() in n for n in reversed(casts.nodes)))
             )
-            return self._cast(casts, args, kwargs) if alone else self.__wrapped__(*args, **kwargs)
+            return self._cast(casts, args, kwargs) if alone else self._run(*args, **kwargs)
         options, handle = casts.options, getattr(_amp_state, "handle", None)
         autocasts = options.patch_torch_functions and options.cast_model_type is not torch.float32
         if casts.dtype is not None:
@@ -192,9 +197,9 @@ class AmpForward:
                 torch.autocast(device, options.cast_model_type or half_type(device)),
                 _Promotion() if promotes else nullcontext(),
             ):
-                outputs = self.__wrapped__(*args, **kwargs)
+                outputs = self._run(*args, **kwargs)
         else:
-            outputs = self.__wrapped__(*args, **kwargs)
+            outputs = self._run(*args, **kwargs)
         if casts.outputs is not None:
             return cast_floating(outputs, casts.outputs)
         return map_tensors(outputs, lambda t: t.float() if t.dtype in HALF_TYPES else t)
@@ -208,7 +213,7 @@ class AmpForward:
         counted = not compiling and torch._C._current_graph_task_id() == -1  # each thread counts its own
         first = torch.autograd._get_sequence_nr() if counted else 0
         try:
-            return self.__wrapped__(*args, **kwargs)
+            return self._run(*args, **kwargs)
         finally:
             casts.running -= 1
             if counted and (nodes := range(first, torch.autograd._get_sequence_nr())):
