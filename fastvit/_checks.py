@@ -100,8 +100,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def is_distributed(x: Tensor) -> bool:
     """Whether x is a DTensor, which has shards on several ranks."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and type(x) is not Tensor and isinstance(x, module.DTensor)
+    module = None if type(x) is Tensor else sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def check_kernels(name: str, x: Tensor) -> None:

@@ -240,15 +240,17 @@ def _absorb(sequential: nn.Module, places: Counter) -> None:
 
 def _fuse(layer: nn.Module, activation: tuple[str, float]) -> None:
     with _unsynchronised(layer):
-        _become(
-            layer,
-            _same_as(type(layer), _BATCH_NORMS),
-            _FUSED,
-            activation=activation[0],
-            activation_param=activation[1],
-            memory="recompute",
-            channel_last=getattr(layer, "channel_last", False),
-        )
+        channel_last = getattr(layer, "channel_last", False)
+        _become_act(layer, _same_as(type(layer), _BATCH_NORMS), _FUSED, activation, channel_last)
+
+
+def _become_act(
+    layer: nn.Module, kind: type, note: str, activation: tuple[str, float], channel_last: bool
+) -> None:
+    """Makes a BatchNormAct, or a synchronised one, of `layer`."""
+    name, param = activation
+    options = {"activation": name, "activation_param": param, "memory": "recompute"}
+    _become(layer, kind, note, channel_last=channel_last, **options)
 
 
 def unfuse(model: _checks.Model) -> _checks.Model:
@@ -282,7 +284,8 @@ class SyncBatchNormAct(SyncBatchNorm):
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         y = super().forward(input, z)
         for name in ("drop", "act"):
-            y = getattr(self, name, nn.Identity())(y)
+            if (module := getattr(self, name, None)) is not None:
+                y = module(y)
         return y
 
 
@@ -334,9 +337,7 @@ def _synchronise_timm(layer: nn.Module, channel_last: bool) -> None:
     if activation is None:
         _become(layer, SyncBatchNormAct, _SYNCHRONISED, channel_last=channel_last, fuse_relu=False)
     else:
-        name, param = activation
-        options = {"activation": name, "activation_param": param, "memory": "recompute"}
-        _become(layer, BatchNormActSync, _SYNCHRONISED, channel_last=channel_last, **options)
+        _become_act(layer, BatchNormActSync, _SYNCHRONISED, activation, channel_last)
 
 
 def convert_syncbn_model(
