@@ -4,6 +4,7 @@ cuda_host runs the CUDA sources on a model of a GPU on the CPU: tensors stay on 
 implementations are replaced by the emulated kernels.
 """
 
+import contextlib
 import gc
 import os
 import tempfile
@@ -89,6 +90,13 @@ def device() -> str:
     if TARGET == "cuda" and not torch.cuda.is_available():
         pytest.fail("FASTVIT_TEST_DEVICE=cuda, but there is no GPU")
     return "cuda" if TARGET == "cuda" else "cpu"
+
+
+@pytest.fixture
+def default_device(device):
+    """New tensors and modules are on the device. On the CPU they are without a function mode of torch's."""
+    with torch.device(device) if device != "cpu" else contextlib.nullcontext():
+        yield
 
 
 def pytest_collectstart():

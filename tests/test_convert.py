@@ -13,17 +13,19 @@ import torch
 import torch.nn.functional as F
 from recompute_models import freed
 from torch import nn
-from vit_models import Block, Model, compared, differing, kept, patches, step
+from vit_models import Block, Model, autocast, compared, differing, kept, patches, step
 
 import fastvit
 from fastvit.fuse import unfuse
 from fastvit.recompute.record import Record
 
+pytestmark = pytest.mark.usefixtures("default_device")
 C, SIZE = 8, 12
 
 
 def images(n=4):
-    return torch.randn(n, C, SIZE, SIZE, generator=torch.Generator().manual_seed(7))
+    generator = torch.Generator(torch.get_default_device()).manual_seed(7)
+    return torch.randn(n, C, SIZE, SIZE, generator=generator)
 
 
 def conv():
@@ -112,7 +114,7 @@ def test_norms(name, layout):
 def test_precisions(precision):
     mixed, dtype = precision.startswith("autocast"), getattr(torch, precision.split("-")[-1])
     eager, x = (one if mixed else one.to(dtype) for one in (Stage(batch_norm()), images(8)))
-    before, after = compared(eager, x, lambda: torch.autocast("cpu", dtype, enabled=mixed))
+    before, after = compared(eager, x, autocast(dtype, enabled=mixed))
     assert after < before
 
 

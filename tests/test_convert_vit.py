@@ -14,6 +14,7 @@ from vit_models import (
     LayerScale,
     Mlp,
     Model,
+    autocast,
     compared,
     differing,
     kept,
@@ -24,10 +25,7 @@ from vit_models import (
 import fastvit
 
 
-def autocast(dtype=torch.bfloat16):
-    return lambda: torch.autocast("cpu", dtype)
-
-
+pytestmark = pytest.mark.usefixtures("default_device")
 CONTEXTS = {"fp32": contextlib.nullcontext, "bf16": autocast(), "fp16": autocast(torch.float16)}
 
 
@@ -203,7 +201,7 @@ def test_rebuilt_tensors_are_not_held():
 def test_weights_changed_before_backward_are_an_error(what, casts):
     """Also where a weight was cast, and is to be cast again."""
     model = fastvit.convert(Model(scale_block, 2), weight_casts=casts)
-    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+    with autocast(enabled=casts)():
         loss = model(patches()).float().sum()
     with torch.no_grad():
         model.blocks[1].get_parameter(what).add_(1)

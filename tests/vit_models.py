@@ -236,7 +236,12 @@ class Model(nn.Module):
 
 
 def patches(n=4):
-    return torch.randn(n, TOKENS, 12, generator=torch.Generator().manual_seed(7))
+    return torch.randn(n, TOKENS, 12, generator=torch.Generator(torch.get_default_device()).manual_seed(7))
+
+
+def autocast(dtype=torch.bfloat16, **options):
+    """A maker of contexts on the default device."""
+    return lambda: torch.autocast(torch.get_default_device().type, dtype, **options)
 
 
 def step(model, x, context=contextlib.nullcontext, call=None):
