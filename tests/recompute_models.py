@@ -84,7 +84,7 @@ def same_bits(got, want):
 
 def freed(forward, wanted, scope=recompute_scope, measures=True):
     """Bytes that a scope round `forward()` frees. Its result and the gradients of `wanted` are eager's."""
-    sizes, results = [], []
+    sizes, results, devices = [], [], {one.device for one in wanted}
     for context in (contextlib.nullcontext, scope):
 
         def run(context=context):
@@ -92,7 +92,7 @@ def freed(forward, wanted, scope=recompute_scope, measures=True):
             with context():
                 return forward()
 
-        size, y = (run(), *live_bytes(run))[1:] if measures else (0, run())
+        size, y = (run(), *live_bytes(run, *devices))[1:] if measures else (0, run())
         gradients = torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)
         sizes.append(size)
         results.append([y.detach(), *(t for t in gradients if t is not None)])

@@ -50,7 +50,7 @@ def test_a_layer_norm_of_ours_saves_as_much_as_torchs():
 def test_autocast_keeps_less():
     """Casts of activations are rebuilt; autocast's casts of weights are kept at any batch size."""
     before, after = compared(Model(depth=2), patches(64), autocast())
-    assert after < 0.68 * before, after / before
+    assert after < 0.7 * before, after / before
 
 
 @pytest.mark.parametrize("block", ["plain", "rope, SwiGLU", "convnext", "separate, quick gelu"])
@@ -75,7 +75,7 @@ def test_the_peak_of_a_step_falls_too():
         for parameter in m.parameters():  # whose gradients are no activations
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         step(m, x)
-        peaks.append(fastvit.memory.peak_bytes(lambda m=m: m(x).sum().backward()))
+        peaks.append(fastvit.memory.peak_bytes(lambda m=m: m(x).sum().backward(), x.device))
     assert peaks[1] - peaks[0] < 0.8 * (kept(model, x) - kept(eager, x))
 
 
@@ -191,7 +191,7 @@ def test_rebuilt_tensors_are_not_held():
         model.zero_grad()
 
     backward()
-    assert abs(fastvit.memory.live_bytes(backward)[0]) < 4096
+    assert abs(fastvit.memory.live_bytes(backward, x.device)[0]) < 4096
 
 
 @pytest.mark.parametrize(
