@@ -66,6 +66,13 @@ __global__ void __launch_bounds__(kThreads, kResident) layer_norm_backward_kerne
   for (; first < plan.rows; first += step) {
     const int64_t row = first + mine.team;
     const bool exists = row < plan.rows;
+    // The next row's memory answers while this row is summed; registers for it would be too many.
+    if (plan.parts == 1 && row + step < plan.rows)
+      mine.each(0, [&](int, int column) {
+        const int64_t at = (row + step) * plan.columns + column;
+        prefetch(static_cast<const T*>(args.x) + at);
+        prefetch(static_cast<const G*>(args.dy) + at);
+      });
     // f(j, column, x, dy, gamma) for the vectors of the row.
     const auto pass = [&](const auto& f) {
       for (int part = 0; part < plan.parts; ++part) {

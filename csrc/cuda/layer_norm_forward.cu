@@ -2,38 +2,38 @@
 // Memory   reads x once; writes y, and two numbers per row. It can write 16 bits from a float32 x, so that
 //          autocast does not cast y. Bandwidth-bound.
 // Mapping  a team of lanes per row, see layer_norm.cuh; blocks stay, and keep weight and bias in shared
-//          memory. The first row is loaded before weight and bias, and the next row before the sums of this.
+//          memory. The first row is loaded before weight and bias.
 // Numerics fp32 (fp64 for double): the mean, then deviations from it, whose sum corrects it.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "layer_norm.cuh"
 
 namespace fastvit {
 
-template <class T, int kColumns>
-constexpr bool kTwoRows = sizeof(T) * kColumns <= 48;  // there are registers for two rows
+// Blocks of a multiprocessor, which hide each other's latency. Values of half take more registers.
+template <class T>
+constexpr int kForwardBlocks = std::is_same_v<T, __half> ? 3 : 4;
 
 template <class T, class G, int V, int K>
-__global__ void __launch_bounds__(kThreads, kResident) layer_norm_forward_kernel(
+__global__ void __launch_bounds__(kThreads, kForwardBlocks<T>) layer_norm_forward_kernel(
     const __grid_constant__ Launched<Planned<LayerNormForwardArgs, RowPlan>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
-  constexpr bool kAheadOfSums = kTwoRows<T, K * V>;
   const RowPlan& plan = args.plan;
   const T* const x = static_cast<const T*>(args.x);
   G* const y = static_cast<G*>(args.y);
   A* const saved = static_cast<A*>(args.saved);
   const RowLane<V, K> mine(plan);
   const A n = A(plan.columns);
-  Vector<T, V> vectors[K], ahead[kAheadOfSums ? K : 1];
-  const auto load = [&](Vector<T, V>* to, int64_t row, int part) {
+  Vector<T, V> vectors[K];
+  const auto load = [&](int64_t row, int part) {
     mine.each(part, [&](int j, int column) {
-      to[j].clear();
-      if (row < plan.rows) to[j].load(x + row * plan.columns + column);
+      vectors[j].clear();
+      if (row < plan.rows) vectors[j].load(x + row * plan.columns + column);
     });
   };
   const int64_t step = int64_t(gridDim.x) * plan.teams();
   int64_t first = int64_t(blockIdx.x) * plan.teams();
-  if (plan.parts == 1) load(vectors, first + mine.team, 0);
+  if (plan.parts == 1) load(first + mine.team, 0);
 
   FASTVIT_DYNAMIC_SHARED(shared);
   const ColumnTable<A, V> gamma(args.weight, 1, shared, 0, plan), beta(args.bias, 0, shared, 1, plan);
@@ -44,11 +44,10 @@ __global__ void __launch_bounds__(kThreads, kResident) layer_norm_forward_kernel
   for (; first < plan.rows; first += step) {
     const int64_t row = first + mine.team;
     const bool exists = row < plan.rows;
-    if (kAheadOfSums && plan.parts == 1) load(ahead, row + step, 0);
     // f(values) for the vectors of the row.
     const auto pass = [&](const auto& f) {
       for (int part = 0; part < plan.parts; ++part) {
-        if (plan.parts > 1) load(vectors, row, part);
+        if (plan.parts > 1) load(row, part);
         mine.each(part, [&](int j, int column) {
           A v[V];
           vectors[j].unpack(v);
@@ -90,13 +89,7 @@ __global__ void __launch_bounds__(kThreads, kResident) layer_norm_forward_kernel
       out.pack(v);
       if (exists) out.store(y + row * plan.columns + column);
     });
-    if (plan.parts > 1) continue;
-    if constexpr (kAheadOfSums) {
-#pragma unroll
-      for (int j = 0; j < K; ++j) vectors[j] = ahead[j];
-    } else {
-      load(vectors, row + step, 0);
-    }
+    if (plan.parts == 1) load(row + step, 0);
   }
 }
 

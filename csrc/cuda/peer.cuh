@@ -55,6 +55,11 @@ void dispatch_exchange(const Args& args, const Limits& limits, const F& f) {
   f(ExchangeParams<true>{*args.exchange, unsigned(std::clamp<int64_t>(batches, 1, most))});
 }
 
+// This rank's `epoch` or `abandoned`, which a block that sends nothing may read while the last part writes it.
+__device__ __forceinline__ uint32_t read_word(uint32_t& word) {
+  return DeviceAtomic<uint32_t>(word).load(cuda::std::memory_order_relaxed);
+}
+
 struct Part {  // of an exchange: the channels that one block waits for
   int begin, end;
   unsigned number = 0, parts = 1;
@@ -89,7 +94,7 @@ class Push {
 
  public:
   __device__ __forceinline__ explicit Push(const Exchange& exchange) : exchange(exchange) {
-    if (!exchange.own().abandoned) epoch = peer::next_epoch(exchange.own().epoch);
+    if (!read_word(exchange.own().abandoned)) epoch = peer::next_epoch(read_word(exchange.own().epoch));
   }
   __device__ __forceinline__ void pair(int64_t i, A first, A second) const {
     if (epoch == 0) return;
@@ -264,7 +269,9 @@ class Wait {
       if (!is_last(part.ended, part.parts)) return;
       failed = __syncthreads_or(threadIdx.x == 0 && atomicExch(any, 0u) != 0) || failed;
     }
-    if (threadIdx.x == 0) (failed ? exchange.own().abandoned : exchange.own().epoch) = failed ? 1 : epoch;
+    if (threadIdx.x == 0)
+      DeviceAtomic<uint32_t>(failed ? exchange.own().abandoned : exchange.own().epoch)
+          .store(failed ? 1 : epoch, cuda::std::memory_order_relaxed);
     for (int64_t i = threadIdx.x; failed && i < numbers; i += kThreads) row[i] = A(NAN);
   }
 
@@ -273,8 +280,8 @@ class Wait {
       : exchange(exchange),
         part(part),
         begin(globaltimer()),
-        epoch(peer::next_epoch(exchange.own().epoch)),
-        abandoned(exchange.own().abandoned != 0),
+        epoch(peer::next_epoch(read_word(exchange.own().epoch))),
+        abandoned(read_word(exchange.own().abandoned) != 0),
         report(report) {}
 
   // `row`, [2C + 2], gets the moments of all ranks. The counts come first, since the weights of the ranks are

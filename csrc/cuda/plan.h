@@ -26,6 +26,7 @@ constexpr int kLanes = 32;            // most lanes of rows, which read 512 byte
 constexpr int kMaxTile = 8 * kLanes;  // channels of a block, each merged by a thread: vectors of 16 bits
 constexpr int kMergedLanes = 16;      // half where slices are merged: a channel then has half as many
 constexpr int kMinLanes = 4;          // least lanes of rows: one or two whole sectors of memory
+constexpr int kLineVectors = 8;       // vectors in a line of 128 bytes
 constexpr int kFolded = 64;           // most vectors of a plane that is walked as a part of a row
 constexpr int kBatches = 4;           // most batches of a thread in a segment, at kThreads lanes
 constexpr int kWaves = 4;       // most waves that are tried: a later one is less than a fifth of the work
@@ -61,6 +62,7 @@ struct Planner {
   int operands, element_size;
   const Limits& limits;
   int merged_operands;  // read by an op that merges slices, on chip where they fit; 0: the op merges none
+  int least_waves = 1;  // of blocks; several balance the ends of a kernel whose blocks begin with little work
   int V = 16 / element_size;
 
   // For an op whose merged operands stay in shared memory; cached_vectors = 0 where they do not fit.
@@ -160,10 +162,11 @@ struct Planner {
     plan.slices = one ? 1 : unsigned(std::clamp<int64_t>(waves * resident / plan.tiles, 1, most));
   }
 
-  // Chooses the lanes that walk a plane so that batches, turns and blocks are fullest. For 56x56 values of 16
-  // bits, 392 vectors, 50 lanes nearly fill two batches; 256 lanes leave the third and fourth vector of each
-  // batch empty. Even, for whole sectors, and at least 16 with several batches. Segments are shorter where
-  // planes are fewer than resident blocks.
+  // Chooses the lanes that walk a plane so that batches, turns and blocks are fullest. For 28x28 values of 16
+  // bits, 98 vectors, 32 lanes nearly fill a batch; 256 lanes leave three of its four vectors empty. A team's
+  // accesses are whole lines of memory, kLineVectors: a line that two warps write apart costs its bandwidth
+  // twice. At least 16 lanes with several batches. Segments are shorter where planes are fewer than resident
+  // blocks.
   void lanes(Plan& plan, int64_t resident) const {
     const int64_t whole = ceil_div(l.S, width(plan)),
                   few = std::min(whole / kThreads, resident / std::max<int64_t>(1, l.N * l.C)),
@@ -174,7 +177,7 @@ struct Planner {
     for (int batches = 0; batches <= 2 * kBatches && best < kFull; ++batches) {
       const int64_t least = batches ? ceil_div(vectors, batches * kBatch) : kThreads;
       if (least > kThreads || (batches > 1 && least < 16)) continue;
-      plan.lanes = int(least + (plan.vector ? least % 2 : 0));
+      plan.lanes = int(plan.vector ? ceil_div(least, kLineVectors) * kLineVectors : least);
       slice(plan, resident, 1);
       const double found = fraction(plan, resident);
       if (found > best + kGain) best = found, chosen = plan.lanes;
@@ -186,8 +189,8 @@ struct Planner {
   void divide(Plan& plan, int64_t resident, int most_waves) const {
     if (!plan.rows) lanes(plan, resident);
     double best = 0;
-    int chosen = 1;
-    for (int waves = 1; waves <= most_waves && best < kFull; ++waves) {
+    int chosen = least_waves;
+    for (int waves = least_waves; waves <= std::max(most_waves, least_waves) && best < kFull; ++waves) {
       slice(plan, resident, waves);
       const double found = fraction(plan, resident);
       if (found > best + (merged_operands ? kMergedGain : kGain)) best = found, chosen = waves;

@@ -30,6 +30,7 @@ template <class Words>
 void store_wide(Words* to, Words value) {
   *to = value;
 }
+inline void prefetch(const void*) {}
 inline unsigned count_up(unsigned* counter, unsigned most, CUDA_HOST_AT) {
   const auto next = [=](unsigned before) { return before >= most ? 0 : before + 1; };
   return cuda_host::rmw(counter, next, CUDA_HOST_LOC, cuda_host::acq_rel, cuda_host::gpu);
@@ -56,11 +57,13 @@ __device__ __forceinline__ uint4 load_wide(const uint4* from) {
   if constexpr (kHint == kStreaming)
     asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(__cvta_generic_to_global(from)));
+                 : "l"(__cvta_generic_to_global(from))
+                 : "memory");
   else
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(__cvta_generic_to_global(from)));
+                 : "l"(__cvta_generic_to_global(from))
+                 : "memory");
   return value;
 }
 __device__ __forceinline__ void store_wide(uint4* to, uint4 value) {
@@ -74,13 +77,18 @@ __device__ __forceinline__ uint2 load_wide(const uint2* from) {
   uint2 value;
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
                : "=r"(value.x), "=r"(value.y)
-               : "l"(__cvta_generic_to_global(from)));
+               : "l"(__cvta_generic_to_global(from))
+               : "memory");
   return value;
 }
 __device__ __forceinline__ void store_wide(uint2* to, uint2 value) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(value.x),
                "r"(value.y)
                : "memory");
+}
+// Asks for the memory at `from`, which a load finds in the L2 cache later.
+__device__ __forceinline__ void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
 }
 // The counter before it is counted up, from `most` to 0. Orders the thread's earlier writes before it and its
 // later reads behind it, for all blocks.

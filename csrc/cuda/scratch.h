@@ -30,11 +30,14 @@ class Scratch {
 // stream use them one after the other (see Launched), so they share these, and no launch has to clear them.
 // Never freed, so not from torch's allocator: a first use while a CUDA graph is warmed up would take memory
 // of the graph's pool, which expects it back.
+// By the stream's id: its handle may be given to another stream while work of a destroyed one still runs.
 inline unsigned* semaphores_of(const Device& device) {
   static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, unsigned*> semaphores;
+  static std::map<std::pair<int, unsigned long long>, unsigned*> semaphores;
+  unsigned long long stream = 0;
+  STD_CUDA_CHECK(cudaStreamGetId(device.stream, &stream));
   const std::lock_guard lock(mutex);
-  unsigned*& mine = semaphores[{device.current, device.stream}];
+  unsigned*& mine = semaphores[{device.current, stream}];
   if (!mine) {
     void* data = nullptr;
     constexpr size_t bytes = (kSemaphoreWords + kExchangeWords) * sizeof(unsigned);
