@@ -28,7 +28,7 @@ TARGET = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
 # What `make test` leaves to `make test ALL=1`, by the beginning of a test's name, and after a * its end: long
 # trainings, programs drawn at random, combinations whose pairs other cases have, and what runs tools.
 THOROUGH = """
-    test_benchmarks test_convert_programs test_demo test_gpu_tool test_hosts test_kills
+    test_benchmarks test_convert_programs test_demo test_exchange_model test_gpu_tool test_hosts test_kills
     test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
     test_arguments::test_opcheck[tokens] test_budget::test_under_autocast
     test_build::test_kernels_that_do_not_compile test_build::test_no_compiler
