@@ -25,6 +25,8 @@ from pathlib import Path
 from gpu_steps import CARRIED, NO_GPU, ROOT, checksum, plan
 
 FAILURE = r"^(?:(?:FAILED|ERROR) |E  |=+ (?:Invalid|Error|Program hit)).*"
+LEAST_SECONDS = 10  # for a step to be worth its start
+KILL_SECONDS = 8  # between SIGINT, on which pytest prints its failures, and SIGKILL
 TOGETHER = {"tests", "memcheck", "racecheck"}
 FOLDERS = "usr/local/cuda*/bin usr/local/cuda*/compute-sanitizer opt/nvidia/*/compute-sanitizer"
 FOLDERS += " opt/nvidia/nsight-compute/*"
@@ -35,7 +37,7 @@ class Step:
 
     def __init__(self, name: str, command: list[str], log: Path, seconds: float):
         self.name, self.log, self.begin, self.end = name, log, time.monotonic(), time.monotonic() + seconds
-        self.stops = [(0, signal.SIGINT), (8, signal.SIGKILL)]  # On the first, pytest prints its failures.
+        self.stops = [(0, signal.SIGINT), (KILL_SECONDS, signal.SIGKILL)]
         with log.open("w") as file:
             streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
             self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
@@ -47,7 +49,7 @@ class Step:
     def poll(self) -> str:
         """Returns how the step ended, or an empty string. Stops a late step."""
         status, late = self.process.poll(), time.monotonic() - self.end
-        if status is None and late < 10:  # A driver may not let a killed process go.
+        if status is None and late < KILL_SECONDS + 2:  # A driver may not let a killed process go.
             if self.stops and late > self.stops[0][0]:
                 self.kill(self.stops.pop(0)[1])
             return ""
@@ -67,7 +69,7 @@ class Run:
 
     def __init__(self, device: str, out: Path, work: Path, minutes: float, named: str):
         self.out, self.work, self.summary, self.logs = out, work, work / "summary.txt", list[Path]()
-        self.end, self.states = time.monotonic() + 60 * minutes - 12, dict[str, str]()
+        self.end, self.states = time.monotonic() + 60 * minutes - KILL_SECONDS - 4, dict[str, str]()
         self.plan, self.times = plan(device, work, named), 3 if device == "cpu" else 1
 
     def report(self, step: str, state: str, details: str) -> None:
@@ -89,7 +91,7 @@ class Run:
                 seconds, needs, command = self.plan[name]
                 seconds = min(seconds * self.times, self.end - time.monotonic())
                 missing = [one for one in needs.split() if not (shutil.which(one) or find_spec(one))]
-                if missing or seconds < 10:
+                if missing or seconds < LEAST_SECONDS:
                     self.report(name, "not run", f"no {missing[0]}" if missing else "no time is left")
                 else:
                     self.logs.append(self.work / f"{name}.log")
