@@ -9,13 +9,18 @@
 # COVERAGE=1  test: count lines, of Python by coverage.py and of C++ by gcov
 # CPU=1       sanitizers: of the CPU's sources, with each instruction set
 # COMPILE=    wheel: releases of torch to compile for, say 'torch==2.11.0'
-# OUT=        gpu: the folder for logs, tables and gpu.tar.gz (default runs/gpu)
+# MINUTES=    gpu: what it may take (default 15)
+# OUT=        gpu: the folder for summary.txt and gpu.tar.gz (default runs/gpu)
+# TESTS=      gpu: run these tests first, say 'tests/test_ops.py::test_bn_ops'
 # STEPS=      gpu: some steps alone, say 'test_cuda bench_ops'
+# DEVICE=cpu  gpu: rehearse it without a GPU
+# BUILD=1     gpu: only build the libraries, in build/carried, for a machine with a GPU but no nvcc
 # FIX=1       lint: put the style right
 
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 OUT    ?= runs/gpu
+MINUTES ?= 15
 RUN    := .venv/bin/python
 STAMP  := .venv/.installed-$(shell printf '%s' '$(TORCH) $(FASTVIT_CPU) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 SOURCES := 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
@@ -132,10 +137,19 @@ bench: install  ## Time layers and the backends of statistics; writes benchmarks
 	$(RUN) benchmarks/bench_layers.py --threads 1 2
 	$(RUN) benchmarks/bench_sync.py --world 2 4 8
 
-GPU := $(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py
-
-gpu:  ## On a CUDA GPU: tests, then measurements, half an hour
-	$(GPU) --out '$(OUT)' $(if $(STEPS),--steps $(STEPS))
+ifdef BUILD
+# With the oldest torch, since its libraries load in all later ones. Not in fastvit/, where `make install` removes them.
+gpu: GPU := build/gpu/bin/python
+gpu:
+	test -x $(GPU) || $(PYTHON) -m venv build/gpu
+	$(GPU) -m pip install --quiet torch==2.11.0 'setuptools>=77' ninja
+	FASTVIT_CUDA=1 FASTVIT_CPU=all TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-9.0}" $(GPU) setup.py -q build_ext --build-lib build/carried --build-temp build/carried.objects
+	$(GPU) -c 'import torch; [torch.ops.load_library(f"build/carried/fastvit/{name}.so") for name in ("_C", "_cuda")]; print(torch.ops.fastvit.cuda_build())'
+	git describe --always --exclude '*' --dirty=+changes >build/carried/commit
+else
+gpu:  ## On a CUDA GPU: tests, then measurements, in MINUTES
+	$(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py --out '$(OUT)' --minutes $(MINUTES) --device $(or $(DEVICE),cuda) --tests '$(TESTS)' $(if $(STEPS),--steps $(STEPS))
+endif
 
 sass: $(TOOLED)  ## Registers and spills of the CUDA kernels; needs nvcc
 	$(RUN) tools/sass.py

@@ -51,6 +51,7 @@ THOROUGH = """
     test_training_runs::test_stop_after
 """.split()
 MODEL_OF_CUDA_TAKES_ONE_OF = 8  # of the cases of an op
+context_is_lost = False
 
 
 def pytest_configure(config):
@@ -150,3 +151,20 @@ def engine():
     engine.set_device(0)
     for name, value in before.items():
         setattr(engine.config, name, value)
+
+
+def pytest_runtest_logreport(report):
+    """After an illegal access the CUDA context of a process is lost, and all its later tests would fail."""
+    global context_is_lost
+    if report.failed and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            context_is_lost = True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish():
+    """A worker of xdist ends then, after its report, and xdist starts another."""
+    if context_is_lost and "PYTEST_XDIST_WORKER" in os.environ:
+        os._exit(1)

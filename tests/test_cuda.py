@@ -6,6 +6,7 @@ That the ops and layers are right on a GPU is shown by the other tests, run with
 import copy
 import datetime
 import os
+import time
 
 import pytest
 import torch
@@ -424,55 +425,63 @@ def test_a_peer_that_never_sends():
     assert y.isnan().all() and saved.isnan().all() and all(map(torch.equal, running, before))
 
 
-def _train_with_a_peer(rank: int, store: str, results) -> None:
-    """One of two processes on one GPU."""
+def _batch(rank: int) -> torch.Tensor:
+    """Each rank has another number of samples, of another mean."""
+    return torch.randn(6 + rank, 64, 14, 14, generator=torch.Generator().manual_seed(rank)) + rank
+
+
+def _train_with_peers(rank: int, world: int, store: str, results) -> None:
+    """One of some processes on one GPU."""
     os.environ["FASTVIT_STATISTICS"] = "peer"
     torch.cuda.set_device(0)
-    limit = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
-    layer = InPlaceABNSync(16).to(DEVICE)
-    leaf = torch.randn(8, 16, 12, 12, generator=torch.Generator().manual_seed(rank)).to(DEVICE)
-    leaf.requires_grad_()
-    for _ in range(5):
-        y = layer(leaf.clone())
-        (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y) * (1 + rank))
-    results.put(
-        (rank, " ".join(sync.describe_groups()), y.detach().cpu(), dx.cpu(), layer.running_mean.cpu())
-    )
+    limit = datetime.timedelta(seconds=40)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+    leaf, got = _batch(rank).to(DEVICE).requires_grad_(), []
+    for layer in (InPlaceABNSync(64).to(DEVICE), SyncBatchNorm(64, fuse_relu=True).to(DEVICE)):
+        for _ in range(5):
+            y = layer(leaf.clone())
+            (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y) * (1 + rank))
+        got += [y.detach().cpu(), dx.cpu(), layer.running_mean.cpu()]
+    sync.check(wait=True)
+    results.put((rank, " ".join(sync.describe_groups()), got))
     results.close()
     results.join_thread()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_two_processes_on_one_gpu(tmp_path, ipc):
-    """CudaIpc, over the memory of one GPU; whatever hangs is ended."""
-    context = torch.multiprocessing.get_context("spawn")
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_on_one_gpu(world, tmp_path, ipc):
+    """CudaIpc, over the memory of one GPU: outputs and gradients of one batch norm over all batches."""
+    context, end = torch.multiprocessing.get_context("spawn"), time.monotonic() + 50
     results = context.Queue()
-    arguments = (str(tmp_path / "store"), results)
-    processes = [context.Process(target=_train_with_a_peer, args=(rank, *arguments)) for rank in range(2)]
+    given = (world, str(tmp_path / "store"), results)
+    processes = [context.Process(target=_train_with_peers, args=(rank, *given)) for rank in range(world)]
     try:
         for process in processes:
             process.start()
-        got = dict((rank, rest) for rank, *rest in (results.get(timeout=50) for _ in processes))
+        got = {}
+        while len(got) < world:
+            rank, way, values = results.get(timeout=max(0, end - time.monotonic()))
+            got[rank] = way, values
         for process in processes:
             process.join(10)
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
-    alone = InPlaceABN(16).to(DEVICE)
-    inputs = [torch.randn(8, 16, 12, 12, generator=torch.Generator().manual_seed(r)) for r in range(2)]
-    leaf = torch.cat(inputs).to(DEVICE).requires_grad_()
-    dy = torch.ones_like(leaf)
-    dy[8:] *= 2
-    for _ in range(5):
-        y = alone(leaf.clone())
-        (dx,) = torch.autograd.grad(y, leaf, dy)
-    for rank in range(2):
-        way, y_rank, dx_rank, mean = got[rank]
-        assert "CudaIpc" in way
-        half = slice(8 * rank, 8 * rank + 8)
-        check("in_place_layer", y_rank, y[half].double().cpu(), torch.float32)
-        check("in_place_layer", dx_rank, dx[half].double().cpu(), torch.float32, least_scale=1.0)
-        check("in_place_layer", mean, alone.running_mean.double().cpu(), torch.float32)
+    batches = [_batch(rank).double() for rank in range(world)]
+    leaf = torch.cat(batches).requires_grad_()
+    dy = torch.cat([torch.full_like(batch, 1 + rank) for rank, batch in enumerate(batches)])
+    normed = nn.functional.batch_norm(leaf, None, None, training=True)
+    for layer, y in enumerate((nn.functional.leaky_relu(normed, 0.01), normed.relu())):
+        (dx,) = torch.autograd.grad(y, leaf, dy, retain_graph=True)
+        row = ("in_place_layer", "layer")[layer]
+        parts = zip(*(t.split([len(batch) for batch in batches]) for t in (y, dx)), strict=True)
+        for rank, (y_rank, dx_rank) in enumerate(parts):
+            way, of_rank = got[rank]
+            assert "CudaIpc" in way
+            y_got, dx_got, mean = of_rank[3 * layer : 3 * layer + 3]
+            check(row, y_got, y_rank, torch.float32)
+            check(row, dx_got, dx_rank, torch.float32, least_scale=1.0)
+            check(row, mean, (1 - 0.9**5) * leaf.mean((0, 2, 3)), torch.float32)
