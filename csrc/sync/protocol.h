@@ -23,7 +23,8 @@
 //           valid one only if it was not overwritten for 2^32 - 2 exchanges.
 // Tags      {layer, step, words, kind}: compared before the payload is read, since a rank in another layer
 //           may have sent fewer words. Each rank compares all tags with its own, so a mismatch is an error on
-//           every rank.
+//           every rank; only a rank that replays a graph, whose step is 0 and matches any, may see it in the
+//           next exchange, when the others have given up.
 // Faults    A rank that gives up an exchange (mismatch, timeout, interrupt) writes a FaultReport for its
 //           host, and the epoch into its peers' arenas. The peers then give up too, before their own
 //           timeouts. Its result is NaN, and so is that of every later exchange: no rank goes on.
