@@ -1,32 +1,37 @@
 """A training step of one layer, by torch and by fastvit: batch norm with activation, and a ViT's layers.
 
-    python benchmarks/bench_layers.py [--only layers|vit_ops] [--device cpu|cuda] [--threads 1 2] [--turns 15]
+    python benchmarks/bench_layers.py [--device cpu|cuda] [--threads 1 2] [--turns N] [--out FOLDER]
+    python benchmarks/bench_layers.py --quick --out /tmp/smoke      # tests the program
 
 Forward and backward are timed separately and added, contenders in turn, each on a new input that is in no
 cache. Bandwidths count the bytes that a step must read and write: a batch norm's 3 passes forward and 5
 backward, and an operation's operands and results. `kept` is what a forward leaves allocated, its result
-included, in tensors as large as an input. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources) and
-mapillary's compiled InPlaceABN take part where they can be imported, and on a GPU torch's two under
-torch.compile.
+included, in tensors as large as an input. torch.compile compiles torch's layers for each shape (dynamic=False);
+of a ViT's layers on a GPU only. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources) and mapillary's
+compiled InPlaceABN take part where they can be imported.
 
-Writes layers_DEVICE.csv, of batch norms, and vit_ops_DEVICE.csv, of layer norms, activations and gates at the
-sizes of a ViT-S/16 with 32 images, and their tables.
+Writes layers_DEVICE.csv after every case, and its table. A CPU has fp32 and batches of 32 images, a ViT-S/16's
+layers in three dtypes; a GPU bf16 and batches of 128 and 256.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 import torch
 from bench_ops import few_of
 from harness import (
+    COMPILED,
     DTYPES,
+    Taken,
     Timer,
     command_line,
     measure,
     provenance,
     reuse_memory,
     third_party_layers,
+    timer_for,
     write_csv,
 )
 from report import write_table
@@ -38,9 +43,12 @@ from fastvit import functional
 from fastvit.memory import live_bytes
 
 APEX = "apex SyncBatchNorm"
-ROWS, DIM, HIDDEN = 32 * 197, 384, 1536
 CAST = "fp32 to bf16"  # what autocast makes of a norm
-ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+ACTIVATIONS = {
+    "gelu": lambda x: F.gelu(x),
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": lambda x: F.silu(x),
+}
 GATES = {"swiglu": "silu", "geglu": "gelu"}
 
 
@@ -57,12 +65,26 @@ class Case:
     trained: Sequence[torch.Tensor] = field(default_factory=list)  # beside a module's parameters
 
 
+def compiled(work: Callable, quick: bool) -> Callable:
+    """`work` under torch.compile; --quick traces it, and leaves out Inductor, which takes seconds."""
+    torch.compiler.reset()  # a function is compiled for a few shapes only, and runs eagerly then
+    return torch.compile(work, dynamic=False, backend="aot_eager" if quick else "inductor")
+
+
 def batch_norms(quick: bool, device: str) -> Iterator[Case]:
-    """InPlaceABN and SyncBatchNorm against torch's BatchNorm and leaky_relu in place."""
-    shapes = [(4, 8, 6, 6)] if quick else [(32, 64, 56, 56), (32, 256, 14, 14), (128, 384, 14, 14)]
-    cases = [(shape, "", torch.contiguous_format) for shape in [*shapes, (64 if quick else 12608, 384)]]
-    for shape, name, memory_format in [*cases, (shapes[0], " channels_last", torch.channels_last)]:
-        x = torch.randn(shape, device=device).contiguous(memory_format=memory_format)
+    """fastvit's layers against torch's BatchNorm and leaky_relu in place."""
+    last, planes, dtype = torch.channels_last, torch.contiguous_format, "fp32"
+    if quick:
+        cases = [((4, 8, 6, 6), planes), ((64, 384), planes), ((4, 8, 6, 6), last)]
+    elif device == "cuda":
+        shapes, dtype = [(128, 256, 56, 56), (128, 1024, 14, 14)], "bf16"
+        cases = [(shape, layout) for shape in shapes for layout in (last, planes)]
+        cases += [((128 * 197, 768), planes), ((16, 256, 28, 28), last)]
+    else:
+        shapes = [(32, 64, 56, 56), (32, 256, 14, 14), (128, 384, 14, 14), (12608, 384)]
+        cases = [*((shape, planes) for shape in shapes), (shapes[0], last)]
+    for shape, memory_format in cases:
+        x = torch.randn(shape, device=device).to(DTYPES[dtype]).contiguous(memory_format=memory_format)
         channels, rows = shape[1], len(shape) == 2
 
         def followed(norm: nn.Module) -> nn.Module:
@@ -72,50 +94,72 @@ def batch_norms(quick: bool, device: str) -> Iterator[Case]:
         others = third_party_layers(channels)
         if APEX in others:
             others[APEX] = followed(others[APEX])
-        if device == "cuda":
-            torch.compiler.reset()  # a function is compiled for a few shapes only, and runs eagerly then
-            others["torch.compile"] = torch.compile(copy.deepcopy(eager), dynamic=False)
         contenders = {
             "torch": eager,
+            COMPILED: copy.deepcopy(eager),
+            "BatchNormAct": fastvit.BatchNormAct(channels, activation="leaky_relu"),
             "InPlaceABN": fastvit.InPlaceABN(channels),
             "SyncBatchNorm": followed(fastvit.SyncBatchNorm(channels)),
             **others,
         }
-        named = f"{'x'.join(map(str, shape))}{' tokens' if rows else name}"
-        contenders = {name: layer.to(device) for name, layer in contenders.items()}
-        yield Case("batch norm", named, "fp32", [x], contenders, _moved(3 * x.nbytes, 5 * x.nbytes))
+        layers = {name: layer.to(device) for name, layer in contenders.items()}
+        layers[COMPILED] = compiled(layers[COMPILED], quick)
+        named = "x".join(map(str, shape)) + (
+            " tokens" if rows else " channels_last" if memory_format is last else ""
+        )
+        yield Case("batch norm", named, dtype, [x], layers, _moved(3 * x.nbytes, 5 * x.nbytes))
 
 
-def vit_ops(quick: bool, device: str) -> Iterator[Case]:
+def vit_layers(quick: bool, device: str) -> Iterator[Case]:
     """LayerNorm, activations and gates of fastvit.functional, against torch's."""
-    rows = 64 if quick else ROWS
-    for dtype in ("fp32", "bf16", "fp16", CAST):
-        kind = torch.float32 if dtype == CAST else DTYPES[dtype]
-        result = torch.bfloat16 if dtype == CAST else kind
-        x = torch.randn(rows, DIM, device=device).to(kind)
-        weight, bias = (torch.randn(DIM, device=device).to(kind).requires_grad_() for _ in range(2))
-        layer_norms = {
-            "torch": lambda x, w=weight, b=bias, to=result: F.layer_norm(x, w.shape, w, b).to(to),
-            "fastvit": lambda x, w=weight, b=bias, to=result: functional.layer_norm(
-                x, w.shape, w, b, output_dtype=to
-            ),
+    on_gpu = device == "cuda"
+    rows = 64 if quick else 256 * 197 if on_gpu else 32 * 197
+    for dtype in ("bf16",) if on_gpu else ("fp32", "bf16", "fp16", CAST):
+        for dim in (768, 384) if on_gpu else (384,):
+            yield _layer_norm((rows, dim), dtype, quick, device)
+        for dim in (768, 384) if on_gpu else (4 * 384,):
+            yield from () if dtype == CAST else _activations((rows, dim), dtype, quick, device)
+
+
+def _layer_norm(shape: tuple[int, int], dtype: str, quick: bool, device: str) -> Case:
+    kind, result = (torch.float32, torch.bfloat16) if dtype == CAST else (DTYPES[dtype], DTYPES[dtype])
+    x = torch.randn(shape, device=device).to(kind)
+    weight, bias = (torch.randn(shape[1], device=device).to(kind).requires_grad_() for _ in range(2))
+
+    def layer_norm(x):
+        return F.layer_norm(x, weight.shape, weight, bias).to(result)
+
+    contenders = {
+        "torch": layer_norm,
+        "fastvit": lambda x: functional.layer_norm(x, weight.shape, weight, bias, output_dtype=result),
+    }
+    contenders |= (
+        {COMPILED: compiled(layer_norm, quick)} if device == "cuda" or (quick and dtype == "fp32") else {}
+    )
+    moved = x.numel() * result.itemsize
+    both_ways = _moved(x.nbytes + moved, 2 * x.nbytes + moved)
+    return Case("layer_norm", _name(shape), dtype, [x], contenders, both_ways, [weight, bias])
+
+
+def _activations(shape: tuple[int, int], dtype: str, quick: bool, device: str) -> Iterator[Case]:
+    on_gpu = device == "cuda"
+    a, b = (torch.randn(shape, device=device).to(DTYPES[dtype]) for _ in range(2))
+    for name, act in ACTIVATIONS.items():
+        if on_gpu and name == "gelu_tanh":
+            continue
+        contenders = {"torch": act, "fastvit": lambda x, name=name: functional.act(x, name)}
+        contenders |= {COMPILED: compiled(act, quick)} if on_gpu else {}
+        yield Case(name, _name(shape), dtype, [a], contenders, _moved(2 * a.nbytes, 3 * a.nbytes))
+    for gate, name in () if on_gpu else GATES.items():
+        contenders = {
+            "torch": lambda a, b, act=ACTIVATIONS[name]: act(a) * b,
+            "fastvit": lambda a, b, name=name: functional.glu(a, b, name),
         }
-        moved, shape = x.numel() * result.itemsize, f"{rows}x{DIM}"
-        both_ways = _moved(x.nbytes + moved, 2 * x.nbytes + moved)
-        yield Case("layer_norm", shape, dtype, [x], layer_norms, both_ways, [weight, bias])
-        if dtype == CAST:
-            return
-        a, b = (torch.randn(rows, HIDDEN, device=device).to(kind) for _ in range(2))
-        shape = f"{rows}x{HIDDEN}"
-        for name, act in ACTIVATIONS.items():
-            contenders = {"torch": act, "fastvit": lambda x, name=name: functional.act(x, name)}
-            yield Case(name, shape, dtype, [a], contenders, _moved(2 * a.nbytes, 3 * a.nbytes))
-        for gate, name in GATES.items():
-            contenders = {
-                "torch": lambda a, b, act=ACTIVATIONS[name]: act(a) * b,
-                "fastvit": lambda a, b, name=name: functional.glu(a, b, name),
-            }
-            yield Case(gate, shape, dtype, [a, b], contenders, _moved(3 * a.nbytes, 5 * a.nbytes))
+        yield Case(gate, _name(shape), dtype, [a, b], contenders, _moved(3 * a.nbytes, 5 * a.nbytes))
+
+
+def _name(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _moved(forward: int, backward: int) -> dict[str, int]:
@@ -125,35 +169,38 @@ def _moved(forward: int, backward: int) -> dict[str, int]:
 class Step:
     """Forward and backward of one contender."""
 
-    def __init__(self, call: Callable, case: Case, timer: Timer):
-        self.call, self.timer = call, timer
+    def __init__(self, call: Callable, case: Case, timer: Timer, dys: list[torch.Tensor]):
+        self.call, self.timer, self.dys = call, timer, dys
         self.leaves = [x.requires_grad_() for x in case.inputs]
         self.few = [few_of(x).requires_grad_() for x in self.leaves]
         self.trained = [*(call.parameters() if isinstance(call, nn.Module) else case.trained)]
-        self.dy = torch.randn_like(self.forward(self.fresh()))
+        _, self.reps = timer.rotation(self.leaves[0].nbytes, case.moved["both"])
 
     def fresh(self) -> list[torch.Tensor]:
         return [leaf.clone() for leaf in self.leaves]  # like a convolution's output: no leaf, and not shared
 
-    def forward(self, held: list[torch.Tensor]) -> torch.Tensor:
-        """Empties `held`, so that nothing but autograd keeps a tensor."""
-        return self.call(*(held.pop(0) for _ in range(len(held))))
+    def forward(self, operands: list[torch.Tensor]) -> torch.Tensor:
+        """Pops the operands from the list, so that only autograd refers to them during the forward."""
+        return self.call(*(operands.pop(0) for _ in range(len(operands))))
 
-    def cold(self) -> None:
-        self.timer.cold()
-        if self.timer.device.type == "cpu":
-            y = self.call(*(x.clone() for x in self.few))
-            torch.autograd.grad(y, [*self.few, *self.trained], torch.ones_like(y))
+    def backward(self, y: torch.Tensor, dy: torch.Tensor) -> object:
+        return torch.autograd.grad(y, [*self.leaves, *self.trained], dy)
 
-    def __call__(self) -> dict[str, float]:
-        """Milliseconds by direction."""
-        held = self.fresh()
-        self.cold()
-        forward = self.timer(lambda: held.append(self.forward(held)))
-        self.cold()
-        wanted = [*self.leaves, *self.trained]
-        backward = self.timer(lambda: torch.autograd.grad(held.pop(), wanted, self.dy))
-        return {"forward": forward, "backward": backward, "both": forward + backward}
+    def warm(self) -> None:
+        y = self.call(*(x.clone() for x in self.few))
+        torch.autograd.grad(y, [*self.few, *self.trained], torch.ones_like(y))
+
+    def __call__(self) -> dict[str, Taken]:
+        """What a call takes, by direction."""
+        inputs, ys = [self.fresh() for _ in range(self.reps)], []
+        calls = [lambda own=own: ys.append(self.forward(own)) for own in inputs]
+        forward = self.timer(calls, (self, "forward"), self.warm)
+        dys = islice(cycle(self.dys), self.reps)
+        backward = self.timer(
+            [lambda dy=dy: self.backward(ys.pop(0), dy) for dy in dys], (self, "backward"), self.warm
+        )
+        both = Taken(*map(sum, zip(forward, backward, strict=True)))
+        return {"forward": forward, "backward": backward, "both": both}
 
     def kept(self) -> float:
         leaves = live_bytes(lambda: self.forward(self.fresh()), self.timer.device.type)[0]
@@ -161,32 +208,34 @@ class Step:
 
 
 def bench(case: Case, timer: Timer, turns: int) -> list[dict]:
-    steps = {name: Step(call, case, timer) for name, call in case.contenders.items()}
-    rows = measure(steps, timer, turns, case.inputs[0].nbytes, case.moved)
-    kept = {name: step.kept() for name, step in steps.items()}
+    nbytes = case.inputs[0].nbytes
+    y = case.contenders["torch"](*(x.clone() for x in case.inputs)).detach()
+    dys = [torch.randn_like(y) for _ in range(timer.rotation(nbytes, nbytes)[0])]
+    steps = {name: Step(call, case, timer, dys) for name, call in case.contenders.items()}
+    rows = measure(steps, timer, turns, nbytes, case.moved)
+    kept = {name: steps[name].kept() for name in dict.fromkeys(row["contender"] for row in rows)}
     of = {"what": case.what, "shape": case.shape, "dtype": case.dtype, "threads": torch.get_num_threads()}
     return [of | row | {"kept": kept[row["contender"]]} for row in rows]
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--only", nargs="+", default=["layers", "vit_ops"], choices=["layers", "vit_ops"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="CPU threads, each in turn")
-    parser.add_argument("--turns", type=int, default=15, help="timed steps of a contender")
+    parser.add_argument("--turns", type=int, help="timings of a contender (default: 15, on a GPU 7)")
     parser.add_argument("--quick", action="store_true", help="small inputs: is the program in order?")
     options = parser.parse_args()
     device = options.device
     if device == "cpu":
         reuse_memory()
-    timer, where = Timer(device, 1 << 20 if options.quick else None), provenance(device)
-    for name in options.only:
-        rows: list[dict] = []
-        for threads in options.threads:
-            torch.set_num_threads(threads)
-            for case in {"layers": batch_norms, "vit_ops": vit_ops}[name](options.quick, device):
-                rows += [row | where for row in bench(case, timer, options.turns)]
+    timer, where = timer_for(device, options.quick), provenance(device)
+    rows: list[dict] = []
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        for cases in (batch_norms, vit_layers):
+            for case in cases(options.quick, device):
+                rows += [row | where for row in bench(case, timer, options.turns or timer.turns)]
+                write_table(write_csv(f"layers_{device}", rows, options.out))
                 print(f"{case.what} {case.shape} {case.dtype}, {threads} thread(s)", flush=True)
-                write_table(write_csv(f"{name}_{device}", rows, options.out))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Comparable timing: only the work inside the timer, cold caches, contenders in turn.
+"""Comparable timing: only the work inside the timer, cold caches, contenders in turn beside a copy.
 
 Results have one form. A row has the case (`what`, `shape`, `dtype`, `threads`), the `contender` and the
-`direction`, the time in us and its ratios, and the conditions: device, torch, CUDA, commit, date. report.py
-writes such a file as a table.
+`direction`, the time in us, its spread and its ratios, and the conditions: device, torch, CUDA, commit, date.
+report.py writes such a file as a table.
 """
 
 import argparse
@@ -16,8 +16,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +28,6 @@ from fastvit.training.nvidia_apex import import_apex
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 FLUSH_BYTES = 256 << 20  # several times any cache
-COPY_BYTES = 2 << 30  # a GPU's buffers: larger than any activation of the benchmarks
 WARM_UP = 2  # turns
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -47,71 +48,112 @@ def reuse_memory() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
-class Timer:
-    """Times callables on one device, with cold caches.
+class Taken(NamedTuple):
+    """What one timing gave; the sum of two is `Taken(*map(sum, zip(one, other)))`."""
 
-    On a GPU by CUDA events. Before the first event a delay kernel is queued, which is long enough for the
-    host to queue all of the work, so that gaps between launches are not measured; gaps are measured in work
-    that waits for the GPU itself. On a CPU with one thread by the processor's time, which other programs
-    hardly lengthen, and with more by the clock.
+    ms: float  # of one call
+    host_ms: float = 0.0  # on a GPU, what the host spends on queueing one call
+    late: int = 0  # 1 if the host queued the last call after the GPU had begun: gaps may be measured
+
+
+Calls = Sequence[Callable[[], object]]
+
+
+class Timer:
+    """Times a call on a CPU, with cold caches.
+
+    With one thread by the processor's time, which other programs hardly lengthen, and with more by the clock.
     """
 
-    HEAD_START = 0.5, 5.0  # milliseconds, least and most
+    turns = 15  # by default
 
-    def __init__(self, device: str, buffer_bytes: int | None = None):
+    def __init__(self, device: str = "cpu", buffer_bytes: int = FLUSH_BYTES):
         self.device = torch.device(device)
-        cuda = self.device.type == "cuda"
-        most = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 8) if cuda else FLUSH_BYTES
-        self._source = torch.rand((buffer_bytes or most) // 4, device=device)
-        self._flush = self._source[: FLUSH_BYTES // 4]
+        self._source = torch.rand(buffer_bytes // 4, device=device)
         self._copy = torch.empty_like(self._source)
-        self._head_start = self.HEAD_START[0]
-        self._cycles = 0.0  # cycles of the delay kernel in a millisecond
-        self._covered = True  # the last call was queued before the wait ended
-        self.host_ms = 0.0  # what the host spent on the last call
-        if cuda:
-            for _ in range(200):  # clocks rise
-                self._copy.copy_(self._source)
-            cycles = 10_000_000
-            waits = [self._events(lambda: torch.cuda._sleep(cycles)) for _ in range(5)]
-            self._cycles = cycles / min(waits)
 
-    def cold(self) -> None:
-        """Flushes the caches by reading other data: written lines would have to be written back first."""
-        self._flush.sum()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+    def rotation(self, nbytes: int, moved: int) -> tuple[int, int]:
+        """How many sets of inputs of `nbytes`, and how many calls that move `moved`, one timing takes."""
+        return 1, 1
 
-    def __call__(self, work: Callable[[], object]) -> float:
-        """Milliseconds that one call of `work` takes."""
-        if self.device.type == "cuda":
-            torch.cuda._sleep(int(self._head_start * self._cycles))
-            taken = self._events(work)
-            least, most = self.HEAD_START
-            wanted = 2 * self.host_ms if self._covered else 2 * self._head_start
-            self._head_start = min(most, max(least, wanted, 0.9 * self._head_start))
-            return taken
+    def __call__(self, calls: Calls, work: object, warm: Callable[[], object] = lambda: None) -> Taken:
+        """Times calls of `work`, which have inputs of their own; `warm` precedes the timing.
+
+        Flushing reads other data, since written lines would have to be written back first. It also evicts the
+        code of the interpreter, of torch and of the op, which is warm in a training loop: `warm` is the same
+        work on a few values.
+        """
+        (call,) = calls
+        self._source.sum()
+        warm()
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         begin = clock()
-        work()
-        return (clock() - begin) * 1e3
+        call()
+        return Taken((clock() - begin) * 1e3)
 
-    def _events(self, work: Callable[[], object]) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        begin = time.perf_counter()
-        work()
-        self.host_ms = (time.perf_counter() - begin) * 1e3
-        self._covered = not start.query()
-        end.record()
+    def copy(self, nbytes: int) -> Taken:
+        """A copy of `nbytes`."""
+        pairs = list(zip(self._source.split(nbytes // 4), self._copy.split(nbytes // 4), strict=True))
+        pairs = [pair for pair in pairs if pair[0].nbytes == pairs[0][0].nbytes]
+        _, reps = self.rotation(nbytes, 2 * nbytes)
+        calls = [lambda pair=pair: pair[1].copy_(pair[0]) for pair in islice(cycle(pairs), reps)]
+        return self(calls, ("copy", nbytes))
+
+
+class CudaTimer(Timer):
+    """Times many calls on a GPU between two events.
+
+    A pair of events costs some us, as much as a small kernel, and the host some more; both vanish in many
+    calls behind a delay kernel that lasts until the host has queued them all. The inputs rotate over so many
+    sets that no call finds its own in the L2 cache, and every result has memory of its own.
+    """
+
+    turns = 7
+    MIN_CALLS, MAX_CALLS, BYTES = 8, 60, 2 << 30  # of one timing, which moves about BYTES
+    MAX_SETS = 64
+    MAX_DELAY_MS = 20.0
+
+    def __init__(self, device: str = "cuda", buffer_bytes: int = 1 << 30):
+        super().__init__(device, buffer_bytes)
+        self._l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+        self._host_ms: dict[object, float] = {}  # of the last timing, by work
+        for _ in range(100):  # clocks rise
+            self._copy.copy_(self._source)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cycles = 10_000_000
+        first.record()
+        torch.cuda._sleep(cycles)
+        last.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end)
+        self._cycles_per_ms = cycles / first.elapsed_time(last)
 
-    def copy_bandwidth(self, nbytes: int) -> float:
-        """GB/s of a copy of `nbytes` with cold caches, bytes read plus bytes written."""
-        source, copy = self._source[: nbytes // 4], self._copy[: nbytes // 4]
-        self.cold()
-        return 2 * source.nbytes / self(lambda: copy.copy_(source)) / 1e6
+    def rotation(self, nbytes: int, moved: int) -> tuple[int, int]:
+        """The sets exceed the L2 cache six times, unless they would be more than MAX_SETS."""
+        sets = max(2, min(self.MAX_SETS, -(-6 * self._l2_bytes // nbytes)))
+        calls = max(self.MIN_CALLS, min(self.MAX_CALLS, self.BYTES // moved))
+        return sets, -(-calls // sets) * sets
+
+    def __call__(self, calls: Calls, work: object, warm: Callable[[], object] = lambda: None) -> Taken:
+        """Times `calls` behind a delay of twice what the host spent on this `work` before."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        delay = min(self.MAX_DELAY_MS, 0.5 + 2 * self._host_ms.get(work, 1.0))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(delay * self._cycles_per_ms))
+        first.record()
+        begin = time.perf_counter()
+        results = [call() for call in calls]
+        self._host_ms[work] = host = (time.perf_counter() - begin) * 1e3
+        late = first.query()
+        last.record()
+        torch.cuda.synchronize()
+        del results
+        return Taken(first.elapsed_time(last) / len(calls), host / len(calls), int(late))
+
+
+def timer_for(device: str, quick: bool = False) -> Timer:
+    """The timer of a device; `quick` needs little memory."""
+    size = {"buffer_bytes": 1 << 20} if quick else {}
+    return (CudaTimer if device == "cuda" else Timer)(device, **size)
 
 
 def percentiles(values: list[float], percents: tuple[int, ...] = (20, 50, 80)) -> dict[str, float]:
@@ -120,49 +162,13 @@ def percentiles(values: list[float], percents: tuple[int, ...] = (20, 50, 80)) -
     return {f"p{p}_us": ordered[round(p / 100 * (len(ordered) - 1))] for p in percents}
 
 
-def measure(
-    contenders: Mapping[str, Callable[[], dict[str, float]]],
-    timer: Timer,
-    turns: int,
-    nbytes: int,
-    moved: Mapping[str, int],
-) -> list[dict]:
-    """Times contenders in turn and returns their rows; a contender returns milliseconds by direction.
-
-    `times` is torch's time over the contender's, and `share_of_copy` the bandwidth at which it moves the
-    bytes `moved`, by direction, as a share of a copy of `nbytes`: medians over turns, since the speed of a
-    shared machine drifts.
-    """
-    taken: dict[tuple[str, str], list[float]] = {}
-    copies = []
-    gc.collect()
-    gc.disable()
-    try:
-        for turn in range(WARM_UP + turns):
-            copy = timer.copy_bandwidth(nbytes)
-            steps = {name: step() for name, step in contenders.items()}
-            if turn >= WARM_UP:
-                copies.append(copy)
-                for name, step in steps.items():
-                    for direction, ms in step.items():
-                        taken.setdefault((name, direction), []).append(ms)
-    finally:
-        gc.enable()
-    rows = []
-    for (name, direction), own in taken.items():
-        row = {"contender": name, "direction": direction, **percentiles([1e3 * ms for ms in own])}
-        if torchs := taken.get(("torch", direction)):
-            row["times"] = median(t / o for t, o in zip(torchs, own, strict=True))
-        shares = [moved[direction] / 1e6 / ms / copy for ms, copy in zip(own, copies, strict=True)]
-        rows.append(row | {"share_of_copy": median(shares), "copy_GB_s": median(copies)})
-    return rows
-
-
 THIRD_PARTY: dict[str, Callable[[int], torch.nn.Module]] = {
     "apex SyncBatchNorm": lambda channels: import_apex("parallel").SyncBatchNorm(channels),
     "inplace_abn": lambda channels: import_module("inplace_abn").InPlaceABN(channels),
 }
 """Layers of other libraries, over (N, C, *): how to make one; raises ImportError where it is not there."""
+COMPILED = "torch.compile"
+MAY_FAIL = (COMPILED, *THIRD_PARTY)
 
 
 def third_party_layers(channels: int, names: Iterable[str] = THIRD_PARTY) -> dict[str, torch.nn.Module]:
@@ -174,6 +180,58 @@ def third_party_layers(channels: int, names: Iterable[str] = THIRD_PARTY) -> dic
         except ImportError as error:
             print(f"not measured: {name}: {error}")
     return found
+
+
+def measure(
+    contenders: Mapping[str, Callable[[], dict[str, Taken]]],
+    timer: Timer,
+    turns: int,
+    nbytes: int,
+    moved: Mapping[str, int],
+) -> list[dict]:
+    """Times contenders in turn and returns their rows; a contender returns what it took by direction.
+
+    `times` is torch's time over the contender's, and `share_of_copy` the bandwidth at which it moves the
+    bytes `moved`, by direction, as a share of a copy of `nbytes`: medians over turns, since the speed of a
+    shared machine drifts. `spread` is the largest time less the least, over the median, and `late` the turns
+    in which the host was late. A contender of MAY_FAIL that raises is not measured.
+    """
+    taken: dict[tuple[str, str], list[Taken]] = {}
+    copies, left = [], dict(contenders)
+    gc.collect()
+    gc.freeze()  # collecting what a turn leaves is quick then
+    gc.disable()
+    try:
+        for turn in range(WARM_UP + turns):
+            gc.collect()
+            copy = timer.copy(nbytes).ms
+            copies += [copy] if turn >= WARM_UP else []
+            for name in list(left):
+                try:
+                    step = left[name]()
+                except Exception as error:
+                    if turn or name not in MAY_FAIL or "CUDA error" in str(error):
+                        raise
+                    print(f"not measured: {name}: {type(error).__name__}: {str(error)[:200]}")
+                    del left[name]
+                    continue
+                for direction, one in step.items() if turn >= WARM_UP else ():
+                    taken.setdefault((name, direction), []).append(one)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    rows, on_gpu = [], isinstance(timer, CudaTimer)
+    for (name, direction), turns_taken in taken.items():
+        own, host_ms, late = zip(*turns_taken, strict=True)
+        row = {"contender": name, "direction": direction, **percentiles([1e3 * ms for ms in own])}
+        if torchs := taken.get(("torch", direction)):
+            row["times"] = median(t.ms / o for t, o in zip(torchs, own, strict=True))
+        shares = [moved[direction] * copy / (2 * nbytes * ms) for ms, copy in zip(own, copies, strict=True)]
+        row |= {"share_of_copy": median(shares), "copy_us": 1e3 * median(copies)}
+        row |= {"copy_GB_s": 2 * nbytes / 1e6 / median(copies)}
+        row |= {"spread": (max(own) - min(own)) / median(own), "late": sum(map(bool, late))}
+        rows.append(row | {"host_us": 1e3 * median(host_ms) if on_gpu else ""})
+    return rows
 
 
 def timed_us(

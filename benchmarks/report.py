@@ -16,20 +16,29 @@ which keeps products, convolutions and attention; sac_half: every second product
 of whole blocks."""
 COPIED = """\
 x: torch's time divided by this one's. of copy: the bandwidth of the bytes that must be read and written at
-least, divided by that of a copy that is timed in turn"""
+least, divided by that of a copy of the same size that is timed in turn. +-: the largest time of a turn less the
+least, divided by the median. host: what the host spends on queueing one call. late: turns in which the host was
+late, so that gaps between launches may be in the time"""
 WORDS = {
     "convert": CONVERTED,
     "curve": f"{CONVERTED}\n\n![bytes against time](NAME.png)",
-    "layers": f"{COPIED}: 8 passes over the activation, 3 forward and 5 backward. `keeps`: what a forward\n"
-    "leaves allocated, in activations.",
+    "layers": f"{COPIED}. A batch norm's bytes are 3 passes over the activation forward and 5 backward.\n"
+    "keeps: what a forward leaves allocated, in activations.",
     "ops": f"{COPIED}.",
-    "vit_ops": f"{COPIED}.",
     "host": "x: torch's time divided by this one's, each the least of all rounds, on tensors so small that "
     "Python and dispatch dominate.",
     "sync": "Median times of the slowest rank. `bare`: torch.distributed's collective of as many numbers. "
     "`local`: a layer without other ranks. x: in an exchange bare's time divided by this one's, in a step "
     "local's. `calls`: collectives + torch's ops, without ops inside ops, by torch's profiler. With more "
     "ranks than cores only the counts are meaningful.",
+}
+SHOWN = {
+    "times": "{:.2f}x",
+    "share_of_copy": "{:.2f} of copy",
+    "spread": "+-{:.0%}",
+    "kept": "keeps {:.2f}",
+    "host_us": "host {:.0f} us",
+    "late": "late {:.0f}",
 }
 
 
@@ -45,8 +54,7 @@ def cell(row: dict[str, str], torchs: dict[str, str]) -> str:
         return f"{kept - 1:+.1%}, peak {peak - 1:+.1%}, {us:.2f}x{bits}"
     us = float(row.get("p50_us") or row["least_us"])
     parts = [f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"]
-    shown = (("times", "{:.2f}x"), ("share_of_copy", "{:.2f} of copy"), ("kept", "keeps {:.2f}"))
-    parts += [form.format(float(row[name])) for name, form in shown if row.get(name)]
+    parts += [form.format(float(row[name])) for name, form in SHOWN.items() if float(row.get(name) or 0)]
     parts += [f"{row['collectives']} + {row['ops']} calls"] if row.get("ops") else []
     return ", ".join(parts)
 

@@ -52,6 +52,6 @@ def test_bench_layers_measures_every_layer(tmp_path):
         assert len(found) == 9 and {row["direction"] for row in found} == DIRECTIONS, layer
         assert all(float(row["kept"]) == pytest.approx(kept, rel=0.3) for row in found), layer
     whats = {"layer_norm", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"}
-    rows = rows_of(tmp_path / "vit_ops_cpu.csv")
+    rows = rows_of(tmp_path / "layers_cpu.csv")
     assert {row["what"] for row in rows} == whats and len(rows) == 2 * 3 * (3 * 6 + 1)
     assert "| InPlaceABN |" in (tmp_path / "layers_cpu.md").read_text()
