@@ -31,7 +31,7 @@ RACECHECK = "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exit
 MEMCHECK = RACECHECK.replace("racecheck", "memcheck --report-api-errors no")
 NCU = "ncu --clock-control none --kernel-name-base demangled -k regex:(stats|forward|reduce|backward)_kernel"
 NCU += " --section SpeedOfLight --section MemoryWorkloadAnalysis --section WarpStateStats"
-CONVERT = "--models vit_small_patch16_224,resnet50 --precision bf16 --batch 128"
+CONVERT = "--models vit_small_patch16_224,resnet50 --precision bf16 --batch 512"
 CONVERT += " --contenders convert,products,sac,checkpoint"
 CONVERT_ONCE = "--models resnet18 --batch 1 --repeats 1 --contenders convert"
 
