@@ -6,12 +6,12 @@
 Forward and backward are timed separately and added, contenders in turn, each on a new input that is in no
 cache. Bandwidths count the bytes that a step must read and write: a batch norm's 3 passes forward and 5
 backward, and an operation's operands and results. `kept` is what a forward leaves allocated, its result
-included, in tensors as large as an input. torch.compile compiles torch's layers for each shape (dynamic=False);
-of a ViT's layers on a GPU only. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources) and mapillary's
-compiled InPlaceABN take part where they can be imported.
+included, in tensors as large as an input. torch.compile compiles torch's layers for each shape
+(dynamic=False); the layers of a ViT on a GPU only. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources)
+and mapillary's compiled InPlaceABN take part where they can be imported.
 
-Writes layers_DEVICE.csv after every case, and its table. A CPU has fp32 and batches of 32 images, a ViT-S/16's
-layers in three dtypes; a GPU bf16 and batches of 128 and 256.
+Writes layers_DEVICE.csv after every case, and its table. A CPU computes batch norms in fp32 and the layers of a
+ViT-S/16 with 32 images in three dtypes; a GPU computes in bf16, with 128 and 256 images.
 """
 
 import copy
@@ -169,11 +169,12 @@ def _moved(forward: int, backward: int) -> dict[str, int]:
 class Step:
     """Forward and backward of one contender."""
 
-    def __init__(self, call: Callable, case: Case, timer: Timer, dys: list[torch.Tensor]):
-        self.call, self.timer, self.dys = call, timer, dys
+    def __init__(self, name: str, case: Case, timer: Timer, dys: list[torch.Tensor]):
+        self.call, self.timer, self.dys = case.contenders[name], timer, dys
+        self.work = name, case.what, case.shape, case.dtype
         self.leaves = [x.requires_grad_() for x in case.inputs]
         self.few = [few_of(x).requires_grad_() for x in self.leaves]
-        self.trained = [*(call.parameters() if isinstance(call, nn.Module) else case.trained)]
+        self.trained = [*(self.call.parameters() if isinstance(self.call, nn.Module) else case.trained)]
         _, self.reps = timer.rotation(self.leaves[0].nbytes, case.moved["both"])
 
     def fresh(self) -> list[torch.Tensor]:
@@ -194,10 +195,10 @@ class Step:
         """What a call takes, by direction."""
         inputs, ys = [self.fresh() for _ in range(self.reps)], []
         calls = [lambda own=own: ys.append(self.forward(own)) for own in inputs]
-        forward = self.timer(calls, (self, "forward"), self.warm)
+        forward = self.timer(calls, ("forward", *self.work), self.warm)
         dys = islice(cycle(self.dys), self.reps)
         backward = self.timer(
-            [lambda dy=dy: self.backward(ys.pop(0), dy) for dy in dys], (self, "backward"), self.warm
+            [lambda dy=dy: self.backward(ys.pop(0), dy) for dy in dys], ("backward", *self.work), self.warm
         )
         both = Taken(*map(sum, zip(forward, backward, strict=True)))
         return {"forward": forward, "backward": backward, "both": both}
@@ -211,7 +212,7 @@ def bench(case: Case, timer: Timer, turns: int) -> list[dict]:
     nbytes = case.inputs[0].nbytes
     y = case.contenders["torch"](*(x.clone() for x in case.inputs)).detach()
     dys = [torch.randn_like(y) for _ in range(timer.rotation(nbytes, nbytes)[0])]
-    steps = {name: Step(call, case, timer, dys) for name, call in case.contenders.items()}
+    steps = {name: Step(name, case, timer, dys) for name in case.contenders}
     rows = measure(steps, timer, turns, nbytes, case.moved)
     kept = {name: steps[name].kept() for name in dict.fromkeys(row["contender"] for row in rows)}
     of = {"what": case.what, "shape": case.shape, "dtype": case.dtype, "threads": torch.get_num_threads()}

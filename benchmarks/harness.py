@@ -199,7 +199,7 @@ def measure(
     taken: dict[tuple[str, str], list[Taken]] = {}
     copies, left = [], dict(contenders)
     gc.collect()
-    gc.freeze()  # collecting what a turn leaves is quick then
+    gc.freeze()  # collections, which precede each turn, then look at new objects alone
     gc.disable()
     try:
         for turn in range(WARM_UP + turns):
@@ -219,7 +219,6 @@ def measure(
                     taken.setdefault((name, direction), []).append(one)
     finally:
         gc.enable()
-        gc.unfreeze()
     rows, on_gpu = [], isinstance(timer, CudaTimer)
     for (name, direction), turns_taken in taken.items():
         own, host_ms, late = zip(*turns_taken, strict=True)
