@@ -103,9 +103,9 @@ class Timer:
 class CudaTimer(Timer):
     """Times many calls on a GPU between two events.
 
-    A pair of events costs some us, as much as a small kernel, and the host some more; both vanish in many
-    calls behind a delay kernel that lasts until the host has queued them all. The inputs rotate over so many
-    sets that no call finds its own in the L2 cache, and every result has memory of its own.
+    One call would be timed with a pair of events, which costs as much as a small kernel. A delay kernel
+    precedes the first event, so that the host has queued all calls before the first one begins. The inputs
+    rotate over so many sets that no call finds its own in the L2 cache, and every result has its own memory.
     """
 
     turns = 7
@@ -219,7 +219,7 @@ def measure(
                     taken.setdefault((name, direction), []).append(one)
     finally:
         gc.enable()
-    rows, on_gpu = [], isinstance(timer, CudaTimer)
+    rows = []
     for (name, direction), turns_taken in taken.items():
         own, host_ms, late = zip(*turns_taken, strict=True)
         row = {"contender": name, "direction": direction, **percentiles([1e3 * ms for ms in own])}
@@ -229,7 +229,7 @@ def measure(
         row |= {"share_of_copy": median(shares), "copy_us": 1e3 * median(copies)}
         row |= {"copy_GB_s": 2 * nbytes / 1e6 / median(copies)}
         row |= {"spread": (max(own) - min(own)) / median(own), "late": sum(map(bool, late))}
-        rows.append(row | {"host_us": 1e3 * median(host_ms) if on_gpu else ""})
+        rows.append(row | {"host_us": 1e3 * median(host_ms) if any(host_ms) else ""})
     return rows
 
 
