@@ -162,26 +162,6 @@ def percentiles(values: list[float], percents: tuple[int, ...] = (20, 50, 80)) -
     return {f"p{p}_us": ordered[round(p / 100 * (len(ordered) - 1))] for p in percents}
 
 
-THIRD_PARTY: dict[str, Callable[[int], torch.nn.Module]] = {
-    "apex SyncBatchNorm": lambda channels: import_apex("parallel").SyncBatchNorm(channels),
-    "inplace_abn": lambda channels: import_module("inplace_abn").InPlaceABN(channels),
-}
-"""Layers of other libraries, over (N, C, *): how to make one; raises ImportError where it is not there."""
-COMPILED = "torch.compile"
-MAY_FAIL = (COMPILED, *THIRD_PARTY)
-
-
-def third_party_layers(channels: int, names: Iterable[str] = THIRD_PARTY) -> dict[str, torch.nn.Module]:
-    """The layers of THIRD_PARTY that can be imported; prints the reason for each other one."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = THIRD_PARTY[name](channels)
-        except ImportError as error:
-            print(f"not measured: {name}: {error}")
-    return found
-
-
 def measure(
     contenders: Mapping[str, Callable[[], dict[str, Taken]]],
     timer: Timer,
@@ -231,6 +211,26 @@ def measure(
         row |= {"spread": (max(own) - min(own)) / median(own), "late": sum(map(bool, late))}
         rows.append(row | {"host_us": 1e3 * median(host_ms) if any(host_ms) else ""})
     return rows
+
+
+THIRD_PARTY: dict[str, Callable[[int], torch.nn.Module]] = {
+    "apex SyncBatchNorm": lambda channels: import_apex("parallel").SyncBatchNorm(channels),
+    "inplace_abn": lambda channels: import_module("inplace_abn").InPlaceABN(channels),
+}
+"""Layers of other libraries, over (N, C, *): how to make one; raises ImportError where it is not there."""
+COMPILED = "torch.compile"
+MAY_FAIL = (COMPILED, *THIRD_PARTY)
+
+
+def third_party_layers(channels: int, names: Iterable[str] = THIRD_PARTY) -> dict[str, torch.nn.Module]:
+    """The layers of THIRD_PARTY that can be imported; prints the reason for each other one."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = THIRD_PARTY[name](channels)
+        except ImportError as error:
+            print(f"not measured: {name}: {error}")
+    return found
 
 
 def timed_us(
