@@ -6,15 +6,14 @@
 Forward and backward are timed separately and added, contenders in turn, each on a new input that is in no
 cache. Bandwidths count the bytes that a step must read and write: a batch norm's 3 passes forward and 5
 backward, and an operation's operands and results. `kept` is what a forward leaves allocated, its result
-included, in tensors as large as an input. torch.compile compiles torch's layers for each shape (dynamic=False);
-of a ViT's layers on a GPU only. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources) and mapillary's
-compiled InPlaceABN take part where they can be imported.
+included, in tensors as large as an input. torch.compile compiles torch's layers for each shape
+(dynamic=False); the layers of a ViT on a GPU only. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources)
+and mapillary's compiled InPlaceABN take part where they can be imported.
 
-Writes layers_DEVICE.csv after every case, and its table. A CPU has fp32 and batches of 32 images, a ViT-S/16's
-layers in three dtypes; a GPU bf16 and batches of 128 and 256.
+Writes layers_DEVICE.csv after every case, and its table. A CPU computes batch norms in fp32 and the layers of
+a ViT-S/16 with 32 images in three dtypes; a GPU computes in bf16, with 128 and 256 images.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -44,10 +43,12 @@ from fastvit.memory import live_bytes
 
 APEX = "apex SyncBatchNorm"
 CAST = "fp32 to bf16"  # what autocast makes of a norm
-ACTIVATIONS = {
+POINTWISE = {
     "gelu": lambda x: F.gelu(x),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": lambda x: F.silu(x),
+    "swiglu": lambda a, b: F.silu(a) * b,
+    "geglu": lambda a, b: F.gelu(a) * b,
 }
 GATES = {"swiglu": "silu", "geglu": "gelu"}
 
@@ -72,7 +73,7 @@ def compiled(work: Callable, quick: bool) -> Callable:
 
 
 def batch_norms(quick: bool, device: str) -> Iterator[Case]:
-    """fastvit's layers against torch's BatchNorm and leaky_relu in place."""
+    """fastvit's layers against torch's BatchNorm and leaky_relu, in place where it is not compiled."""
     last, planes, dtype = torch.channels_last, torch.contiguous_format, "fp32"
     if quick:
         cases = [((4, 8, 6, 6), planes), ((64, 384), planes), ((4, 8, 6, 6), last)]
@@ -87,16 +88,17 @@ def batch_norms(quick: bool, device: str) -> Iterator[Case]:
         x = torch.randn(shape, device=device).to(DTYPES[dtype]).contiguous(memory_format=memory_format)
         channels, rows = shape[1], len(shape) == 2
 
-        def followed(norm: nn.Module) -> nn.Module:
-            return nn.Sequential(norm, nn.LeakyReLU(0.01, inplace=True))
+        def followed(norm: nn.Module, inplace: bool = True) -> nn.Module:
+            return nn.Sequential(norm, nn.LeakyReLU(0.01, inplace))
 
-        eager = followed((nn.BatchNorm1d if rows else nn.BatchNorm2d)(channels))
+        norm = nn.BatchNorm1d if rows else nn.BatchNorm2d
         others = third_party_layers(channels)
         if APEX in others:
             others[APEX] = followed(others[APEX])
         contenders = {
-            "torch": eager,
-            COMPILED: copy.deepcopy(eager),
+            "torch": followed(norm(channels)),
+            # Inductor makes scalar code of leaky_relu in place on a CPU, which is ten times slower.
+            COMPILED: followed(norm(channels), inplace=False),
             "BatchNormAct": fastvit.BatchNormAct(channels, activation="leaky_relu"),
             "InPlaceABN": fastvit.InPlaceABN(channels),
             "SyncBatchNorm": followed(fastvit.SyncBatchNorm(channels)),
@@ -104,21 +106,26 @@ def batch_norms(quick: bool, device: str) -> Iterator[Case]:
         }
         layers = {name: layer.to(device) for name, layer in contenders.items()}
         layers[COMPILED] = compiled(layers[COMPILED], quick)
-        named = "x".join(map(str, shape)) + (
-            " tokens" if rows else " channels_last" if memory_format is last else ""
-        )
+        named = _name(shape) + (" tokens" if rows else " channels_last" if memory_format is last else "")
         yield Case("batch norm", named, dtype, [x], layers, _moved(3 * x.nbytes, 5 * x.nbytes))
 
 
 def vit_layers(quick: bool, device: str) -> Iterator[Case]:
     """LayerNorm, activations and gates of fastvit.functional, against torch's."""
-    on_gpu = device == "cuda"
-    rows = 64 if quick else 256 * 197 if on_gpu else 32 * 197
-    for dtype in ("bf16",) if on_gpu else ("fp32", "bf16", "fp16", CAST):
-        for dim in (768, 384) if on_gpu else (384,):
+    rows, dtypes, dims, hidden, names = 32 * 197, ["fp32", "bf16", "fp16"], [384], [1536], list(POINTWISE)
+    if device == "cuda":
+        rows, dtypes, dims, hidden = 256 * 197, ["bf16"], [768, 384], [768, 384]
+        names = ["gelu", "silu", "swiglu"]
+    rows = 64 if quick else rows
+    for dtype in dtypes:
+        for dim in dims:
             yield _layer_norm((rows, dim), dtype, quick, device)
-        for dim in (768, 384) if on_gpu else (4 * 384,):
-            yield from () if dtype == CAST else _activations((rows, dim), dtype, quick, device)
+        for dim in hidden:
+            a, b = (torch.randn(rows, dim, device=device).to(DTYPES[dtype]) for _ in range(2))
+            for name in names:
+                yield _pointwise(name, [a, b] if name in GATES else [a], dtype, quick)
+    if device == "cpu":
+        yield _layer_norm((rows, dims[0]), CAST, quick, device)
 
 
 def _layer_norm(shape: tuple[int, int], dtype: str, quick: bool, device: str) -> Case:
@@ -129,33 +136,30 @@ def _layer_norm(shape: tuple[int, int], dtype: str, quick: bool, device: str) ->
     def layer_norm(x):
         return F.layer_norm(x, weight.shape, weight, bias).to(result)
 
-    contenders = {
-        "torch": layer_norm,
-        "fastvit": lambda x: functional.layer_norm(x, weight.shape, weight, bias, output_dtype=result),
-    }
-    contenders |= (
-        {COMPILED: compiled(layer_norm, quick)} if device == "cuda" or (quick and dtype == "fp32") else {}
-    )
+    def own(x):
+        return functional.layer_norm(x, weight.shape, weight, bias, output_dtype=result)
+
     moved = x.numel() * result.itemsize
     both_ways = _moved(x.nbytes + moved, 2 * x.nbytes + moved)
+    contenders = _beside(layer_norm, own, quick, device)
     return Case("layer_norm", _name(shape), dtype, [x], contenders, both_ways, [weight, bias])
 
 
-def _activations(shape: tuple[int, int], dtype: str, quick: bool, device: str) -> Iterator[Case]:
-    on_gpu = device == "cuda"
-    a, b = (torch.randn(shape, device=device).to(DTYPES[dtype]) for _ in range(2))
-    for name, act in ACTIVATIONS.items():
-        if on_gpu and name == "gelu_tanh":
-            continue
-        contenders = {"torch": act, "fastvit": lambda x, name=name: functional.act(x, name)}
-        contenders |= {COMPILED: compiled(act, quick)} if on_gpu else {}
-        yield Case(name, _name(shape), dtype, [a], contenders, _moved(2 * a.nbytes, 3 * a.nbytes))
-    for gate, name in () if on_gpu else GATES.items():
-        contenders = {
-            "torch": lambda a, b, act=ACTIVATIONS[name]: act(a) * b,
-            "fastvit": lambda a, b, name=name: functional.glu(a, b, name),
-        }
-        yield Case(gate, _name(shape), dtype, [a, b], contenders, _moved(3 * a.nbytes, 5 * a.nbytes))
+def _pointwise(name: str, operands: list[torch.Tensor], dtype: str, quick: bool) -> Case:
+    x, n = operands[0], len(operands)
+
+    def own(*operands):
+        return functional.glu(*operands, GATES[name]) if n == 2 else functional.act(*operands, name)
+
+    contenders = _beside(POINTWISE[name], own, quick, x.device.type)
+    return Case(
+        name, _name(x.shape), dtype, operands, contenders, _moved((n + 1) * x.nbytes, (2 * n + 1) * x.nbytes)
+    )
+
+
+def _beside(torchs: Callable, own: Callable, quick: bool, device: str) -> dict[str, Callable]:
+    others = {COMPILED: compiled(torchs, quick)} if device == "cuda" else {}
+    return {"torch": torchs, **others, "fastvit": own}
 
 
 def _name(shape: Sequence[int]) -> str:
@@ -169,11 +173,12 @@ def _moved(forward: int, backward: int) -> dict[str, int]:
 class Step:
     """Forward and backward of one contender."""
 
-    def __init__(self, call: Callable, case: Case, timer: Timer, dys: list[torch.Tensor]):
-        self.call, self.timer, self.dys = call, timer, dys
+    def __init__(self, name: str, case: Case, timer: Timer, dys: list[torch.Tensor]):
+        self.call, self.timer, self.dys = case.contenders[name], timer, dys
+        self.work = name, case.what, case.shape, case.dtype
         self.leaves = [x.requires_grad_() for x in case.inputs]
         self.few = [few_of(x).requires_grad_() for x in self.leaves]
-        self.trained = [*(call.parameters() if isinstance(call, nn.Module) else case.trained)]
+        self.trained = [*(self.call.parameters() if isinstance(self.call, nn.Module) else case.trained)]
         _, self.reps = timer.rotation(self.leaves[0].nbytes, case.moved["both"])
 
     def fresh(self) -> list[torch.Tensor]:
@@ -194,10 +199,10 @@ class Step:
         """What a call takes, by direction."""
         inputs, ys = [self.fresh() for _ in range(self.reps)], []
         calls = [lambda own=own: ys.append(self.forward(own)) for own in inputs]
-        forward = self.timer(calls, (self, "forward"), self.warm)
+        forward = self.timer(calls, ("forward", *self.work), self.warm)
         dys = islice(cycle(self.dys), self.reps)
         backward = self.timer(
-            [lambda dy=dy: self.backward(ys.pop(0), dy) for dy in dys], (self, "backward"), self.warm
+            [lambda dy=dy: self.backward(ys.pop(0), dy) for dy in dys], ("backward", *self.work), self.warm
         )
         both = Taken(*map(sum, zip(forward, backward, strict=True)))
         return {"forward": forward, "backward": backward, "both": both}
@@ -211,7 +216,7 @@ def bench(case: Case, timer: Timer, turns: int) -> list[dict]:
     nbytes = case.inputs[0].nbytes
     y = case.contenders["torch"](*(x.clone() for x in case.inputs)).detach()
     dys = [torch.randn_like(y) for _ in range(timer.rotation(nbytes, nbytes)[0])]
-    steps = {name: Step(call, case, timer, dys) for name, call in case.contenders.items()}
+    steps = {name: Step(name, case, timer, dys) for name in case.contenders}
     rows = measure(steps, timer, turns, nbytes, case.moved)
     kept = {name: steps[name].kept() for name in dict.fromkeys(row["contender"] for row in rows)}
     of = {"what": case.what, "shape": case.shape, "dtype": case.dtype, "threads": torch.get_num_threads()}

@@ -6,8 +6,8 @@
 Two names in one row are one op for the work of both. Bandwidths are computed with the passes over the
 activation of fastvit's ops, for torch's too, so that two ops and one op for both can be compared. torch's
 functions are, on a CPU, those of its BatchNorm with leaky_relu; on a GPU, those of its SyncBatchNorm, which
-apply no activation. Writes ops_DEVICE.csv after every case, and its table; with ATEN_CPU_CAPABILITY=avx2, which
-lowers the instruction set, ops_cpu_avx2.
+apply no activation. Writes ops_DEVICE.csv after every case, and its table; with ATEN_CPU_CAPABILITY=avx2,
+which lowers the instruction set, ops_cpu_avx2.
 """
 
 import os

@@ -103,9 +103,9 @@ class Timer:
 class CudaTimer(Timer):
     """Times many calls on a GPU between two events.
 
-    A pair of events costs some us, as much as a small kernel, and the host some more; both vanish in many
-    calls behind a delay kernel that lasts until the host has queued them all. The inputs rotate over so many
-    sets that no call finds its own in the L2 cache, and every result has memory of its own.
+    One call would be timed with a pair of events, which costs as much as a small kernel. A delay kernel
+    precedes the first event, so that the host has queued all calls before the first one begins. The inputs
+    rotate over so many sets that no call finds its own in the L2 cache, and every result has its own memory.
     """
 
     turns = 7
@@ -162,26 +162,6 @@ def percentiles(values: list[float], percents: tuple[int, ...] = (20, 50, 80)) -
     return {f"p{p}_us": ordered[round(p / 100 * (len(ordered) - 1))] for p in percents}
 
 
-THIRD_PARTY: dict[str, Callable[[int], torch.nn.Module]] = {
-    "apex SyncBatchNorm": lambda channels: import_apex("parallel").SyncBatchNorm(channels),
-    "inplace_abn": lambda channels: import_module("inplace_abn").InPlaceABN(channels),
-}
-"""Layers of other libraries, over (N, C, *): how to make one; raises ImportError where it is not there."""
-COMPILED = "torch.compile"
-MAY_FAIL = (COMPILED, *THIRD_PARTY)
-
-
-def third_party_layers(channels: int, names: Iterable[str] = THIRD_PARTY) -> dict[str, torch.nn.Module]:
-    """The layers of THIRD_PARTY that can be imported; prints the reason for each other one."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = THIRD_PARTY[name](channels)
-        except ImportError as error:
-            print(f"not measured: {name}: {error}")
-    return found
-
-
 def measure(
     contenders: Mapping[str, Callable[[], dict[str, Taken]]],
     timer: Timer,
@@ -199,7 +179,7 @@ def measure(
     taken: dict[tuple[str, str], list[Taken]] = {}
     copies, left = [], dict(contenders)
     gc.collect()
-    gc.freeze()  # collecting what a turn leaves is quick then
+    gc.freeze()  # collections, which precede each turn, then look at new objects alone
     gc.disable()
     try:
         for turn in range(WARM_UP + turns):
@@ -219,8 +199,7 @@ def measure(
                     taken.setdefault((name, direction), []).append(one)
     finally:
         gc.enable()
-        gc.unfreeze()
-    rows, on_gpu = [], isinstance(timer, CudaTimer)
+    rows = []
     for (name, direction), turns_taken in taken.items():
         own, host_ms, late = zip(*turns_taken, strict=True)
         row = {"contender": name, "direction": direction, **percentiles([1e3 * ms for ms in own])}
@@ -230,8 +209,28 @@ def measure(
         row |= {"share_of_copy": median(shares), "copy_us": 1e3 * median(copies)}
         row |= {"copy_GB_s": 2 * nbytes / 1e6 / median(copies)}
         row |= {"spread": (max(own) - min(own)) / median(own), "late": sum(map(bool, late))}
-        rows.append(row | {"host_us": 1e3 * median(host_ms) if on_gpu else ""})
+        rows.append(row | {"host_us": 1e3 * median(host_ms) if any(host_ms) else ""})
     return rows
+
+
+THIRD_PARTY: dict[str, Callable[[int], torch.nn.Module]] = {
+    "apex SyncBatchNorm": lambda channels: import_apex("parallel").SyncBatchNorm(channels),
+    "inplace_abn": lambda channels: import_module("inplace_abn").InPlaceABN(channels),
+}
+"""Layers of other libraries, over (N, C, *): how to make one; raises ImportError where it is not there."""
+COMPILED = "torch.compile"
+MAY_FAIL = (COMPILED, *THIRD_PARTY)
+
+
+def third_party_layers(channels: int, names: Iterable[str] = THIRD_PARTY) -> dict[str, torch.nn.Module]:
+    """The layers of THIRD_PARTY that can be imported; prints the reason for each other one."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = THIRD_PARTY[name](channels)
+        except ImportError as error:
+            print(f"not measured: {name}: {error}")
+    return found
 
 
 def timed_us(

@@ -16,9 +16,9 @@ which keeps products, convolutions and attention; sac_half: every second product
 of whole blocks."""
 COPIED = """\
 x: torch's time divided by this one's. of copy: the bandwidth of the bytes that must be read and written at
-least, divided by that of a copy of the same size that is timed in turn. +-: the largest time of a turn less the
-least, divided by the median. host: what the host spends on queueing one call. late: turns in which the host was
-late, so that gaps between launches may be in the time"""
+least, divided by that of a copy of the same size that is timed in turn. +-: the largest time of a turn less
+the least, divided by the median. host: what the host spends on queueing one call. late: turns in which the
+host was late, so that gaps between launches may be in the time"""
 WORDS = {
     "convert": CONVERTED,
     "curve": f"{CONVERTED}\n\n![bytes against time](NAME.png)",
