@@ -151,7 +151,8 @@ gpu:  ## On a CUDA GPU: tests, then measurements, in MINUTES
 	$(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py --out '$(OUT)' --minutes $(MINUTES) --device $(or $(DEVICE),cuda) --tests '$(TESTS)' $(if $(STEPS),--steps $(STEPS))
 endif
 
-sass: $(TOOLED)  ## Registers and spills of the CUDA kernels; needs nvcc
+sass: $(TOOLED)  ## Check registers and machine code of the CUDA kernels; needs nvcc
+	@command -v nvdisasm >/dev/null || $(PIP) nvidia-cuda-nvdisasm || true  # without it the program checks registers alone
 	$(RUN) tools/sass.py
 
 lint: $(TOOLED)  ## What CI checks of the style
