@@ -1,4 +1,4 @@
-"""Builds the CUDA sources for the CPU model of CUDA: python tests/cuda_host/build.py [plain|asan|race|contract ...]
+"""Builds the CUDA sources for the CPU model of CUDA: python tests/cuda_host/build.py [plain|contract ...]
 
     plain     kernels end at an index past an array of known size
     asan      kernels and engine under the address and undefined-behaviour sanitizers

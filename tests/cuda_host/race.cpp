@@ -40,9 +40,9 @@ struct Site {
   Clock gpu, sys;
 };  // clocks of the releases on a flag, by releasing GPU and scope
 struct Stream {
-  Clock ended{1}, ending;  // of its grids that have ended, thread 0's accesses included; of ended blocks
-  Shared early = std::make_shared<const Clock>();  // of the latest grid before its wait, and after it
-  Shared waited;
+  Clock ended{1}, ending;  // joined at the end of each grid, with thread 0's accesses; of each block
+  Shared early = std::make_shared<const Clock>();  // with which the latest grid begins
+  Shared waited;                                   // what its threads get when they wait
 };
 constexpr uint32_t kAtomic = 1u << 31;
 
