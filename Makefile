@@ -77,6 +77,9 @@ rm -f build/$(1)/fastvit/*.so && printf '#!/bin/sh\nexec g++ "$$@" $(2)\n' >buil
 export CXX="$(CURDIR)/build/$(1)/c++" FASTVIT_CUDA=0 && $(INSIDE) setup.py -q build_ext --inplace
 endef
 ON_MODEL := $(OPS) tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
+# They compare the bits of two forms of a kernel.
+BITS := $(addprefix tests/test_ops.py::test_,bn_ops abn_ops running_statistics merging_ranks_equals_one_big_batch) \
+	tests/test_layer_norm.py::test_ops tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
 ifdef MODELS
 test: .venv/.test | install
@@ -118,6 +121,12 @@ sanitizers: .venv/.dev | install  ## The CUDA sources under the race checker and
 	$(MODEL) -n 0 tests/cuda_host/test_cuda_host_bugs.py
 	FASTVIT_CUDA_HOST=race $(MODEL) $(ON_MODEL)
 	env $$($(RUN) tests/cuda_host/redirect.py) FASTVIT_CUDA_HOST=asan $(MODEL) $(ON_MODEL) tests/test_layers.py tests/test_batch_norm_act.py
+ifeq ($(shell grep -cm1 -w fma /proc/cpuinfo),1)
+	$(RUN) tests/cuda_host/build.py contract
+	FASTVIT_CUDA_HOST=contract $(MODEL) $(BITS)
+else
+	@echo 'make sanitizers: no test of fused products and sums, since this processor has no FMA'
+endif
 endif
 
 ifeq ($(FASTVIT_KERNELS),0)

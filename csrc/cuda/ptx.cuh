@@ -35,11 +35,9 @@ inline unsigned count_up(unsigned* counter, unsigned most, CUDA_HOST_AT) {
   const auto next = [=](unsigned before) { return before >= most ? 0 : before + 1; };
   return cuda_host::rmw(counter, next, CUDA_HOST_LOC, cuda_host::acq_rel, cuda_host::gpu);
 }
-inline void wait_for_previous_kernel() {}
-inline void let_next_kernel_begin() {}
-inline uint64_t globaltimer() {
-  return cuda_host::globaltimer();
-}
+using cuda_host::globaltimer;
+using cuda_host::let_next_kernel_begin;
+using cuda_host::wait_for_previous_kernel;
 inline void store_halves(uint64_t* to, uint64_t first, uint64_t second) {
   SystemAtomic<uint64_t>(to[0]).store(first, cuda::std::memory_order_relaxed);
   SystemAtomic<uint64_t>(to[1]).store(second, cuda::std::memory_order_relaxed);

@@ -47,6 +47,8 @@ struct Grid {
   int dev = 0, race_base = 0;
   cudaStream_t stream = nullptr;
   bool coop = false;
+  bool early = false;   // may begin before the stream's previous grid ends
+  bool waited = false;  // one of its threads has waited for that end
   unsigned next = 0;
   std::vector<unsigned> order;
   char* tls = nullptr;  // this OS thread's copy of the kernel module's __shared__ variables
@@ -62,6 +64,7 @@ struct Block {
   unsigned warp_wait[32] = {}, warp_done[32] = {};  // lanes waiting in a warp operation / exited
   std::vector<char> shared;  // image of the static __shared__ variables while another block runs
   char* dyn = nullptr;
+  bool triggered = false;  // one of its threads let the stream's next kernel begin
 };
 struct Work {
   std::unique_ptr<Grid> g;

@@ -12,24 +12,29 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../../csrc/cuda/ptx.cuh"
+
 struct How {
   dim3 grid, block = dim3(32);
   size_t shared_bytes = 0;
   bool cooperative = false;
   uintptr_t stream = 0;
+  bool early = false;
 };
 template <class... P, class... A>
 cudaError_t launch(const How& how, void (*kernel)(P...), A... arguments) {
-  cudaLaunchAttribute attribute[1];
+  cudaLaunchAttribute attribute[2];
   attribute[0].id = cudaLaunchAttributeCooperative;
   attribute[0].val.cooperative = how.cooperative;
+  attribute[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute[1].val.programmaticStreamSerializationAllowed = how.early;
   cudaLaunchConfig_t config{};
   config.gridDim = how.grid;
   config.blockDim = how.block;
   config.dynamicSmemBytes = how.shared_bytes;
   config.stream = reinterpret_cast<cudaStream_t>(how.stream);
   config.attrs = attribute;
-  config.numAttrs = 1;
+  config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, kernel, P(arguments)...);
 }
 
@@ -132,11 +137,13 @@ __global__ void grid_kernel(const float* x, float* part, float* out, unsigned* s
   out[blockIdx.x * blockDim.x + threadIdx.x] = t;
 }
 // two GPUs swap a vector. M: what is wrong
-enum Peer { p_ok, p_device_scope, p_no_sync, p_single_buffer };
+enum Peer { p_ok, p_device_scope, p_no_sync, p_single_buffer, p_trigger };
 template <int M>
 __global__ void peer_kernel(float* mine, float* theirs, unsigned* my_flag, unsigned* their_flag, float* out,
                             float v, unsigned epoch) {
   constexpr auto S = M == p_device_scope ? cuda::thread_scope_device : cuda::thread_scope_system;
+  fastvit::wait_for_previous_kernel();
+  if (M == p_trigger) fastvit::let_next_kernel_begin();
   const unsigned half = M == p_single_buffer ? 0 : (epoch & 1) * blockDim.x;
   theirs[half + threadIdx.x] = v + float(threadIdx.x);
   if (M != p_no_sync) __syncthreads();
@@ -147,7 +154,21 @@ __global__ void peer_kernel(float* mine, float* theirs, unsigned* my_flag, unsig
     }
   }
   __syncthreads();
+  if (M == p_ok) fastvit::let_next_kernel_begin();
   out[threadIdx.x] = mine[half + threadIdx.x];
+}
+// adds 1 to a neighbour's number, as a kernel that begins before the previous one, which wrote x, has ended.
+enum Early { e_ok, e_no_wait, e_late_wait, e_early_write };
+template <int M>
+__global__ void early_kernel(const float* x, float* y) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
+  float v = M == e_late_wait ? x[(i + 1) % n] : 0.f;
+  if (M == e_early_write) y[i] = 0;
+  if (M == e_late_wait || M == e_early_write) __syncthreads();
+  if (M != e_no_wait) fastvit::wait_for_previous_kernel();
+  fastvit::let_next_kernel_begin();
+  if (M != e_late_wait) v = x[(i + 1) % n];
+  y[i] = v + 1;
 }
 
 template <class T>
@@ -188,16 +209,30 @@ int peer() {
   Buf<unsigned> f(2, 0u);
   cuda_host::config().deferred = true;
   for (unsigned e = 1; e <= 4; ++e) {
-    cudaSetDevice(0),
-        launch({1, 64}, peer_kernel<M>, d0.p, d1.p, f.p, f.p + 1, out.p + (e - 1) * 128, 100.f * e, e);
-    cudaSetDevice(1), launch({1, 64}, peer_kernel<M>, d1.p, d0.p, f.p + 1, f.p, out.p + (e - 1) * 128 + 64,
-                             100.f * e + 50, e);
+    cudaSetDevice(0), launch({.grid = 1, .block = 64, .early = true}, peer_kernel<M>, d0.p, d1.p, f.p,
+                             f.p + 1, out.p + (e - 1) * 128, 100.f * e, e);
+    cudaSetDevice(1), launch({.grid = 1, .block = 64, .early = true}, peer_kernel<M>, d1.p, d0.p, f.p + 1,
+                             f.p, out.p + (e - 1) * 128 + 64, 100.f * e + 50, e);
   }
   cuda_host::run();
   int r = 0;
   for (unsigned e = 1; e <= 4; ++e)
     for (int i = 0; i < 64; ++i)
       r |= out.p[(e - 1) * 128 + i] != 100.f * e + 50 + i || out.p[(e - 1) * 128 + 64 + i] != 100.f * e + i;
+  return bad(r);
+}
+// x -> y -> x -> y; deferred launches are one run of the engine, others are one each.
+template <int M>
+int early(bool deferred) {
+  const How how{.grid = 2, .early = true};
+  Buf<float> x(64, 1.f), y(64, NAN);
+  cuda_host::config().deferred = deferred;
+  launch(how, early_kernel<e_ok>, x.p, y.p);
+  launch(how, early_kernel<M>, y.p, x.p);
+  launch(how, early_kernel<e_ok>, x.p, y.p);
+  cuda_host::run();
+  int r = 0;
+  for (int i = 0; i < 64; ++i) r |= y.p[i] != 4.f;
   return bad(r);
 }
 int copy(int extra) {
@@ -286,6 +321,14 @@ static const Case cases[] = {
     {"peer buffer not double-buffered", kAll, [] { return peer<p_single_buffer>(); }},
     {"ok one block waits for another stream", "none", [] { return streams(1); }},
     {"a whole grid polls for another stream", kAll, [] { return streams(4); }},
+    {"ok kernels that begin early", "none", [] { return early<e_ok>(true) | early<e_ok>(false); }},
+    {"begins early: never waits", kAll, [] { return early<e_no_wait>(false); }},
+    {"begins early: reads before it waits", "race", [] { return early<e_late_wait>(false); }},
+    {"begins early: reads before it waits, in one run", "race", [] { return early<e_late_wait>(true); }},
+    {"begins early: writes before it waits", "race", [] { return early<e_early_write>(false); }},
+    {"begins early: writes before it waits, in one run", "race", [] { return early<e_early_write>(true); }},
+    {"peer exchange: lets the next kernel begin before it waits for the peer", kAll,
+     [] { return peer<p_trigger>(); }},
     {"dynamic smem > 48K without attribute", kAll, smem_limit},
     {"cooperative grid too large", kAll, coop_too_large},
 };

@@ -1,8 +1,10 @@
-"""Builds the CUDA sources for the CPU model of CUDA: python tests/cuda_host/build.py [plain|asan|race ...]
+"""Builds the CUDA sources for the CPU model of CUDA: python tests/cuda_host/build.py [plain|contract ...]
 
-    plain   kernels end at an index past an array of known size
-    asan    kernels and engine under the address and undefined-behaviour sanitizers
-    race    kernels under the happens-before race checker
+    plain     kernels end at an index past an array of known size
+    asan      kernels and engine under the address and undefined-behaviour sanitizers
+    race      kernels under the happens-before race checker
+    contract  the compiler fuses products and sums, as nvcc does; needs a processor with FMA, so only made
+              when named
 
 Each gives build/cuda_host/<mode>/_cuda_host.so, a Python module, and `seeded`, a program of seeded bugs.
 """
@@ -28,9 +30,15 @@ COMMON = (
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=vptr"
 BOUNDS = "-fsanitize=bounds -fsanitize-undefined-trap-on-error"
 RACE = "-fsanitize=thread --param tsan-instrument-func-entry-exit=0"
-KERNELS = {"plain": f"-O1 -g0 {BOUNDS}", "asan": f"-O1 {SANITIZE}", "race": f"-O1 {RACE}"}
-ENGINE = {"plain": "-O2", "asan": f"-O1 {SANITIZE}", "race": "-O2 -DCUDA_HOST_RACE"}
-LINK = {"plain": "", "asan": SANITIZE, "race": ""}
+CONTRACT = "-fexpensive-optimizations -ffp-contract=fast -mfma"  # -O1 alone fuses nothing
+KERNELS = {
+    "plain": f"-O1 -g0 {BOUNDS}",
+    "asan": f"-O1 {SANITIZE}",
+    "race": f"-O1 {RACE}",
+    "contract": f"-O1 -g0 {BOUNDS} {CONTRACT}",
+}
+ENGINE = {"plain": "-O2", "asan": f"-O1 {SANITIZE}", "race": "-O2 -DCUDA_HOST_RACE", "contract": "-O2"}
+LINK = {"plain": "", "asan": SANITIZE, "race": "", "contract": ""}
 
 
 def rules() -> str:
@@ -52,7 +60,7 @@ def rules() -> str:
         return f"{name}.o"
 
     shared = [compile_(s, HERE / f"{s}.cpp", "-O1") for s in ("binding", "register", "torch_shims")]
-    for mode in MODES:
+    for mode in KERNELS:
         engine = [compile_(f"{mode}/engine", HERE / "engine.cpp", ENGINE[mode])]
         if mode == "race":
             engine.append(compile_(f"{mode}/race", HERE / "race.cpp", ENGINE[mode]))

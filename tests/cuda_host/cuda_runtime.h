@@ -112,6 +112,8 @@ uint64_t queries();      // of attributes of devices and kernels, and settings o
 uint64_t& memsets();     // on a stream
 uint64_t blocks();       // of the latest launch
 uint64_t globaltimer();  // nanoseconds; jumps ahead when all threads only wait
+void wait_for_previous_kernel();
+void let_next_kernel_begin();
 cudaError_t launch(const cudaLaunchConfig_t&, const void* fn, std::function<void()> thread_body);
 void enqueue(cudaStream_t, std::function<void()> host_op);
 void* dynamic_shared();
@@ -163,8 +165,11 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(P...)
                 "kernel parameters must be trivially copyable");
   static_assert((!std::is_reference_v<P> && ...), "kernel parameters are passed by value");
   std::tuple<std::decay_t<P>...> args(std::forward<A>(a)...);
-  return cuda_host::launch(*c, reinterpret_cast<const void*>(kernel),
-                           [kernel, args] { std::apply(kernel, args); });
+  // The hooks of race.cpp do not see the copies of the parameters, which no kernel wrote.
+  const auto body = [kernel, args]() CUDA_HOST_RAW {
+    std::apply([kernel](auto&... values) CUDA_HOST_RAW { kernel(values...); }, args);
+  };
+  return cuda_host::launch(*c, reinterpret_cast<const void*>(kernel), body);
 }
 cudaError_t cuda_host_set_smem(const void* fn, int bytes);
 cudaError_t cuda_host_resident(int* blocks, int threads, size_t smem);

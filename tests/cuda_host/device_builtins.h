@@ -44,10 +44,18 @@ inline float __fmaf_rn(float a, float b, float c) {
 inline double __fma_rn(double a, double b, double c) {
   return std::fma(a, b, c);
 }
+// The compiler does not look through `asm`, so it cannot fuse the sum with a product.
+#ifdef __FMA__
+#define CUDA_HOST_UNFUSED(a, b) asm("" : "+x"(a), "+x"(b))
+#else
+#define CUDA_HOST_UNFUSED(a, b)
+#endif
 inline float __fadd_rn(float a, float b) {
+  CUDA_HOST_UNFUSED(a, b);
   return a + b;
 }
 inline double __dadd_rn(double a, double b) {
+  CUDA_HOST_UNFUSED(a, b);
   return a + b;
 }
 inline float __uint_as_float(unsigned v) {

@@ -49,7 +49,7 @@ void start_block(Grid* g) {
     free(b->dyn), posix_memalign((void**)&b->dyn, 128, g->smem);  // exact size: red zone right behind
 #endif
   if (b->dyn) memset(b->dyn, 0xff, g->smem), race::forget(b->dyn, g->smem);
-  b->ready.clear(), b->head = 0, b->live = int(n), b->waiting = 0;
+  b->ready.clear(), b->head = 0, b->live = int(n), b->waiting = 0, b->triggered = false;
   for (int w = 0; w < 32; ++w) b->warp_wait[w] = b->warp_done[w] = 0;
   for (size_t i = n; i < b->th.size(); ++i) stack_pool.push_back(b->th[i].stack);
   b->th.resize(n);
@@ -146,8 +146,9 @@ void prepare(Grid& g) {
   g.order.resize(size_t(g.grid.x) * g.grid.y * g.grid.z);
   for (unsigned i = 0; i < g.order.size(); ++i) g.order[i] = i;
   if (config().seed) std::shuffle(g.order.begin(), g.order.end(), rng);
-  g.race_base =
-      race::grid_begin(int(g.order.size() * g.block.x * g.block.y * g.block.z), g.dev, (void*)g.stream);
+  g.race_base = race::grid_begin(int(g.order.size() * g.block.x * g.block.y * g.block.z), g.dev,
+                                 (void*)g.stream, g.early);
+  race::forget(&g.body, sizeof g.body);  // which every thread reads; a kernel may have written to the address
 }
 std::set<std::string> kernel_names;
 size_t places_left(int dev) {
@@ -167,8 +168,11 @@ void run_all() {
       auto& g = running[key];
       size_t mine = 0;
       for (auto& b : active) mine += g && b->g == g.get();
-      if (g && !mine && g->next == g->order.size())
+      if (g && !mine && g->next == g->order.size()) {
+        if (g->early && !g->waited)  // it could end before kernels for which the next kernel does not wait
+          throw std::runtime_error(g->name + " begins early and never waits for the previous kernel");
         race::grid_end(key.first, (void*)key.second), g.reset(), progress = n_steps;
+      }
       while (!g && !q.empty()) {
         Work w = std::move(q.front());
         q.pop_front();
@@ -269,6 +273,14 @@ uint64_t globaltimer() {
   ++n_clock_reads;
   return n_steps + leapt;
 }
+void wait_for_previous_kernel() {
+  Grid& g = *cur->b->g;
+  g.waited = true;
+  race::wait(cur->race_id, g.dev, (void*)g.stream);
+}
+void let_next_kernel_begin() {
+  cur->b->triggered = true;
+}
 void* dynamic_shared() {
   return cur->b->dyn;
 }
@@ -320,6 +332,9 @@ static void poll(const void* p, uint64_t seen) {  // yields if it has read this 
 void atomic_post(const void* p, uint64_t seen, size_t size, bool wrote, bool is_rmw, int order, int scope,
                  Loc at) {
   if (!cur) return;
+  // The blocks of two grids that wait for other GPUs may leave no room for a kernel that the others need.
+  if (!wrote && !is_rmw && scope == sys && cur->b->triggered)
+    fail("a block that let the next kernel begin waits for other GPUs,", at);
   race::atomic(cur->race_id, p, wrote || is_rmw, is_rmw, order, scope, size, at);
   if (wrote)
     cur->n_polls = 0, progress = n_steps;
@@ -372,7 +387,10 @@ cudaError_t launch(const cudaLaunchConfig_t& c, const void* fn, std::function<vo
   g->grid = c.gridDim, g->block = c.blockDim, g->smem = c.dynamicSmemBytes, g->dev = device,
   g->stream = c.stream, g->body = std::move(body);
   for (unsigned i = 0; i < c.numAttrs; ++i)
-    if (c.attrs[i].id == cudaLaunchAttributeCooperative) g->coop = c.attrs[i].val.cooperative;
+    if (c.attrs[i].id == cudaLaunchAttributeCooperative)
+      g->coop = c.attrs[i].val.cooperative;
+    else
+      g->early = c.attrs[i].val.programmaticStreamSerializationAllowed;
   size_t n = size_t(g->block.x) * g->block.y * g->block.z, blocks = size_t(g->grid.x) * g->grid.y * g->grid.z;
   TlsQuery q{fn, 0, 0};
   dl_iterate_phdr(find_tls, &q);

@@ -2,6 +2,10 @@
 // file implements the __tsan_* functions in place of libtsan, with CUDA's rules: __syncthreads orders memory;
 // shuffles do not; other blocks and GPUs are ordered only by release/acquire of sufficient scope. Reports do
 // not depend on the schedule: a missing barrier is reported even when the result is right.
+//
+// Grids never overlap here. One that begins early has, until it waits, the clock with which the grid before
+// it began: every access of that grid is concurrent. The trigger orders no memory. Accesses of the run before
+// are those of thread 0, since a synchronous launch is a run of its own.
 #include "race.h"
 
 #include <dlfcn.h>
@@ -35,12 +39,17 @@ struct Site {
   int dev;
   Clock gpu, sys;
 };  // clocks of the releases on a flag, by releasing GPU and scope
+struct Stream {
+  Clock ended{1}, ending;  // joined at the end of each grid, with thread 0's accesses; of each block
+  Shared early = std::make_shared<const Clock>();  // with which the latest grid begins
+  Shared waited;                                   // what its threads get when they wait
+};
 constexpr uint32_t kAtomic = 1u << 31;
 
 std::vector<Thread> th;
 std::unordered_map<uint64_t, std::unique_ptr<Cell[]>> shadow;
 std::unordered_map<uint64_t, std::vector<Site>> flags;
-std::map<std::pair<int, void*>, Clock> streams, ends;
+std::map<std::pair<int, void*>, Stream> streams;
 uint64_t page_no = ~0ull;
 Cell* page = nullptr;
 int me = -1;
@@ -105,8 +114,9 @@ void access(uintptr_t p, size_t n, bool write, bool atomic, uint32_t my_pc) {
       if (!c.id[i] || o == self || (atomic && (c.id[i] & kAtomic)) || seen(t, o) >= c.clk[i]) continue;
       const char* kind[] = {"reads", "writes", "atomically reads", "atomically writes"};
       fail_here("data race: " + current_thread() + " " + kind[write + 2 * atomic] + " at " + line_of(my_pc) +
-                " what thread " + std::to_string(o - uint32_t(th[o].block)) +
-                (th[o].block == t.block
+                " what " + (o ? "thread " + std::to_string(o - uint32_t(th[o].block)) : "a thread") +
+                (!o ? " of an earlier launch"
+                 : th[o].block == t.block
                      ? " of its block"
                      : " of gpu " + std::to_string(th[o].dev) + " block " + block_name[th[o].block]) +
                 " " + kind[(i == 0) + 2 * !!(c.id[i] & kAtomic)] + " at " + line_of(c.pc[i]) + ", unordered" +
@@ -123,15 +133,28 @@ void access(uintptr_t p, size_t n, bool write, bool atomic, uint32_t my_pc) {
 }  // namespace
 
 void begin() {
-  th.clear(), stack_of.clear(), shadow.clear(), flags.clear(), streams.clear(), ends.clear(), page_no = ~0ull,
-                                                                                              me = -1;
+  if (th.size() == 1) return;  // no grid has run since
+  std::erase_if(shadow, [](auto& page_of) {
+    bool used = false;
+    for (Cell* c = page_of.second.get(); c < page_of.second.get() + 1024; ++c)
+      for (int i = 0; i < 3; ++i) {
+        const bool latest = (c->id[i] & ~kAtomic) > 1;  // thread 0's accesses are of the run before
+        c->id[i] = latest ? 1 | (c->id[i] & kAtomic) : 0, c->clk[i] = 1;
+        used |= latest;
+      }
+    return !used || page_of.first >> 53;  // static shared memory
+  });
+  th.assign(1, {}), stack_of.assign(1, 0), block_name.assign(1, "");
+  flags.clear(), streams.clear(), page_no = ~0ull, me = -1;
 }
-int grid_begin(int threads, int dev, void* stream) {
+int grid_begin(int threads, int dev, void* stream, bool early) {
   int base = int(th.size());
-  auto start = std::make_shared<const Clock>(streams[{dev, stream}]);
+  Stream& s = streams[{dev, stream}];
+  s.waited = std::make_shared<const Clock>(s.ended);
+  if (!early) s.early = s.waited;
   th.resize(base + threads);
   stack_of.resize(base + threads), block_name.resize(base + threads);
-  for (int i = base; i < base + threads; ++i) th[i].base = start, th[i].own = 1, th[i].dev = dev;
+  for (int i = base; i < base + threads; ++i) th[i].base = s.early, th[i].own = 1, th[i].dev = dev;
   return base;
 }
 int thread_begin(int base, int index, int lin, const std::string& block, char* stack, size_t size) {
@@ -142,11 +165,22 @@ int thread_begin(int base, int index, int lin, const std::string& block, char* s
 }
 void block_end(const int* ids, int n, int dev, void* stream) {
   join(ids, n);
-  join_into(ends[{dev, stream}], *th[ids[0]].base);
+  join_into(streams[{dev, stream}].ending, *th[ids[0]].base);
   for (int i = 0; i < n; ++i) th[ids[i]].base.reset();
 }
 void grid_end(int dev, void* stream) {
-  join_into(streams[{dev, stream}], ends[{dev, stream}]);
+  Stream& s = streams[{dev, stream}];
+  join_into(s.ended, s.ending);
+}
+void wait(int id, int dev, void* stream) {
+  const Stream& s = streams[{dev, stream}];
+  if (th[id].base == s.early) {
+    th[id].base = s.waited;
+    return;
+  }
+  auto c = std::make_shared<Clock>(*th[id].base);
+  join_into(*c, *s.waited);
+  th[id].base = c;
 }
 void running(int id, char* tls, size_t n) {
   me = id, tls_lo = (uintptr_t)tls, tls_size = n;

@@ -6,7 +6,8 @@
 namespace cuda_host::race {
 #ifdef CUDA_HOST_RACE
 void begin();
-int grid_begin(int threads, int dev, void* stream);  // returns the first thread's clock index
+int grid_begin(int threads, int dev, void* stream, bool early);  // returns the first thread's clock index
+void wait(int id, int dev, void* stream);                        // until the previous grid has ended
 void grid_end(int dev, void* stream);
 int thread_begin(int base, int index, int lin, const std::string& block, char* stack, size_t stack_size);
 void block_end(const int* ids, int n, int dev, void* stream);
@@ -16,9 +17,10 @@ void atomic(int id, const void* p, bool write, bool rmw, int order, int scope, s
 void forget(const void* p, size_t n);  // [p, p+n) is new memory
 #else
 inline void begin() {}
-inline int grid_begin(int, int, void*) {
+inline int grid_begin(int, int, void*, bool) {
   return 0;
 }
+inline void wait(int, int, void*) {}
 inline void grid_end(int, void*) {}
 inline int thread_begin(int, int, int, const std::string&, char*, size_t) {
   return -1;

@@ -1,7 +1,7 @@
 """Runs the ops' CUDA kernels on CPU tensors: install() re-points the CPU dispatch key of fastvit::* at them.
 
 Schemas, fakes, autograd and Python layers stay the package's own. FASTVIT_CUDA_HOST chooses the build, plain,
-asan or race; under asan, Python must run with sanitizer_environment().
+asan, race or contract; under asan, Python must run with sanitizer_environment().
 """
 
 import importlib.util
