@@ -262,11 +262,13 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str:
-    """The commit of this tree, from git or, in a copy without history, from FASTVIT_COMMIT."""
+    """The commit of this tree: FASTVIT_COMMIT, which a copy with another history or none needs, or git's."""
+    if given := os.environ.get("FASTVIT_COMMIT"):
+        return given
     git = ("git", "-c", "safe.directory=*", "-C", str(ROOT))
     head = output_of(*git, "rev-parse", "--short", "HEAD")
     if not head:
-        return os.environ.get("FASTVIT_COMMIT") or "unknown"
+        return "unknown"
     changed = output_of(*git, "status", "--porcelain", "--", "csrc", "fastvit", "setup.py")
     return head + ("+changes" if changed else "")
 
