@@ -116,6 +116,33 @@ def test_the_layers_of_the_readme_are_those_of_the_results():
     assert shown and synced
 
 
+def test_the_steps_on_a_gpu_in_the_readme_are_those_of_the_results():
+    rows = [row for row in results("layers_cuda") if row["direction"] == "both"]
+    measured = {(row["what"], row["shape"], row["contender"]): float(row["p50_us"]) for row in rows}
+    ours = {"BatchNorm and LeakyReLU": ("batch norm", "InPlaceABN"), "LayerNorm": ("layer_norm", "fastvit")}
+    shown = re.findall(r"^\| ([\w ]+), (\d\S+(?: channels_last)?) \|((?: \d+ us \|){3})$", README, re.M)
+    assert shown
+    for what, shape, times in shown:
+        name, own = ours.get(what, (what.lower(), "fastvit"))
+        want = [measured[name, shape, contender] for contender in ("torch", "torch.compile", own)]
+        assert [float(us) for us in re.findall(r"\d+", times)] == pytest.approx(want, abs=0.51), what
+    said = re.search(
+        r"keeps (\d+)% less at ([\d.]+)x.*?(\d+)% less at ([\d.]+)x.*?(\d+)% less at ([\d.]+)x", README, re.S
+    )
+    rows = {(r["what"], r["contender"]): r for r in results("convert_vits_cuda", "convert_cuda")}
+    cases = [
+        ("vit_small_patch16_224", "convert"),
+        ("vit_small_patch16_224", "products"),
+        ("resnet50", "convert"),
+    ]
+    for (model, contender), less, times in zip(cases, said.groups()[::2], said.groups()[1::2], strict=True):
+        got, eager = rows[model, contender], rows[model, "torch"]
+        kept, us = (float(got[key]) / float(eager[key]) for key in ("kept_MiB", "p50_us"))
+        assert float(less) == pytest.approx(100 * (1 - kept), abs=0.51) and float(times) == pytest.approx(
+            us, abs=0.0051
+        )
+
+
 def test_the_hosts_share_in_the_readme_is_that_of_the_results():
     shares = {
         (row["what"], row["contender"]): 1 / float(row["times"])
