@@ -24,7 +24,6 @@ from vit_models import (
 
 import fastvit
 
-
 pytestmark = pytest.mark.usefixtures("default_device")
 CONTEXTS = {"fp32": contextlib.nullcontext, "bf16": autocast(), "fp16": autocast(torch.float16)}
 

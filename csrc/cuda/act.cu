@@ -66,8 +66,8 @@ void run_act(const ActArgs& args) {
     const void* backward[] = {args.x, args.dy, args.out, args.b, args.db};
     const int operands = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);
     const Plan plan =
-        Planner{args.layout, kBackward ? backward : forward, operands, sizeof(T), device.limits, 0, kWaves}.plan(
-            resident_blocks<T>(device, kernel_of));
+        Planner{args.layout, kBackward ? backward : forward, operands, sizeof(T), device.limits, 0, kWaves}
+            .plan(resident_blocks<T>(device, kernel_of));
     launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, Planned<ActArgs>{args, plan});
   });
 }

@@ -55,7 +55,7 @@ void dispatch_exchange(const Args& args, const Limits& limits, const F& f) {
   f(ExchangeParams<true>{*args.exchange, unsigned(std::clamp<int64_t>(batches, 1, most))});
 }
 
-// This rank's `epoch` or `abandoned`, which a block that sends nothing may read while the last part writes it.
+// A word of this rank, which a block that sends nothing may read while the last part writes it.
 __device__ __forceinline__ uint32_t read_word(uint32_t& word) {
   return DeviceAtomic<uint32_t>(word).load(cuda::std::memory_order_relaxed);
 }
