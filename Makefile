@@ -157,7 +157,7 @@ gpu:
 	git describe --always --exclude '*' --dirty=+changes >build/carried/commit
 else
 gpu:  ## On a CUDA GPU: tests, then measurements, in MINUTES
-	$(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py --out '$(OUT)' --minutes $(MINUTES) --device $(or $(DEVICE),cuda) --tests '$(TESTS)' $(if $(STEPS),--steps $(STEPS))
+	$(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py --out '$(OUT)' --minutes $(MINUTES) --device $(or $(DEVICE),cuda) --tests "$$TESTS" $(if $(STEPS),--steps $(STEPS))
 endif
 
 sass: $(TOOLED)  ## Check registers and machine code of the CUDA kernels; needs nvcc
