@@ -77,8 +77,10 @@ STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
 static std::string cpu_capability() {
   return fastvit::kernels().name;
 }
+// Whole in the library's bytes, where tools/gpu_steps.py finds it without loading the library.
+[[gnu::used]] static const char build[] = FASTVIT_CUDA_BUILD;
 static std::string cuda_build() {
-  return FASTVIT_CUDA_BUILD;
+  return build;
 }
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {
   m.impl("cuda_build", TORCH_BOX(&cuda_build));
