@@ -11,8 +11,6 @@
 
 namespace fastvit {
 
-constexpr int kForwardBlocks = 3;  // of a multiprocessor, at least
-
 struct ForwardParams : Planned<ForwardArgs> {
   bool has_update_block;  // block 0 updates and saves for all channels, and normalises nothing
 };
@@ -65,7 +63,7 @@ __device__ __forceinline__ void update_and_save_all(const ForwardArgs& args) {
 
 // Operands 0: x, 1: y, 2: z.
 template <class T, bool kRows, int V, bool kResidual>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks)
+__global__ void __launch_bounds__(kThreads, kResident + kOneMore)
     forward_kernel(const __grid_constant__ Launched<ForwardParams> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;

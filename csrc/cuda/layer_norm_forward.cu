@@ -11,7 +11,7 @@ namespace fastvit {
 
 // Blocks of a multiprocessor, which hide each other's latency. Values of half take more registers.
 template <class T>
-constexpr int kForwardBlocks = std::is_same_v<T, __half> ? 3 : 4;
+constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kOneMore;
 
 template <class T, class G, int V, int K>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>) layer_norm_forward_kernel(
