@@ -89,8 +89,8 @@ void dispatch_walk(const Plan& plan, const F& f) {
     plan.vector ? f.template operator()<false, kVector<T>>() : f.template operator()<false, 1>();
 }
 
-// For launch bounds: one more block per multiprocessor, with which the forwards are faster on sm_90. For other
-// architectures the compiler would spill registers.
+// One more block per multiprocessor, for launch bounds: with it the forwards are faster on sm_90, and the
+// compiler for other architectures would spill registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kOneMore = 1;
 #else
