@@ -10,6 +10,7 @@ which keeps half of the activations. Needs torch, scikit-learn, tensorboard and 
 """
 
 import argparse
+import gc
 import math
 import os
 import sys
@@ -171,6 +172,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    if dist.is_initialized():  # its models are gone, and no rank uses the group: gloo may abort otherwise
+    if dist.is_initialized():  # gloo may abort while a model is alive, or while a rank uses the group
+        gc.collect()
         dist.barrier()
         dist.destroy_process_group()
