@@ -30,8 +30,10 @@ CONTEXTS = {"fp32": contextlib.nullcontext, "bf16": autocast(), "fp16": autocast
 
 @pytest.mark.parametrize("precision", CONTEXTS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_same_bits_and_less_kept(block, precision):
+def test_the_same_bits_and_less_kept(block, precision, device):
     make, share = BLOCKS[block]
+    if block == "rms of torch" and device == "cuda":
+        share = 0.37  # one op there, of which eager keeps less
     before, after = compared(Model(make), patches(16), CONTEXTS[precision])
     if precision == "fp32":
         assert after <= (1 - share) * before, after / before
@@ -46,10 +48,10 @@ def test_a_layer_norm_of_ours_saves_as_much_as_torchs():
         assert all(ours <= 1.005 * theirs for theirs, ours in zip(*sizes, strict=True)), sizes
 
 
-def test_autocast_keeps_less():
+def test_autocast_keeps_less(device):
     """Casts of activations are rebuilt; autocast's casts of weights are kept at any batch size."""
     before, after = compared(Model(depth=2), patches(64), autocast())
-    assert after < 0.7 * before, after / before
+    assert after < (0.68 if device == "cpu" else 0.7) * before, after / before
 
 
 @pytest.mark.parametrize("block", ["plain", "rope, SwiGLU", "convnext", "separate, quick gelu"])

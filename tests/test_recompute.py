@@ -61,11 +61,12 @@ def test_the_bits_of_keep_in_every_mode(activation, mode, residual, device):
 def test_live_bytes_of_a_forward(device):
     """Per layer: torch saves x, the normalised x and y, of which a scope keeps x; keep x and y."""
     x = torch.randn(4, 8, 48, 48, device=device)
+    rest = 0.02 if device == "cpu" else 0.03  # a GPU's allocator rounds to 512 bytes
     for kind, want in (("torch", 4), ("keep", 8), ("recompute", 4)):
-        assert abs(forward_leaves(stack(kind).to(device), x)[0] - want) < 0.03
-    assert abs(forward_leaves(stack("torch").to(device), x, contextlib.nullcontext)[0] - 12) < 0.03
+        assert abs(forward_leaves(stack(kind).to(device), x)[0] - want) < rest
+    assert abs(forward_leaves(stack("torch").to(device), x, contextlib.nullcontext)[0] - 12) < rest
     net = stack("recompute").to(device)
-    assert abs(forward_leaves(net, x, contextlib.nullcontext)[0] - 8) < 0.03, "without a scope it is keep"
+    assert abs(forward_leaves(net, x, contextlib.nullcontext)[0] - 8) < rest, "without a scope it is keep"
     _, loss = forward_leaves(net, x)
     left, _ = live_bytes(loss.backward, device)
     assert -4.02 < left / x.nbytes < -3.9, "the graph is held by its result, what it saved is gone"

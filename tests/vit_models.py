@@ -201,7 +201,7 @@ BLOCKS = {  # name -> (maker of a block, least share of the kept bytes that is f
     "separate, quick gelu": (lambda: Block(SeparateAttention, lambda: Mlp(QuickGELU)), 0.45),
     "tanh gelu": (lambda: Block(mlp=lambda: Mlp(lambda: nn.GELU(approximate="tanh"))), 0.35),
     "rms of transformers": (lambda: Block(norm=RMSNorm), 0.4),
-    "rms of torch": (lambda: Block(norm=lambda: nn.RMSNorm(DIM)), 0.37),
+    "rms of torch": (lambda: Block(norm=lambda: nn.RMSNorm(DIM)), 0.4),
     "gelu of ours": (lambda: Block(mlp=lambda: Mlp(lambda: Act("gelu_tanh"))), 0.35),
     "SwiGLU of ours": (lambda: Block(lambda: Attention(rope=True), OwnSwiGLU), 0.4),
     "without affine": (lambda: Block(norm=lambda: nn.LayerNorm(DIM, elementwise_affine=False)), 0.35),

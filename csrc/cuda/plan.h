@@ -164,9 +164,8 @@ struct Planner {
 
   // Chooses the lanes that walk a plane so that batches, turns and blocks are fullest. For 28x28 values of 16
   // bits, 98 vectors, 32 lanes nearly fill a batch; 256 lanes leave three of its four vectors empty. A team's
-  // accesses are whole lines of memory, kLineVectors: a line that two warps write apart costs its bandwidth
-  // twice. At least 16 lanes with several batches. Segments are shorter where planes are fewer than resident
-  // blocks.
+  // accesses are whole lines of memory, kLineVectors, since lines that two warps write apart take longer. At
+  // least 16 lanes with several batches. Segments are shorter where planes are fewer than resident blocks.
   void lanes(Plan& plan, int64_t resident) const {
     const int64_t whole = ceil_div(l.S, width(plan)),
                   few = std::min(whole / kThreads, resident / std::max<int64_t>(1, l.N * l.C)),
@@ -190,7 +189,7 @@ struct Planner {
     if (!plan.rows) lanes(plan, resident);
     double best = 0;
     int chosen = least_waves;
-    for (int waves = least_waves; waves <= std::max(most_waves, least_waves) && best < kFull; ++waves) {
+    for (int waves = least_waves; waves <= most_waves && best < kFull; ++waves) {
       slice(plan, resident, waves);
       const double found = fraction(plan, resident);
       if (found > best + (merged_operands ? kMergedGain : kGain)) best = found, chosen = waves;
