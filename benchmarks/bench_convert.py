@@ -43,7 +43,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fastvit
-from fastvit.conversion.convert import blocks
+from fastvit.conversion.convert_model import find_blocks
 from fastvit.memory import live_bytes, peak_bytes
 
 VITS = """
@@ -108,7 +108,7 @@ class Contender:
 
 
 def _innermost_blocks(model) -> set:
-    found = set(blocks(model))
+    found = set(find_blocks(model))
     return {block for block in found if not any(m in found for m in block.modules() if m is not block)}
 
 

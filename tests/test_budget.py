@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vit_models import kept
 
 import fastvit
-from fastvit.recompute import CHEAP, DEEP, PRODUCTS
+from fastvit.recompute import RecomputeLevel
 
 BLOCKS = 6
 
@@ -37,7 +37,7 @@ def test_the_share_that_remains(budget, x):
     assert fastvit.convert(model, budget=budget, example_inputs=x) is model
     share = kept(model, x) / whole
     assert budget - 0.045 < share < budget + 0.015  # without big steps; the graph's objects count too
-    assert (policy(model).level >= PRODUCTS) == (budget < 0.62)
+    assert (policy(model).level >= RecomputeLevel.MATMULS) == (budget < 0.62)
     assert fastvit.verify(model, x, dtype=None)
 
 
@@ -53,7 +53,7 @@ def test_products_are_rebuilt_last_and_early_blocks_first(x):
 
 def test_a_budget_that_is_met_by_one_site(x):
     model = fastvit.convert(Net(BLOCKS), budget=0.985, example_inputs=x)
-    assert len(policy(model).sites) == 1 and policy(model).level == CHEAP
+    assert len(policy(model).sites) == 1 and policy(model).level == RecomputeLevel.CHEAP
 
 
 def test_a_budget_that_cannot_be_met_says_the_least(x):
@@ -132,7 +132,7 @@ def test_attention_by_hand_and_linears_that_narrow(x):
     model = nn.Sequential(*(ByHand() for _ in range(BLOCKS)))
     whole = kept(model, x)
     fastvit.convert(model, budget=0.14, example_inputs=x)
-    assert policy(model).level >= DEEP and kept(model, x) < 0.15 * whole
+    assert policy(model).level >= RecomputeLevel.EVERY_OP and kept(model, x) < 0.15 * whole
     assert fastvit.verify(model, x, dtype=None)
 
 

@@ -17,7 +17,7 @@ from vit_models import Block, Model, autocast, compared, differing, kept, patche
 
 import fastvit
 from fastvit.fuse import unfuse
-from fastvit.recompute.record import Record
+from fastvit.recompute.packed_tensor import Record
 
 pytestmark = pytest.mark.usefixtures("default_device")
 C, SIZE = 8, 12

@@ -11,8 +11,8 @@ from torch import nn
 from vit_models import kept
 
 import fastvit
-from fastvit.conversion.convert import ScopeHook
-from fastvit.recompute import DEEP
+from fastvit.conversion.convert_model import ScopeHook
+from fastvit.recompute import RecomputeLevel
 
 SIZE = 6
 ACTIVATIONS = [
@@ -67,7 +67,9 @@ def convert(model: nn.Module, how: str, seed: int) -> None:
         for module in model.modules():
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, ScopeHook):
-                    hook.policy = dataclasses.replace(hook.policy, sites=Some(seed), level=DEEP + seed % 2)
+                    hook.policy = dataclasses.replace(
+                        hook.policy, sites=Some(seed), level=RecomputeLevel.EVERY_OP + seed % 2
+                    )
 
 
 def program(seed: int) -> tuple[nn.Module, str]:

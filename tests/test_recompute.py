@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fastvit
 from fastvit import BatchNormAct, recompute_scope
 from fastvit.memory import live_bytes
-from fastvit.recompute import norms
-from fastvit.recompute.record import Record
+from fastvit.recompute import norm_rules
+from fastvit.recompute.packed_tensor import Record
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
@@ -210,7 +210,7 @@ def test_cudnn_repeats_its_evaluation(monkeypatch):
     monkeypatch.setattr(torch, "cudnn_batch_norm", lambda *given: (calls.append(given), given)[1])
     w, b, mean, var = norm.weight, norm.bias, norm.running_mean, norm.running_var
     for training, running in ((False, (mean, var)), (True, (None, None))):
-        assert norms._by_cudnn(x, w, b, mean, var, training, 1e-5) is x
+        assert norm_rules._by_cudnn(x, w, b, mean, var, training, 1e-5) is x
         assert calls.pop() == (x, w, b, *running, training, 0.0, 1e-5)
 
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit
 from fastvit import recompute_scope
-from fastvit.recompute import record, scope
+from fastvit.recompute import packed_tensor as record
+from fastvit.recompute import scope
 
 
 @pytest.mark.parametrize("where", ["scope outside", "scope inside", "converted submodule"])

@@ -13,8 +13,8 @@ from test_recompute_writes import WRITES, Rotated
 from torch import nn
 
 import fastvit
-from fastvit.recompute import CHEAP
-from fastvit.recompute.decide import RULES
+from fastvit.recompute import RecomputeLevel
+from fastvit.recompute.planner import RULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -189,7 +189,7 @@ def test_options_of_another_kind(option, value, takes, x):
 
 
 def test_a_wrong_gradient_fails_and_prints(x, monkeypatch):
-    monkeypatch.setitem(RULES, "GeluBackward0", (CHEAP, _twice))
+    monkeypatch.setitem(RULES, "GeluBackward0", (RecomputeLevel.CHEAP, _twice))
     found = fastvit.verify(Net(2), x)
     assert not found and set(found.sites) == {("blocks.0", "gelu"), ("blocks.1", "gelu")}
     assert "tensors differ by more than 0" in str(found) and "gradient of blocks.0.fc2.weight" in str(found)

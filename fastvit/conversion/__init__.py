@@ -7,8 +7,8 @@ verification.py  whether a converted model computes the same
 trial.py         forwards of copies, for these
 """
 
-from .convert import convert, revert
-from .report import Report, TensorReport, report
+from .convert_model import convert, revert
+from .memory_report import Report, TensorReport, report
 from .verification import Verification, verify
 
 __all__ = ["Report", "TensorReport", "Verification", "convert", "report", "revert", "verify"]

@@ -19,10 +19,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..recompute import ACROSS, CHEAP, DEEP, PRODUCTS, Policy, Site, watched
-from .trial import Arguments, Trial
+from ..recompute import OpSite, Policy, RecomputeLevel, observe_saved_tensors
+from .copy_runner import Arguments, CopyRunner
 
-__all__ = ["Budget", "parsed", "within_budget"]
+__all__ = ["Budget", "parse_budget", "plan_budget"]
 
 # Operations of a matrix product in the time of moving a byte: 10 to 20 in fp32 on CPUs and GPUs, 200 in half
 # precision on a GPU.
@@ -30,7 +30,7 @@ _OPERATIONS_A_BYTE = 16
 Budget = tuple[float, int]  # a share of the original's bytes, or 0, and then bytes
 
 
-def within_budget(
+def plan_budget(
     model: nn.Module,
     policy: Policy,
     budget: Budget,
@@ -48,8 +48,8 @@ def within_budget(
         ValueError: none meets it.
     """
     share, allowed = budget
-    trial = Trial("convert", model, arguments)
-    before = trial.kept_by_original(revert)
+    trial = CopyRunner("convert", model, arguments)
+    before = trial.measure_original_bytes(revert)
     if share:
         allowed = int(share * before)
     if allowed >= before:
@@ -63,16 +63,23 @@ def within_budget(
     def first(count: int) -> Policy:
         return dataclasses.replace(policy, sites=frozenset(sites[:count]), share=allowed / before)
 
-    sites: list[Site] = []
+    sites: list[OpSite] = []
     least = before
     # Products take an order of magnitude more arithmetic. Several blocks that are made from one input need
     # more memory in backward.
-    for level in (CHEAP, PRODUCTS, DEEP, ACROSS):
+    for level in (
+        RecomputeLevel.CHEAP,
+        RecomputeLevel.MATMULS,
+        RecomputeLevel.EVERY_OP,
+        RecomputeLevel.ACROSS_BLOCKS,
+    ):
         policy = dataclasses.replace(policy, level=level, sites=None)
         apply(copied, policy)
         found = _sites(trial, copied)
         new = [site for site in found if site not in sites]
-        if level == ACROSS:  # every second one first: the backward makes all between two kept ones at once
+        if (
+            level == RecomputeLevel.ACROSS_BLOCKS
+        ):  # every second one first: the backward makes all between two kept ones at once
             new = [*new[1::2], *new[::2]]
         else:
             new.sort(key=found.__getitem__, reverse=True)
@@ -92,7 +99,7 @@ def within_budget(
     )
 
 
-def parsed(budget: object) -> Budget:
+def parse_budget(budget: object) -> Budget:
     """The share or the bytes that a budget says.
 
     Raises:
@@ -116,11 +123,11 @@ def parsed(budget: object) -> Budget:
     )
 
 
-def _sites(trial: Trial, model: nn.Module) -> dict[Site, float]:
+def _sites(trial: CopyRunner, model: nn.Module) -> dict[OpSite, float]:
     """The sites of what a forward rebuilds, in its order, and the bytes that each frees for its work."""
-    freed: Counter[Site] = Counter()
-    work: Counter[Site] = Counter()  # bytes that rebuilding moves, and matrix products in their time
-    with watched(lambda _: None) as watcher, trial.held(model):
+    freed: Counter[OpSite] = Counter()
+    work: Counter[OpSite] = Counter()  # bytes that rebuilding moves, and matrix products in their time
+    with observe_saved_tensors(lambda _: None) as watcher, trial.held(model):
         for one in watcher.decisions():
             if one.site is not None:
                 freed[one.site] += one.freed

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from .._checks import check_dtype, is_number
 from ..fuse import is_fused
-from ..recompute import Decision, pair, watched
-from .convert import converted, revert
-from .trial import Trial, tensors_of
+from ..recompute import SavedMemory, observe_saved_tensors, pair
+from .convert_model import ensure_converted, revert
+from .copy_runner import CopyRunner, tensor_leaves
 
 __all__ = ["Verification", "verify"]
 
@@ -116,7 +116,7 @@ def verify(
         ValueError: the model cannot be copied, is wrapped for data parallelism or sharded, is neither on the
             CPU nor on CUDA, or returns no tensor; `dtype` or `limit` is of another kind.
     """
-    trial = Trial("verify", model, (inputs, kwinputs))
+    trial = CopyRunner("verify", model, (inputs, kwinputs))
     check_dtype("verify", "dtype", dtype)
     if limit is not None and not is_number(limit, 0, math.inf):
         raise ValueError(f"verify: limit is {limit!r}; a number of at least 0, or None, expected")
@@ -131,7 +131,7 @@ def verify(
             raise
         marks_inputs = True  # the model sets requires_grad on its inputs, which only a leaf allows
         want, _ = _step(trial, revert, dtype, marks_inputs)
-    got, sites = _step(trial, converted, dtype, marks_inputs)
+    got, sites = _step(trial, ensure_converted, dtype, marks_inputs)
     found = Verification(_differences(got, want), limit, sites)
     if found.wrong:
         again, _ = _step(trial, revert, dtype, marks_inputs)
@@ -140,7 +140,7 @@ def verify(
     return found
 
 
-def _wrong(decisions: list[Decision]) -> tuple[tuple[str, str], ...]:
+def _wrong(decisions: list[SavedMemory]) -> tuple[tuple[str, str], ...]:
     """The sites whose results differ when they are rebuilt."""
     found: dict[tuple[str, str], None] = {}
     for one in decisions:
@@ -164,7 +164,7 @@ def _agrees(unpack: Callable[[], Tensor], tensor: Tensor) -> bool:
 
 
 def _step(
-    trial: Trial, change: Callable[[nn.Module], nn.Module], dtype: torch.dtype | None, marks_inputs: bool
+    trial: CopyRunner, change: Callable[[nn.Module], nn.Module], dtype: torch.dtype | None, marks_inputs: bool
 ) -> tuple[dict[str, Tensor], tuple[tuple[str, str], ...]]:
     """Outputs, gradients and buffers of a step of a copy, by name; the sites that are rebuilt wrong."""
     model = change(trial.copy().to(dtype))
@@ -179,9 +179,9 @@ def _step(
         trial.seed()
         # Results of an op, not leaves, so that the model may overwrite its inputs where the original does.
         given = pytree.tree_map_only(Tensor, torch.clone, leaves)
-        with watched(lambda tensor: (tensor.detach(), tensor._version)) as watcher:
+        with observe_saved_tensors(lambda tensor: (tensor.detach(), tensor._version)) as watcher:
             try:
-                outputs = tensors_of(trial.forward(model, given))
+                outputs = tensor_leaves(trial.forward(model, given))
             except RuntimeError as error:
                 if dtype is None or not any(
                     word in str(error) for word in ("dtype", "type Double", "Double and")
@@ -195,14 +195,14 @@ def _step(
         if not outputs:
             raise ValueError("verify: a forward that returns tensors expected; the model returned none")
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
-        result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(tensors_of(given))}
+        result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(tensor_leaves(given))}
         # Weights of both signs, since a plain sum has no gradient through a normalisation.
         losses = [
             (t * torch.randn(t.shape, dtype=torch.float64).to(t)).sum() for t in outputs if t.requires_grad
         ]
         if losses:
             torch.stack([loss.double() for loss in losses]).sum().backward()
-    gradients = [(f"input {i}", t.grad) for i, t in enumerate(tensors_of(leaves))]
+    gradients = [(f"input {i}", t.grad) for i, t in enumerate(tensor_leaves(leaves))]
     gradients += [(name, p.grad) for name, p in model.named_parameters()]
     result |= {f"gradient of {name}": g.detach() for name, g in gradients if g is not None}
     return result | {f"buffer {name}": b.detach() for name, b in model.named_buffers()}, sites

@@ -11,26 +11,30 @@ decisions.py   what was decided, for those who measure and check it
 compiled.py, joint.py   the same under torch.compile
 """
 
-from . import compiled
-from .decisions import Decision, Watcher
-from .policy import ACROSS, CHEAP, DEEP, PRODUCTS, Policy, Site, pair
-from .stack import active_scope, close_scope, open_scope, recompute_scope, watched, why_closed
+from . import dynamo_hooks
+from .observer import SavedMemory, SavedTensorObserver
+from .policy import OpSite, Policy, RecomputeLevel, pair
+from .scope_stack import (
+    active_scope,
+    close_scope,
+    observe_saved_tensors,
+    open_scope,
+    reason_no_scope,
+    recompute_scope,
+)
 
 __all__ = [
-    "ACROSS",
-    "CHEAP",
-    "DEEP",
-    "PRODUCTS",
-    "Decision",
+    "RecomputeLevel",
+    "SavedMemory",
     "Policy",
-    "Site",
-    "Watcher",
+    "OpSite",
+    "SavedTensorObserver",
     "active_scope",
     "close_scope",
-    "compiled",
+    "dynamo_hooks",
     "open_scope",
     "pair",
     "recompute_scope",
-    "watched",
-    "why_closed",
+    "observe_saved_tensors",
+    "reason_no_scope",
 ]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
 # The name of a block, the name of an autograd node, and its number among those of this name in the block.
-Site = tuple[str, str, int]
+OpSite = tuple[str, str, int]
 
 
-# What is rebuilt: what takes little arithmetic; matrix products too; all that has a rule, with attention,
-# convolutions and Linears that narrow; and what goes into a block or comes out of one, which DEEP keeps.
-CHEAP, PRODUCTS, DEEP, ACROSS = range(4)
+class RecomputeLevel(IntEnum):
+    """Which ops a scope may recompute; each level adds to the one before."""
+
+    CHEAP = 0  # ops that take little arithmetic
+    MATMULS = 1  # Linears that do not narrow
+    EVERY_OP = 2  # every op with a rule: attention, convolutions and Linears that narrow
+    ACROSS_BLOCKS = 3  # the inputs and outputs of blocks, which EVERY_OP keeps
 
 
 @dataclass(frozen=True)
@@ -20,20 +25,20 @@ class Policy:
     """What a scope rebuilds.
 
     Args:
-        level: one of CHEAP, PRODUCTS, DEEP and ACROSS.
+        level: which ops a scope may recompute.
         weight_casts: autocast's copies of weights too.
         sites: only the results of these ops in these blocks; None for all.
         skip: not the results of ops of these plain names in these blocks.
         share: of the kept bytes that a budget leaves, for compiled code; 0 where it is not known.
     """
 
-    level: int = CHEAP
+    level: RecomputeLevel = RecomputeLevel.CHEAP
     weight_casts: bool = False
-    sites: frozenset[Site] | None = None
+    sites: frozenset[OpSite] | None = None
     skip: frozenset[tuple[str, str]] = frozenset()
     share: float = 1.0
 
-    def against(self, site: Site | None) -> str:
+    def against(self, site: OpSite | None) -> str:
         """Why the result of `site` is kept; empty where it may be rebuilt."""
         if self.sites is not None and site not in self.sites:
             return "the budget is met without it"
@@ -42,7 +47,7 @@ class Policy:
         return ""
 
 
-def pair(site: Site) -> tuple[str, str]:
+def pair(site: OpSite) -> tuple[str, str]:
     """The pair of `Policy.skip` that has this site."""
     return site[0], op_name(site[1])
 

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import masks, rules  # noqa: F401  # rules fills the tables of graph
-from .calls import Calls
-from .decide import Pass
-from .decisions import Watcher
-from .policy import DEEP, Policy, plain
-from .record import SMALLEST, HandedOn, Record, Unread, Value, alive, stream_of, unpack
+from . import masks, recompute_rules  # noqa: F401  # rules fills the tables of graph
+from .call_observer import Calls
+from .observer import SavedTensorObserver
+from .packed_tensor import SMALLEST, HandedOn, Record, Unread, Value, alive, stream_of, unpack
+from .planner import Pass
+from .policy import Policy, RecomputeLevel, plain
 from .views import VIEWS, leads_to, of_unsafe_view
 
 _NO_OP = "no op of the graph made it: an input, a constant, indices, compiled code"
@@ -53,7 +53,7 @@ class Scope(Calls):
     policy: Policy
     block: str  # whose forward runs
 
-    def __init__(self, watcher: Watcher | None = None):
+    def __init__(self, watcher: SavedTensorObserver | None = None):
         super().__init__()
         self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
         self._filed: list[weakref.ref[Record]] = []
@@ -85,7 +85,7 @@ class Scope(Calls):
 
     def mark(self, tensors: Iterable[object]) -> None:
         """These go into a block, or come out of one."""
-        if self.policy.level == DEEP:
+        if self.policy.level == RecomputeLevel.EVERY_OP:
             with torch._C.DisableTorchFunction():
                 for tensor in tensors:
                     if type(tensor) is Tensor and (tensor._base is None or tensor._base.grad_fn is not None):

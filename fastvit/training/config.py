@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..conversion.budget import parsed
+from ..conversion.budget import parse_budget
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
 DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")
@@ -165,7 +165,7 @@ class Config:
         budget = from_text(float, text) if number is text else number
         with contextlib.suppress(ValueError):
             # Bytes are whole: 2.0 may be meant as twice what is kept.
-            if text == "least" or (parsed(budget) and not (isinstance(budget, float) and budget > 1)):
+            if text == "least" or (parse_budget(budget) and not (isinstance(budget, float) and budget > 1)):
                 return budget
         raise ConfigError(
             f"--memory must be one of {', '.join(MEMORY)}, or a budget: a share of at most 1 (budget=0.6), "

@@ -20,7 +20,7 @@ from .._norm import SharesGroup
 from ..memory import live_bytes
 from ..recompute import active_scope
 
-__all__ = ["Arguments", "Trial", "as_arguments", "tensors_of"]
+__all__ = ["Arguments", "CopyRunner", "as_arguments", "tensor_leaves"]
 
 Arguments = tuple[tuple, dict[str, object]]
 
@@ -36,7 +36,7 @@ def as_arguments(inputs: Tensor | Sequence | Mapping) -> Arguments:
     return (inputs,), {}
 
 
-def tensors_of(values: object) -> list[Tensor]:
+def tensor_leaves(values: object) -> list[Tensor]:
     """The tensors in a structure, which may be a dataclass, as in transformers, or a mapping."""
     if dataclasses.is_dataclass(values):
         values = vars(values)
@@ -52,7 +52,7 @@ _HOLDERS = (
 )
 
 
-class Trial:
+class CopyRunner:
     """A model and the inputs with which copies of it run.
 
     Args:
@@ -64,7 +64,7 @@ class Trial:
     def __init__(self, caller: str, model: nn.Module, arguments: Arguments):
         self.caller, self.model, self.arguments = caller, model, arguments
         self._refuse()
-        tensors = [*model.parameters(), *model.buffers(), *tensors_of(arguments)]
+        tensors = [*model.parameters(), *model.buffers(), *tensor_leaves(arguments)]
         self.devices = list(dict.fromkeys(tensor.device for tensor in tensors)) or [torch.device("cpu")]
         if any(device.type not in ("cpu", "cuda") for device in self.devices):
             names = ", ".join(map(str, self.devices))
@@ -98,7 +98,7 @@ class Trial:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def kept_by_original(self, revert: Callable[[nn.Module], nn.Module]) -> int:
+    def measure_original_bytes(self, revert: Callable[[nn.Module], nn.Module]) -> int:
         """`kept_bytes` of a copy that `revert` makes the original."""
         original = revert(self.training_copy())
         with self.held(original):  # allocations of caches do not count

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from .masks import OF_ACTIVATIONS
-from .record import Record, Value
+from .packed_tensor import Record, Value
 from .views import of_unsafe_view
 
 

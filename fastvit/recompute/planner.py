@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .policy import ACROSS, CHEAP, DEEP, PRODUCTS, Policy
-from .record import SMALLEST, Operand, Recipe, Record, Unread, Value, View, whole
+from .packed_tensor import SMALLEST, Operand, Recipe, Record, Unread, Value, View, whole
+from .policy import Policy, RecomputeLevel
 from .views import VIEWS, of_unsafe_view, of_views, part, signed
 
 LEAF = "torch::autograd::AccumulateGrad"
@@ -35,7 +35,7 @@ class Unknown(Exception):
 
 
 def rule_of(name: str, policy: Policy) -> Rule | None:
-    level, rule = RULES.get(name, (ACROSS + 1, None))
+    level, rule = RULES.get(name, (RecomputeLevel.ACROSS_BLOCKS + 1, None))
     return rule if level <= policy.level else None
 
 
@@ -45,7 +45,12 @@ def rule_of(name: str, policy: Policy) -> Rule | None:
 # made of the one before, move 5 more each.
 _MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
 # Most rebuilt tensors on the way to one that is kept. Across blocks the sites of a policy cut the way.
-_DEEPEST = {CHEAP: 4, PRODUCTS: 4, DEEP: 32, ACROSS: 1000}
+_DEEPEST = {
+    RecomputeLevel.CHEAP: 4,
+    RecomputeLevel.MATMULS: 4,
+    RecomputeLevel.EVERY_OP: 32,
+    RecomputeLevel.ACROSS_BLOCKS: 1000,
+}
 _MOST_OPS = 40  # in one recipe
 _LONGEST = 40  # consecutive ops whose results no op has saved
 
@@ -112,7 +117,7 @@ class Pass:
             return None
         if math.prod(value.geometry[0]) * first.tensor.element_size() < SMALLEST:
             raise Unknown(f"it has less than {SMALLEST} bytes")
-        if value.is_boundary and self.policy.level == DEEP:
+        if value.is_boundary and self.policy.level == RecomputeLevel.EVERY_OP:
             raise Unknown("it goes into a block, or comes out of one")
         if value.kept() is not None or rule_of(first.producer.name(), self.policy) is None:
             return None
@@ -125,10 +130,13 @@ class Pass:
         policy, deepest = self.policy, _DEEPEST[self.policy.level]
         if recipe.depth >= deepest:
             raise Unknown(f"its recipe goes through more than {deepest} rebuilt tensors")
-        if recipe.ops > _MOST_OPS and policy.level < DEEP:
+        if recipe.ops > _MOST_OPS and policy.level < RecomputeLevel.EVERY_OP:
             raise Unknown(f"its recipe has more than {_MOST_OPS} ops")
         share = recipe.moved / (recipe.size or 1)
-        if share > (_MOST_MOVED_IN_HALF if in_half else _MOST_MOVED) and policy.level < PRODUCTS:
+        if (
+            share > (_MOST_MOVED_IN_HALF if in_half else _MOST_MOVED)
+            and policy.level < RecomputeLevel.MATMULS
+        ):
             raise Unknown(f"its recipe moves {share:.0f} bytes for each that it frees")
         if against := policy.against(value.site):
             raise Unknown(against)
@@ -328,6 +336,10 @@ class Node:
     @staticmethod
     def _is_unsaved_product(node) -> bool:
         node = of_views(node)
-        if node is None or RULES.get(of_unsafe_view(node).name(), (CHEAP, None))[0] != PRODUCTS:
+        if (
+            node is None
+            or RULES.get(of_unsafe_view(node).name(), (RecomputeLevel.CHEAP, None))[0]
+            != RecomputeLevel.MATMULS
+        ):
             return False
         return Value.of(node).kept() is None

@@ -16,10 +16,10 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .rules import cheap_ops
+from .recompute_rules import cheap_ops
 
 MARK = "fastvit"
-Options = tuple[bool, bool, float]  # products, weight_casts and share of a policy
+ScopeOptions = tuple[bool, bool, float]  # products, weight_casts and share of a policy
 
 _MOST_SUMS = 4  # recomputed sums in a row
 _aten = torch.ops.aten
@@ -37,12 +37,12 @@ _POOLS = {_aten.max_pool2d_with_indices, _aten.avg_pool2d}
 _CHEAP = (cheap_ops() | _FUNCTIONAL) - _SIDE_EFFECTS - _POOLS
 
 
-def options_of(node: Node) -> Options | None:
+def scope_options(node: Node) -> ScopeOptions | None:
     """The options of the scope in which an op was; None outside of scopes."""
     return node.meta.get("custom", {}).get(MARK)
 
 
-def tag(graph: Graph) -> None:
+def tag_recompute(graph: Graph) -> None:
     """Tags the ops of a joint graph that the partitioner is to recompute, or not to."""
     forward = _forward(graph)
     is_read: set[Node] = set()  # by the backward, itself or a view of it
@@ -52,7 +52,7 @@ def tag(graph: Graph) -> None:
                 is_read.add(node)
     sums: dict[Node, int] = {}  # of each op that may be recomputed: the recomputed sums on the way to it
     for node in graph.nodes:
-        if node in forward and "recompute" not in node.meta and options_of(node) is not None:
+        if node in forward and "recompute" not in node.meta and scope_options(node) is not None:
             count = _count(node, sums, is_read)
             if count is not None:
                 sums[node] = count
@@ -87,7 +87,7 @@ def _count(node: Node, sums: dict[Node, int], is_read: set[Node]) -> int | None:
 
     if _is_view(node) or node.target is operator.getitem:
         return sums.get(node.all_input_nodes[0])
-    op, target, options = _packet(node), cast(Any, node.target), options_of(node)
+    op, target, options = _packet(node), cast(Any, node.target), scope_options(node)
     if options is None:
         return None
     products, weight_casts, _ = options

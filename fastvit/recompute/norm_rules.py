@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .decide import Node, Rebuild, Unknown
-from .record import Operand
+from .packed_tensor import Operand
+from .planner import Node, Rebuild, Unknown
 
 
 def layer_norm(read: Node) -> Rebuild:

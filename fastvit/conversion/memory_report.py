@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..recompute import Decision, Watcher, active_scope, watched, why_closed
-from .convert import converted, is_converted, opens_scope, revert
-from .trial import Trial
+from ..recompute import SavedMemory, SavedTensorObserver, active_scope, observe_saved_tensors, reason_no_scope
+from .convert_model import ensure_converted, has_scope_hook, is_converted, revert
+from .copy_runner import CopyRunner
 
 __all__ = ["Report", "TensorReport", "report"]
 
@@ -158,9 +158,9 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
             the CPU nor on CUDA.
         RuntimeError: inside `recompute_scope()`.
     """
-    trial = Trial("report", model, (inputs, kwinputs))
-    before = trial.kept_by_original(revert)
-    copied = converted(trial.training_copy())
+    trial = CopyRunner("report", model, (inputs, kwinputs))
+    before = trial.measure_original_bytes(revert)
+    copied = ensure_converted(trial.training_copy())
     notes: dict[str, None] = {}
     with _watched(copied, notes) as watcher, trial.held(copied):
         rows = _rows(watcher.decisions([*copied.parameters(), *copied.buffers()]))
@@ -170,7 +170,7 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, notes: dict[str, None]) -> Iterator[Watcher]:
+def _watched(model: nn.Module, notes: dict[str, None]) -> Iterator[SavedTensorObserver]:
     """Inside, of what an op saves the module whose forward runs is noted."""
     running = ["the model"]  # inner ones last
 
@@ -180,8 +180,8 @@ def _watched(model: nn.Module, notes: dict[str, None]) -> Iterator[Watcher]:
         def enter(module: nn.Module, _: object) -> None:
             if not torch.compiler.is_compiling():
                 running.append(label)
-                if opens_scope(module) and active_scope() is None:
-                    notes[f"{label}: nothing is rebuilt, because {why_closed()}"] = None
+                if has_scope_hook(module) and active_scope() is None:
+                    notes[f"{label}: nothing is rebuilt, because {reason_no_scope()}"] = None
 
         return enter
 
@@ -194,12 +194,12 @@ def _watched(model: nn.Module, notes: dict[str, None]) -> Iterator[Watcher]:
             if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 hooks.enter_context(module.register_forward_pre_hook(entering(name)))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-        yield hooks.enter_context(watched(lambda _: running[-1]))
+        yield hooks.enter_context(observe_saved_tensors(lambda _: running[-1]))
 
 
-def _rows(decisions: list[Decision]) -> list[TensorReport]:
+def _rows(decisions: list[SavedMemory]) -> list[TensorReport]:
     """Those of the same modules and the same reason in one row; largest first."""
-    groups: dict[tuple[tuple[str, ...], str], list[Decision]] = defaultdict(list)
+    groups: dict[tuple[tuple[str, ...], str], list[SavedMemory]] = defaultdict(list)
     for one in decisions:
         groups[tuple(sorted({module for module, _ in one.saved})), one.reason].append(one)
     rows = [

@@ -1,8 +1,8 @@
 """What a recompute scope does under torch.compile, where there is no graph of autograd to read.
 
-Dynamo records ops in a graph. `opened` and `closed` run while it does (torch._dynamo.comptime), and mark the
-ops between them. AOTAutograd carries the marks to the joint graph of forward and backward, and calls `_pass`
-before it divides that graph. The pass tags ops like a policy of selective checkpointing (joint.py), and
+Dynamo records ops in a graph. `begin_traced_scope` and `end_traced_scope` run while it does (torch._dynamo.comptime), and mark the
+ops between them. AOTAutograd carries the marks to the joint graph of forward and backward, and calls `_joint_graph_pass`
+before it divides that graph. The pass tags ops like a policy of selective checkpointing (joint_graph.py), and
 torch's partitioner recomputes or saves them. No op is added or replaced.
 
 A budget is left to torch's partitioner alone (activation_memory_budget), without tags.
@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from . import joint, rules
-from .joint import MARK, Options, options_of
-from .policy import PRODUCTS, Policy
+from . import joint_graph, recompute_rules
+from .joint_graph import MARK, ScopeOptions, scope_options
+from .policy import Policy, RecomputeLevel
 
 _FLAG = "_fastvit_compiled"
 _MARGIN = 0.95  # the partitioner counts no padding and no views, and exceeds its budget by some percent
@@ -36,18 +36,18 @@ _open: weakref.WeakKeyDictionary[Graph, tuple[set[str], int]] = weakref.WeakKeyD
 
 
 def enable(module: nn.Module, policy: Policy) -> None:
-    """Prepares a module whose hooks call `opened` and `closed`.
+    """Prepares a module whose hooks call `begin_traced_scope` and `end_traced_scope`.
 
     Code that Dynamo compiled for a module without hooks would run for this one, because Dynamo does not guard
     on hooks. It guards on the type of the dictionary of submodules. And Dynamo does not trace the hooks of
     the module that is compiled itself, so one of its submodules gets a hook that tells of it.
     """
     # By __dict__, since the result of torch.compile passes attributes on to the module inside.
-    module.__dict__[_FLAG] = policy.level >= PRODUCTS, policy.weight_casts, policy.share
+    module.__dict__[_FLAG] = policy.level >= RecomputeLevel.MATMULS, policy.weight_casts, policy.share
     module.__dict__["_modules"] = OrderedDict(module._modules)
     inner = _inner(module)
-    if inner is not None and tell not in inner._forward_pre_hooks.values():
-        inner.register_forward_pre_hook(tell)
+    if inner is not None and announce_compiled_module not in inner._forward_pre_hooks.values():
+        inner.register_forward_pre_hook(announce_compiled_module)
 
 
 def disable(module: nn.Module) -> None:
@@ -63,22 +63,22 @@ def _inner(module: nn.Module) -> nn.Module | None:
     return next((m for m in inner if next(m.parameters(), None) is not None), None)
 
 
-def tell(module: nn.Module, arguments: tuple) -> None:
+def announce_compiled_module(module: nn.Module, arguments: tuple) -> None:
     if torch.compiler.is_compiling():
         from torch._dynamo.comptime import comptime
 
-        comptime(_compile)
+        comptime(_wrap_backend)
 
 
-def opened() -> None:
+def begin_traced_scope() -> None:
     """Begins a scope, while Dynamo traces."""
     from torch._dynamo.comptime import comptime
 
     comptime(_begin)
 
 
-def closed(products: bool, weight_casts: bool, share: str) -> None:
-    """Ends a scope, while Dynamo traces: marks the ops since `opened`."""
+def end_traced_scope(products: bool, weight_casts: bool, share: str) -> None:
+    """Ends a scope, while Dynamo traces: marks the ops since `begin_traced_scope`."""
     from torch._dynamo.comptime import comptime
 
     comptime(_end)
@@ -101,18 +101,18 @@ def _end(context) -> None:
     products, weight_casts, share = (context.get_local(name).as_python_constant() for name in names)
     options = products, weight_casts, float(share)
     _mark([node for node in graph.nodes if node.name not in before], options)
-    _compile(context)
+    _wrap_backend(context)
 
 
-def _compile(context) -> None:
+def _wrap_backend(context) -> None:
     """Lets the pass see the graph that is being traced."""
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
-    if not isinstance(output.compiler_fn, _Backend):
-        output.compiler_fn = _Backend(output.compiler_fn)
-    output.compiler_fn.options = _compiled(output.root_tx.f_locals)
+    if not isinstance(output.compiler_fn, _ScopeBackend):
+        output.compiler_fn = _ScopeBackend(output.compiler_fn)
+    output.compiler_fn.options = _scope_options_compiled_module(output.root_tx.f_locals)
 
 
-def _compiled(variables: dict[str, object]) -> Options | None:
+def _scope_options_compiled_module(variables: dict[str, object]) -> ScopeOptions | None:
     """The options of the module whose forward is compiled, also in the rest of it after a graph break."""
     for name, value in variables.items():
         module = value[0] if type(value) is tuple and value else value  # *args of a decorated forward
@@ -122,17 +122,17 @@ def _compiled(variables: dict[str, object]) -> Options | None:
     return None
 
 
-def _mark(nodes: list[Node], options: Options) -> None:
+def _mark(nodes: list[Node], options: ScopeOptions) -> None:
     for node in nodes:
         node.meta["custom"] = {MARK: options, **node.meta.get("custom", {})}
 
 
-class _Backend:
+class _ScopeBackend:
     """The backend of one graph, with the pass."""
 
     def __init__(self, backend: Callable):
         self.backend = backend
-        self.options: Options | None = None  # of ops without a mark
+        self.options: ScopeOptions | None = None  # of ops without a mark
         functools.update_wrapper(self, backend, updated=())
 
     def __call__(self, top: GraphModule, inputs: list) -> Callable:
@@ -141,12 +141,15 @@ class _Backend:
         if self.options is not None:
             _mark(list(top.graph.nodes), self.options)
         graphs = [module.graph for module in top.modules() if isinstance(module, GraphModule)]
-        options = {node: options_of(node) for graph in graphs for node in graph.nodes}
+        options = {node: scope_options(node) for graph in graphs for node in graph.nodes}
         share = min((found[2] for found in options.values() if found), default=1.0)
         marks = [f"{node.name} {found}" for node, found in options.items()]
-        marks += [torch.compiler.config.cache_key_tag, *map(inspect.getsource, (joint, rules))]
+        marks += [
+            torch.compiler.config.cache_key_tag,
+            *map(inspect.getsource, (joint_graph, recompute_rules)),
+        ]
         key = hashlib.sha256("\n".join(marks).encode()).hexdigest()
-        passes = functools.partial(_pass, config.joint_custom_pass)
+        passes = functools.partial(_joint_graph_pass, config.joint_custom_pass)
         if share == 0:
             raise ValueError("convert: in compiled code a budget in bytes needs example_inputs")
         changed = (
@@ -156,8 +159,8 @@ class _Backend:
             return self.backend(top, inputs)
 
 
-def _pass(configured: Callable | None, both: GraphModule, inputs: object) -> GraphModule:
+def _joint_graph_pass(configured: Callable | None, both: GraphModule, inputs: object) -> GraphModule:
     if configured is not None:
         both = configured(both, inputs)
-    joint.tag(both.graph)
+    joint_graph.tag_recompute(both.graph)
     return both

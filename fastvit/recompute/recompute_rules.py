@@ -18,10 +18,10 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 
-from . import norms
-from .decide import LEAF, RULES, Node, Rebuild, Rule, Unknown, rule_of
-from .policy import CHEAP, DEEP, PRODUCTS
-from .record import Record
+from . import norm_rules
+from .packed_tensor import Record
+from .planner import LEAF, RULES, Node, Rebuild, Rule, Unknown, rule_of
+from .policy import RecomputeLevel
 from .views import itself
 
 _aten = torch.ops.aten
@@ -47,7 +47,7 @@ def _product(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
 
 def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
     def rule(read: Node) -> Rebuild:
-        if read.policy.level == PRODUCTS and read.is_residual():
+        if read.policy.level == RecomputeLevel.MATMULS and read.is_residual():
             raise Unknown("the sum is kept instead of repeating the product that is its term")
         alpha = read.number("alpha")
         if read.edges[1][0] is None and (number := read.noted()[0]) is not None:
@@ -129,7 +129,7 @@ def _reshaped(read: Node) -> Rebuild:
     if producer.name() == "CloneBackward0":
         return lambda t: t.contiguous().view(shape), (read.behind(producer).edge(0),)
     rule = rule_of(producer.name(), read.policy)
-    if rule is not None and RULES[producer.name()][0] > CHEAP:
+    if rule is not None and RULES[producer.name()][0] > RecomputeLevel.CHEAP:
         inner = read.behind(producer)
         product, arguments = rule(inner)
         read.flops = inner.flops
@@ -159,7 +159,7 @@ def _widens(read: Node, weight: str) -> None:
     A budget may ask for it.
     """
     shape = read.size_of(weight)
-    if shape[0] > shape[1] and read.policy.level < DEEP:
+    if shape[0] > shape[1] and read.policy.level < RecomputeLevel.EVERY_OP:
         raise Unknown
     read.flops = 2 * shape[0]
 
@@ -223,12 +223,12 @@ def _layer(read: Node) -> Rebuild:
 
 
 _CHEAP: dict[str, Rule] = {
-    "NativeLayerNormBackward0": norms.layer_norm,
-    "FusedRmsNormBackward0": norms.rms_norm,
-    "NativeGroupNormBackward0": norms.group_norm,
-    "NativeBatchNormBackward0": norms.batch_norm,
-    "CudnnBatchNormBackward0": norms.cudnn_batch_norm,
-    "SyncBatchNormBackward": norms.sync_batch_norm,
+    "NativeLayerNormBackward0": norm_rules.layer_norm,
+    "FusedRmsNormBackward0": norm_rules.rms_norm,
+    "NativeGroupNormBackward0": norm_rules.group_norm,
+    "NativeBatchNormBackward0": norm_rules.batch_norm,
+    "CudnnBatchNormBackward0": norm_rules.cudnn_batch_norm,
+    "SyncBatchNormBackward": norm_rules.sync_batch_norm,
     "MaxPool2DWithIndicesBackward0": _unary(
         lambda *arguments: _aten.max_pool2d_with_indices(*arguments)[0],
         "kernel_size",
@@ -301,5 +301,9 @@ _DEEP: dict[str, Rule] = {
     ),
 }
 
-for _level, _rules in ((CHEAP, _CHEAP), (PRODUCTS, _PRODUCTS), (DEEP, _DEEP)):
+for _level, _rules in (
+    (RecomputeLevel.CHEAP, _CHEAP),
+    (RecomputeLevel.MATMULS, _PRODUCTS),
+    (RecomputeLevel.EVERY_OP, _DEEP),
+):
     RULES.update((name, (_level, rule)) for name, rule in _rules.items())

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decide import RULES
 from .masks import Mask
-from .policy import CHEAP, DEEP, PRODUCTS, Site, plain
-from .record import SMALLEST, Recipe, Record
+from .packed_tensor import SMALLEST, Recipe, Record
+from .planner import RULES
+from .policy import OpSite, RecomputeLevel, plain
 
 
 @dataclass(frozen=True)
-class Decision:
+class SavedMemory:
     """On tensors that ops have saved: those that one recipe makes, or that have one memory.
 
     Attributes:
@@ -36,13 +36,13 @@ class Decision:
     reason: str
     kept: int
     freed: int
-    site: Site | None = None
+    site: OpSite | None = None
     moved: int = 0
     flops: int = 0
     forget: Callable[[], None] = lambda: None
 
 
-class Watcher:
+class SavedTensorObserver:
     """Sees what ops save. Holds neither the tensors nor their records.
 
     Args:
@@ -56,7 +56,7 @@ class Watcher:
     def add(self, record: Record, tensor: Tensor) -> None:
         self._records.append((weakref.ref(record), self._note(tensor)))
 
-    def decisions(self, besides: Iterable[Tensor] = ()) -> list[Decision]:
+    def decisions(self, besides: Iterable[Tensor] = ()) -> list[SavedMemory]:
         """The decisions on what is still saved, but not on the memory of the tensors `besides`."""
         others = {0, *map(_address, besides)}
         records: dict[Recipe | int, list[tuple[Any, Record]]] = defaultdict(list)  # an int for kept memory
@@ -70,7 +70,7 @@ class Watcher:
         for recipe, readers in records.items():
             saved = [(note, record.unpack) for note, record in readers]
             if isinstance(recipe, int):
-                found.append(Decision(saved, *_kept(readers[0][1])))
+                found.append(SavedMemory(saved, *_kept(readers[0][1])))
                 continue
             tensors = [record.tensor for one in recipe.all() for record in one.records()]
             sizes = {_address(tensor): tensor.nbytes for tensor in tensors}
@@ -81,7 +81,7 @@ class Watcher:
             reason = f"{'its' if len(ops) == 1 else 'the'} saved input{'s' if inputs > 1 else ''}"
             reason, value = f"recomputed by {', '.join(ops)} from {reason}", recipe.value
             price = recipe.moved, recipe.flops
-            found.append(Decision(saved, reason, own, recipe.size, value.site, *price, recipe.forget))
+            found.append(SavedMemory(saved, reason, own, recipe.size, value.site, *price, recipe.forget))
         return found
 
 
@@ -98,10 +98,10 @@ def _kept(record: Record) -> tuple[str, int, int]:
         return "handed on to the saved-tensor hooks around", nbytes, 0
     if value is None:
         return record.reason, nbytes, 0
-    op, level = plain(value.name), RULES.get(value.name, (DEEP, None))[0]
+    op, level = plain(value.name), RULES.get(value.name, (RecomputeLevel.EVERY_OP, None))[0]
     reason = f"the result of {op}, which is not repeated"
-    if level == CHEAP:
+    if level == RecomputeLevel.CHEAP:
         reason = f"an input of {op} is not kept"
-    elif level == PRODUCTS:
+    elif level == RecomputeLevel.MATMULS:
         reason = f"the result of {op}: rebuilt with products=True, where it is no narrower than its input"
     return value.reason or reason, nbytes, 0

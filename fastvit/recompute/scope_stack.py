@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from .decisions import Watcher
-from .policy import CHEAP, PRODUCTS, Policy
+from .observer import SavedTensorObserver
+from .policy import Policy, RecomputeLevel
 from .scope import Scope, top_hooks
 
 _autograd = torch._C._autograd
@@ -54,7 +54,7 @@ def recompute_scope(products: bool = False, weight_casts: bool = False) -> Itera
         yield
         return
     owner = object()
-    open_scope(owner, Policy(PRODUCTS if products else CHEAP, weight_casts), "")
+    open_scope(owner, Policy(RecomputeLevel.MATMULS if products else RecomputeLevel.CHEAP, weight_casts), "")
     try:
         yield
     finally:
@@ -69,7 +69,7 @@ class _Stack(threading.local):
 
     def __init__(self):
         self.entries: list[tuple[object, Scope | None, tuple[Policy, str] | None]] = []
-        self.watcher: Watcher | None = None
+        self.watcher: SavedTensorObserver | None = None
 
 
 _stack = _Stack()
@@ -114,16 +114,16 @@ def close_scope(owner: object, results: Iterable[object] = ()) -> None:
 
 
 @contextlib.contextmanager
-def watched(note: Callable[[Tensor], object]) -> Iterator[Watcher]:
+def observe_saved_tensors(note: Callable[[Tensor], object]) -> Iterator[SavedTensorObserver]:
     """Gives what ops save in scopes that this thread opens inside, and what `note` returns of it."""
-    before, _stack.watcher = _stack.watcher, Watcher(note)
+    before, _stack.watcher = _stack.watcher, SavedTensorObserver(note)
     try:
         yield _stack.watcher
     finally:
         _stack.watcher = before
 
 
-def why_closed() -> str:
+def reason_no_scope() -> str:
     """Why no scope can be opened here; empty where one can."""
     if torch.jit.is_tracing():
         return "torch.jit.trace records it"
@@ -139,7 +139,7 @@ def why_closed() -> str:
 
 
 def _can_open() -> bool:
-    reason = why_closed()
+    reason = reason_no_scope()
     if reason.startswith("saved-tensor hooks"):
         warnings.warn(f"fastvit: nothing is rebuilt here, because {reason}", stacklevel=5)
     return not reason

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from .._checks import Model, check_flag, check_module
 from ..fuse import unfuse
-from ..recompute import CHEAP, DEEP, PRODUCTS, Policy, close_scope, compiled, open_scope
-from .budget import Budget, parsed, within_budget
-from .trial import as_arguments
+from ..recompute import Policy, RecomputeLevel, close_scope, dynamo_hooks, open_scope
+from .budget import Budget, parse_budget, plan_budget
+from .copy_runner import as_arguments
 
 __all__ = ["convert", "revert"]
 
@@ -27,7 +27,7 @@ class ScopeHook:
         self.policy = policy
         self.share = str(policy.share)  # Dynamo would make a number a symbol
         self.block = block
-        self.products = policy.level >= PRODUCTS  # a constant to Dynamo, as an int need not be
+        self.products = policy.level >= RecomputeLevel.MATMULS  # a constant to Dynamo, as an int need not be
         _hide_scopes_from_torchscript()
 
     def __reduce__(self):
@@ -35,16 +35,16 @@ class ScopeHook:
 
     def __call__(self, module: nn.Module, args: object, *output: object) -> None:
         if output and torch.compiler.is_compiling():
-            compiled.closed(self.products, self.policy.weight_casts, self.share)
+            dynamo_hooks.end_traced_scope(self.products, self.policy.weight_casts, self.share)
         elif output:
             close_scope(module, *[one if isinstance(one, (tuple, list)) else (one,) for one in output])
         elif torch.compiler.is_compiling():
-            compiled.opened()
+            dynamo_hooks.begin_traced_scope()
         elif torch.is_grad_enabled():
             open_scope(module, self.policy, self.block, args if isinstance(args, tuple) else ())
 
 
-class Planner:
+class BudgetHook:
     """A forward pre-hook: meets a budget with the arguments of the first training forward, and goes."""
 
     def __init__(self, policy: Policy, budget: Budget):
@@ -53,7 +53,7 @@ class Planner:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
-        _add(module, within_budget(module, self.policy, self.budget, (args, kwargs), revert, _add))
+        _add(module, plan_budget(module, self.policy, self.budget, (args, kwargs), revert, _add))
 
 
 def convert(
@@ -111,27 +111,31 @@ def convert(
     check_module("convert", model)
     check_flag("convert", "products", products)
     check_flag("convert", "weight_casts", weight_casts)
-    policy = Policy(PRODUCTS if products else CHEAP, weight_casts, skip=_skipped(model, skip))
+    policy = Policy(
+        RecomputeLevel.MATMULS if products else RecomputeLevel.CHEAP,
+        weight_casts,
+        skip=_check_skip(model, skip),
+    )
     if budget == "least":
-        return _add(model, dataclasses.replace(policy, level=DEEP))
+        return _add(model, dataclasses.replace(policy, level=RecomputeLevel.EVERY_OP))
     if budget is None:
         if example_inputs is not None:
             raise ValueError("convert: budget and example_inputs expected together, got example_inputs alone")
         return _add(model, policy)
     try:
-        wanted = parsed(budget)
+        wanted = parse_budget(budget)
     except ValueError as error:
         raise ValueError(f"convert: {error}") from None
     if example_inputs is not None:
         arguments = as_arguments(example_inputs)
-        return _add(model, within_budget(model, policy, wanted, arguments, revert, _add))
+        return _add(model, plan_budget(model, policy, wanted, arguments, revert, _add))
     _add(model, dataclasses.replace(policy, share=wanted[0]))
-    for module in _called(model):
-        module.register_forward_pre_hook(Planner(policy, wanted), prepend=True, with_kwargs=True)
+    for module in _entry_modules(model):
+        module.register_forward_pre_hook(BudgetHook(policy, wanted), prepend=True, with_kwargs=True)
     return model
 
 
-def _skipped(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+def _check_skip(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
     pairs = list(skip) if isinstance(skip, Iterable) else [skip]
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(name, str) for name in pair)):
@@ -151,39 +155,39 @@ def _add(model: Model, policy: Policy) -> Model:
         hook = ScopeHook(policy, name)
         module.register_forward_pre_hook(hook, prepend=True)
         module.register_forward_hook(hook, prepend=True, always_call=True)
-        compiled.enable(module, policy)
+        dynamo_hooks.enable(module, policy)
     return model
 
 
 def _scoped(model: nn.Module) -> dict[nn.Module, str]:
     """The modules whose forwards run in a scope, with their names."""
     names = {module: name for name, module in model.named_modules()}
-    return {module: names[module] for module in [*_called(model), *blocks(model)]}
+    return {module: names[module] for module in [*_entry_modules(model), *find_blocks(model)]}
 
 
-def _called(model: nn.Module) -> list[nn.Module]:
+def _entry_modules(model: nn.Module) -> list[nn.Module]:
     """The model, or where it is a list or a dictionary of modules, which is never called, those."""
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
-        return [module for child in model.children() for module in _called(child)]
+        return [module for child in model.children() for module in _entry_modules(child)]
     return [model]
 
 
-def opens_scope(module: nn.Module) -> bool:
+def has_scope_hook(module: nn.Module) -> bool:
     """Whether the forward of `module` runs in a scope of its own."""
     return any(isinstance(hook, ScopeHook) for hook in module._forward_pre_hooks.values())
 
 
 def is_converted(model: nn.Module) -> bool:
     """Whether there are scopes in `model`."""
-    return any(map(opens_scope, model.modules()))
+    return any(map(has_scope_hook, model.modules()))
 
 
-def converted(model: Model) -> Model:
+def ensure_converted(model: Model) -> Model:
     """`model`, converted as it is, or by default."""
     return model if is_converted(model) else convert(model)
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The elements of containers in which there is a normalisation."""
     with_norm: set[str] = set()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -242,13 +246,13 @@ def _take_off(model: nn.Module) -> None:
             module._forward_hooks_always_called,
             module._forward_pre_hooks_with_kwargs,
         )
-        compiled.disable(module)
+        dynamo_hooks.disable(module)
 
 
 def _pop_scopes(module: nn.Module, *dictionaries: dict) -> None:
     """Removes the hooks of a scope from dictionaries of a module."""
     every = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
     for key, hook in every:
-        if hook is compiled.tell or isinstance(hook, (ScopeHook, Planner)):
+        if hook is dynamo_hooks.announce_compiled_module or isinstance(hook, (ScopeHook, BudgetHook)):
             for one in dictionaries:
                 one.pop(key, None)
