@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -41,7 +42,8 @@ class ScopeHook:
         elif torch.compiler.is_compiling():
             dynamo_hooks.begin_traced_scope()
         elif torch.is_grad_enabled():
-            open_scope(module, self.policy, self.block, args if isinstance(args, tuple) else ())
+            inputs = args if isinstance(args, tuple) else ()
+            open_scope(module, self.policy, self.block, inputs, sys._getframe(1))
 
 
 class BudgetHook:

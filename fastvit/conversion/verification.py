@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .._checks import check_dtype, is_number
 from ..fuse import is_fused
-from ..recompute import SavedMemory, observe_saved_tensors, pair
+from ..recompute import SavedMemory, observe_saved_tensors, skip_key
 from .convert_model import ensure_converted, revert
 from .copy_runner import CopyRunner, tensor_leaves
 
@@ -144,11 +144,11 @@ def _wrong(decisions: list[SavedMemory]) -> tuple[tuple[str, str], ...]:
     """The sites whose results differ when they are rebuilt."""
     found: dict[tuple[str, str], None] = {}
     for one in decisions:
-        if one.site is not None:
+        if one.site is not None and not one.is_mask:
             # autograd refuses what was written to since
             unwritten = [(unpack, t) for (t, version), unpack in one.saved if t._version == version]
             if not all(_agrees(*each) for each in unwritten):
-                found[pair(one.site)] = None
+                found[skip_key(one.site)] = None
             one.forget()
     return tuple(found)
 

@@ -1,19 +1,21 @@
-"""Rebuilds saved tensors in the backward pass instead of keeping them.
+"""Recomputes saved tensors in the backward pass instead of keeping them.
 
-policy.py   what a scope rebuilds
-record.py   what autograd holds for a saved tensor, and the recipe of one that is rebuilt; masks.py
-decide.py   one pass over the graph at the end of a block: what is kept, or rebuilt by which recipe; views.py
-rules.py    the ops that are repeated, by the names of autograd's nodes; norms.py
-calls.py    what the graph lacks, from the calls of torch's functions
-scope.py    the saved-tensor hooks, and the end of a block
-stack.py    the stack of open scopes of a thread
-decisions.py   what was decided, for those who measure and check it
-compiled.py, joint.py   the same under torch.compile
+policy.py            what a scope recomputes
+packed_tensor.py     what a scope holds for a saved tensor, and the states of it; pins.py, masks.py
+recipe.py            an op call that recomputes a tensor; environment.py
+planner.py           one plan over what a block has saved: keep, or recompute by which recipe; node_reader.py
+recompute_rules.py   the ops that are repeated, by the names of autograd's nodes; norm_rules.py, views.py
+call_observer.py     what the graph lacks, from the calls of torch's functions; write_handlers.py
+write_tracker.py     writes that neither the graph nor the version counter shows
+scope.py             the saved-tensor hooks, and the end of a block
+scope_stack.py       the open scopes of a thread; torch_patches.py
+observer.py          what is kept and recomputed, for those who measure and check it
+dynamo_hooks.py, joint_graph.py   the same under torch.compile
 """
 
 from . import dynamo_hooks
 from .observer import SavedMemory, SavedTensorObserver
-from .policy import OpSite, Policy, RecomputeLevel, pair
+from .policy import OpSite, Policy, RecomputeLevel, skip_key
 from .scope_stack import (
     active_scope,
     close_scope,
@@ -33,7 +35,7 @@ __all__ = [
     "close_scope",
     "dynamo_hooks",
     "open_scope",
-    "pair",
+    "skip_key",
     "recompute_scope",
     "observe_saved_tensors",
     "reason_no_scope",

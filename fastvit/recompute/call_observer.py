@@ -1,9 +1,10 @@
-"""What autograd's graph lacks, taken from the calls themselves: a torch function mode.
+"""`CallObserver` is a torch function mode that stores on autograd nodes what the graph lacks.
 
-A node of the graph lacks the eps of a normalisation, a number that is added, and a bias without gradient. A
-tensor's version tells that it was written to, and not by which op. The mode sees each call of a torch
-function in Python with its arguments, and changes none. It does not see calls from TorchScript and from
-compiled code: what they make in these ways is kept.
+A node lacks the eps of a normalisation, an added number, and the operands that its op does not save. A handler
+runs the call and takes these from its arguments, at the time of the call. The mode lies below all other modes,
+and it lets subclasses of Tensor handle a call first: so it sees the calls that go straight to torch, and stores
+only what torch has been given. It changes no call. It does not see calls from TorchScript and from compiled
+code: what they make is recomputed only where the graph has all.
 """
 
 from __future__ import annotations
@@ -12,26 +13,62 @@ import functools
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import TensorWeakRef
 
-from .masks import OF_ACTIVATIONS
-from .packed_tensor import Record, Value
-from .views import of_unsafe_view
+from . import write_handlers
+from .masks import ACTIVATION_MASKS
+from .packed_tensor import PackedTensor, Recomputed
+from .pins import PinnedTensor
+from .policy import Policy, RecomputeLevel
+from .recipe import CallArgs, OutputInfo
+from .views import skip_unsafe_view
+from .write_handlers import get_argument
+from .write_tracker import WriteTracker
+
+_push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
+_len_stack = torch._C._len_torch_function_stack
 
 
-class Calls(TorchFunctionMode):
-    """The mode: what the calls tell the pack hook of a scope, and what they ask of it."""
+class Plans(Protocol):
+    """What the observer asks of the scope that owns it."""
 
-    dropout: float | None = None  # the probability of the dropout that runs
-    unread: torch.Size | None = None  # of an input that the op's backward does not read
-    written: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
+    policy: Policy
+
+    def replace_by_mask(self, packed: PackedTensor) -> None: ...
+
+
+class CallObserver(TorchFunctionMode):
+    """Observes calls of torch functions for a scope. Handlers tell the pack hook of a call by attributes."""
+
+    running_dropout_p: float | None = None  # the probability of the dropout that runs
+    shape_only_size: torch.Size | None = None  # of an input that the op's backward does not read
+    not_operands: tuple[Any, ...] = ()  # tensors that the op saves and its recipe does not read
+    expected_write: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
+    in_place_copies: list | None = None  # of copies that an op in place on a view saves
+
+    def __init__(self, scope: Plans):
+        super().__init__()
+        self.scope = scope
+        self.tracker = WriteTracker()
+
+    def push(self) -> None:
+        """Puts the mode below all others."""
+        above = [_pop() for _ in range(_len_stack())]
+        for mode in [self, *reversed(above)]:
+            _push(mode)
+
+    def remove(self) -> None:
+        """Takes the mode off, wherever it lies."""
+        every = [_pop() for _ in range(_len_stack())]
+        for mode in reversed(every):
+            if mode is not self:
+                _push(mode)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if is_compiling():
@@ -39,297 +76,297 @@ class Calls(TorchFunctionMode):
             if name in _PYTHON_METHODS and args and isinstance(args[0], Tensor):
                 return getattr(args[0], name)(*args[1:], **kwargs or {})
             return func(*args, **kwargs or {})
-        handler = _handler(func) or (_written if kwargs and "out" in kwargs else None)
+        if types and (own := _find_overrides(types)) and torch._C._is_torch_function_enabled():
+            return self._call_subclasses(func, own, types, args, kwargs or {})
+        handler = _find_handler(func) or (
+            write_handlers.in_place_handler if kwargs and "out" in kwargs else None
+        )
         if handler is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return handler(self, func, args, kwargs or {})
 
-    def telling(self, name: str, told: object, call: Callable[[], Any]) -> Any:
-        """Runs `call` while the attribute `name` is `told`."""
+    def _call_subclasses(self, func: Callable, own: tuple, types: tuple, args: tuple, kwargs: dict) -> Any:
+        """Calls as torch does without a mode. What a subclass of `own` calls in turn is observed."""
+        _push(self)
+        try:
+            for cls in own:
+                result = cls.__torch_function__(func, types, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        finally:
+            _pop()
+        raise TypeError(f"no implementation found for {func} on types {list(types)}")
+
+    def with_attribute(self, name: str, value: object, call: Callable[[], Any]) -> Any:
+        """Calls `call()` with attribute `name` set to `value`, and restores it."""
         before = getattr(self, name)
-        setattr(self, name, told)
+        setattr(self, name, value)
         try:
             return call()
         finally:
             setattr(self, name, before)
 
-    def is_filed(self, node) -> bool:
-        """Whether a tensor that `node` made waits for a decision."""
-        raise NotImplementedError
-
-    def decide(self) -> None:
-        """Decides on all that has been filed, in the order of the graph."""
-        raise NotImplementedError
+    def pin(self, tensor: Tensor, dtype: torch.dtype | None = None) -> PinnedTensor:
+        """Pins an operand of the op that runs."""
+        pinned = PinnedTensor(tensor, dtype)
+        pinned.writes = self.tracker.count_of(pinned.tensor)
+        return pinned
 
 
-Handler = Callable[[Calls, Callable, tuple, dict], Any]  # runs the call
+@functools.cache
+def _find_overrides(types: tuple) -> tuple:
+    """Returns the subclasses of Tensor among `types` that handle calls of torch functions."""
+    disabled = torch._C._disabled_torch_function_impl
+    return tuple(cls for cls in types if cls is not Tensor and cls.__torch_function__ is not disabled)
 
 
-def _argument(args: tuple, kwargs: dict, index: int, name: str, default: Any = None) -> Any:
-    return args[index] if len(args) > index else kwargs.get(name, default)
+Handler = Callable[[CallObserver, Callable, tuple, dict], Any]  # runs the call
 
 
-def _norm(eps: int, default: float | None = 1e-5, bias: int = 3) -> Handler:
-    """Sees a normalisation, whose eps and bias have these positions."""
-
-    def see(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
-        y = func(*args, **kwargs)
-        return _noted(y, _argument(args, kwargs, eps, "eps", default), _argument(args, kwargs, bias, "bias"))
-
-    return see
-
-
-def _batch_norm(weight: int, bias: int) -> Handler:
-    """Sees a BatchNorm, whose weight and bias have these positions; the graph has its eps.
-
-    In evaluation the backward reads the input for the gradient of the weight alone.
-    """
-
-    def see(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
-        x, scale = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, weight, "weight")
-        training = _argument(args, kwargs, 5, "training", False)
-        if training or not _is_frozen(x, scale):
-            y = func(*args, **kwargs)
-        else:
-            y = scope.telling("unread", x.size(), partial(func, *args, **kwargs))
-        return _noted(y, None, _argument(args, kwargs, bias, "bias"))
-
-    return see
+def _node_of(y: Any, *names: str) -> Any:
+    """Returns the node of the output of a call, if it has one of the names: else something else has run."""
+    if not isinstance(y, Tensor):
+        return None
+    base = y if y._base is None else y._base
+    node: Any = base.grad_fn
+    if node is None:
+        return None
+    node = skip_unsafe_view(node)
+    return node if node.name() in names else None
 
 
-def _instance_norm(bias: int) -> Handler:
-    """Sees an instance norm: a BatchNorm of other sizes, which repeats the bias. A frozen one is not seen."""
-
-    def see(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
-        y = func(*args, **kwargs)
-        return _noted(y, None, None) if _argument(args, kwargs, bias, "bias") is None else y
-
-    return see
-
-
-def _noted(y: Any, number: float | None, bias: Tensor | None) -> Any:
-    """`y`, at whose node the number of its call is noted, and the bias where it has no gradient."""
-    if type(y) is Tensor:
-        base = y if y._base is None else y._base
-        if base.grad_fn is not None:
-            frozen = None if bias is None or bias.requires_grad else bias
-            Value.of(of_unsafe_view(base.grad_fn)).call = number, frozen
+def _store_call_args(y: Any, call: CallArgs, *names: str) -> Any:
+    """Stores `call` on the node of `y`, if it has one of the names. Returns `y`."""
+    if (node := _node_of(y, *names)) is not None:
+        OutputInfo.of_node(node).call = call
     return y
 
 
-def _linear(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _norm_handler(name: str, eps: int, default: float | None = 1e-5, bias: int | None = None) -> Handler:
+    """Observes a normalisation, whose eps and bias have these positions; a bias that its op does not save."""
+
+    def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+        pinned = _pinned_bias(observer, args, kwargs, bias)
+        scalar = get_argument(args, kwargs, eps, "eps", default)
+        return _store_call_args(func(*args, **kwargs), CallArgs(scalar, pinned), name)
+
+    return handle
+
+
+def _pinned_bias(
+    observer: CallObserver, args: tuple, kwargs: dict, position: int | None, dtype: torch.dtype | None = None
+) -> PinnedTensor | None:
+    bias = None if position is None else get_argument(args, kwargs, position, "bias")
+    return None if bias is None or not bias.is_leaf else observer.pin(bias, dtype)
+
+
+_BATCH_NORMS = "NativeBatchNormBackward0", "CudnnBatchNormBackward0"
+
+
+def _batch_norm_handler(weight: int, bias: int, mean: int, var: int) -> Handler:
+    """Observes a BatchNorm, whose arguments have these positions; the graph has its eps.
+
+    In evaluation the backward reads the input for the gradient of the weight alone. In training it reads no
+    running statistics.
+    """
+
+    def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+        x, scale = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, weight, "weight")
+        pinned, call = _pinned_bias(observer, args, kwargs, bias), partial(func, *args, **kwargs)
+        if get_argument(args, kwargs, 5, "training", False):
+            running = (
+                get_argument(args, kwargs, mean, "running_mean"),
+                get_argument(args, kwargs, var, "running_var"),
+            )
+            y = observer.with_attribute("not_operands", running, call)
+        elif _is_frozen(x, scale):
+            y = observer.with_attribute("shape_only_size", x.size(), call)
+        else:
+            y = call()
+        return _store_call_args(y, CallArgs(bias=pinned), *_BATCH_NORMS)
+
+    return handle
+
+
+def _instance_norm_handler(bias: int) -> Handler:
+    """Observes an instance norm: a BatchNorm of other sizes, which repeats weight and bias."""
+
+    def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+        x, given = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, bias, "bias")
+        repeated = None if given is None or not isinstance(x, Tensor) else given.detach().repeat(len(x))
+        pinned = None if repeated is None else observer.pin(repeated)
+        return _store_call_args(func(*args, **kwargs), CallArgs(bias=pinned), *_BATCH_NORMS)
+
+    return handle
+
+
+def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     y = func(*args, **kwargs)
-    node: Any = y.grad_fn if type(y) is Tensor and y._base is None else None
+    if not isinstance(y, Tensor):
+        return y
+    node: Any = y.grad_fn if y._base is None else None
     if node is not None and y._version:
-        Value.of(node).version = y._version  # torch adds the bias in place, for inputs of other strides
-    x, bias = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 2, "bias")
-    if _is_frozen(x, _argument(args, kwargs, 1, "weight")):
-        _want_mask(x.grad_fn)
-    return y if bias is None or bias.requires_grad else _noted(y, None, bias)
+        OutputInfo.of_node(
+            node
+        ).expected_version = y._version  # torch adds the bias in place, for other strides
+    x = get_argument(args, kwargs, 0, "input")
+    if _is_frozen(x, get_argument(args, kwargs, 1, "weight")):
+        _request_mask(observer, x.grad_fn)
+    if observer.scope.policy.level < RecomputeLevel.MATMULS:
+        return y
+    pinned = _pinned_bias(observer, args, kwargs, 2, y.dtype)  # autocast casts the bias to it
+    if pinned is None:
+        return y
+    return _store_call_args(y, CallArgs(bias=pinned, leaves=(pinned,)), "AddmmBackward0", "AddBackward0")
 
 
-def _sum(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Sees a sum or a difference, of which the graph lacks a term that is a number."""
-    y, other = func(*args, **kwargs), _argument(args, kwargs, 1, "other")
-    return _noted(y, other, None) if type(other) in (int, float) else y
+def _addmm_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    y = func(*args, **kwargs)
+    if observer.scope.policy.level < RecomputeLevel.MATMULS or not isinstance(y, Tensor):
+        return y
+    bias = get_argument(args, kwargs, 0, "input")
+    pinned = observer.pin(bias, y.dtype) if isinstance(bias, Tensor) and bias.is_leaf else None
+    return _store_call_args(y, CallArgs(bias=pinned), "AddmmBackward0")
 
 
-def _dropout(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
-    p = _argument(args, kwargs, 1, "p", 0.5)
-    in_training = _argument(args, kwargs, 2, "train", kwargs.get("training", True)) is not False
+_SUMS = "AddBackward0", "SubBackward0"
+
+
+def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes a sum or a difference, which saves none of its terms."""
+    if "out" in kwargs:
+        return write_handlers.in_place_handler(observer, func, args, kwargs)
+    other = get_argument(args, kwargs, 1, "other")
+    if type(other) in (int, float):
+        return _store_call_args(func(*args, **kwargs), CallArgs(scalar=other), *_SUMS)
+    leaves = _pinned_leaves(observer, (args[0] if args else None, other))
+    y = func(*args, **kwargs)
+    return _store_call_args(y, CallArgs(leaves=leaves), *_SUMS) if leaves else y
+
+
+def _join_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes a concatenation, which saves none of its parts."""
+    if "out" in kwargs:
+        return write_handlers.in_place_handler(observer, func, args, kwargs)
+    parts = get_argument(args, kwargs, 0, "tensors")
+    leaves = _pinned_leaves(observer, parts) if isinstance(parts, (tuple, list)) else ()
+    y = func(*args, **kwargs)
+    return _store_call_args(y, CallArgs(leaves=leaves), "CatBackward0", "StackBackward0") if leaves else y
+
+
+def _pinned_leaves(observer: CallObserver, tensors: tuple | list) -> tuple[PinnedTensor, ...]:
+    """Pins the leaves among `tensors`, or of which they are views."""
+    found = []
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            base = tensor if tensor._base is None else tensor._base
+            if base.grad_fn is None:
+                found.append(observer.pin(base))
+    return tuple(found)
+
+
+def _dropout_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    p = get_argument(args, kwargs, 1, "p", 0.5)
+    in_training = get_argument(args, kwargs, 2, "train", kwargs.get("training", True)) is not False
+    run = partial(write_handlers.inplace_option_handler, observer, func, args, kwargs)
     if type(p) is not float or not 0 < p < 1 or not in_training:
-        return _maybe_in_place(scope, func, args, kwargs)
-    result = scope.telling("dropout", p, partial(_maybe_in_place, scope, func, args, kwargs))
-    y = result[0] if type(result) is tuple else result
-    if type(y) is Tensor and y.grad_fn is not None and y.grad_fn.name() == "NativeDropoutBackward0":
-        _noted(y, None, None)
+        return run()
+    result = observer.with_attribute("running_dropout_p", p, run)
+    _store_call_args(result[0] if type(result) is tuple else result, CallArgs(), "NativeDropoutBackward0")
     return result
 
 
-def _reads_sizes(weight: int | None = None) -> Handler:
-    """Sees an op that saves its input, of which its backward reads the sizes alone.
+def _shape_only_handler(weight: int | None = None, bias: int | None = None) -> Handler:
+    """Observes an op that saves its input, of which its backward reads the sizes alone.
 
     So it is in a max pooling, which has indices, and in a convolution whose weight, at this position, has no
     gradient (pytorch#133566). What an activation before it has saved is then reduced to a mask.
     """
 
-    def see(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
-        x = _argument(args, kwargs, 0, "input")
-        if not _is_frozen(x, None if weight is None else _argument(args, kwargs, weight, "weight")):
-            return func(*args, **kwargs)
-        y = scope.telling("unread", x.size(), partial(func, *args, **kwargs))
-        _want_mask(x.grad_fn)
-        return y
+    def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+        x = get_argument(args, kwargs, 0, "input")
+        if _is_frozen(x, None if weight is None else get_argument(args, kwargs, weight, "weight")):
+            y = observer.with_attribute("shape_only_size", x.size(), partial(func, *args, **kwargs))
+            _request_mask(observer, x.grad_fn)
+        else:
+            y = func(*args, **kwargs)
+        if bias is None or observer.scope.policy.level < RecomputeLevel.EVERY_OP or not isinstance(y, Tensor):
+            return y
+        pinned = _pinned_bias(observer, args, kwargs, bias, y.dtype)
+        return _store_call_args(y, CallArgs(bias=pinned), "ConvolutionBackward0")
 
-    return see
+    return handle
 
 
-def _want_mask(node) -> None:
-    """Of what an activation has saved a bit an element is enough, where its node alone reads that."""
-    found = OF_ACTIVATIONS.get(node.name())
+def _request_mask(observer: CallObserver, node: Any) -> None:
+    """Asks for a bit mask in place of the activation's saved tensor.
+
+    The plan makes the mask only if the policy allows it, no recipe reads the tensor and no other op saved it.
+    """
+    found = ACTIVATION_MASKS.get(node.name())
     if found is not None:
-        attribute, mask_of = found
-        record = getattr(node, attribute).data
-        if type(record) is Record and record.recipe is None:
-            record.mask_of = partial(mask_of, node)
-            if record.producer is None:
-                record.reduce_to_mask()
+        attribute, make_mask = found
+        packed = getattr(node, attribute).data
+        if type(packed) is PackedTensor and type(packed.state) is not Recomputed:
+            packed.make_mask, packed.mask_node = partial(make_mask, node), node
+            observer.scope.replace_by_mask(packed)
 
 
 def _is_frozen(x: Any, weight: Any) -> bool:
-    """Whether the gradient of `x` is all that an op with this weight has to compute."""
-    return type(x) is Tensor and x.grad_fn is not None and (weight is None or not weight.requires_grad)
+    """Returns whether the gradient of `x` is all that an op with this weight has to compute."""
+    return isinstance(x, Tensor) and x.grad_fn is not None and (weight is None or not weight.requires_grad)
 
 
-def _maybe_in_place(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Sees a function of torch.nn.functional with the option `inplace`, which it passes by name."""
-    return _written(scope, func, args, kwargs) if kwargs.get("inplace") else func(*args, **kwargs)
-
-
-def _written(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Sees an op that writes into its first argument, a tensor or several, or into `out`."""
-    call, targets = partial(func, *args, **kwargs), kwargs.get("out")
-    if targets is None:
-        targets = _argument(args, kwargs, 0, "input")
-    for x in targets if isinstance(targets, (list, tuple)) else (targets,):
-        if type(x) is Tensor:
-            call = partial(_writing, scope, x, call)
-    return call()
-
-
-def _writing(scope: Calls, x: Tensor, call: Callable) -> Any:
-    """Runs an op that writes into `x`.
-
-    Where it does, and makes a node, the tensor has one more version than before by this very op. Where it
-    makes none, as under no_grad, the graph no longer shows what the tensor holds.
-    """
-    base = x if x._base is None else x._base
-    if base.grad_fn is None:
-        reference = getattr(base.untyped_storage(), _OWNER, None) if has_memory(base) else None
-        owner = None if reference is None else reference()
-        return call() if owner is None else _forgotten(scope, owner, call)
-    node: Any = base.grad_fn
-    before = base._version
-    _copied_for_recipes(scope, node)
-    known = base is x and before == (Value.of(node).version or 0) and torch.is_grad_enabled()
-    try:
-        return scope.telling("written", (x, before + 1) if known else None, call)
-    finally:
-        if base._version != before:
-            after: Any = base.grad_fn
-            if after is node:
-                _forget(node)
-            elif known and base._version == before + 1:
-                Value.of(after).version = before + 1
-
-
-def _forgotten(scope: Calls, base: Tensor, call: Callable) -> Any:
-    """Sees a write into the memory of `base` of which autograd's graph knows nothing.
-
-    Without a new version autograd does not notice it either: an op that saved the tensor reads what was
-    written, and so do recipes.
-    """
-    node: Any = base.grad_fn
-    if node is None:
-        return call()
-    scope.decide()
-    kept = _copied_for_recipes(scope, node)
-    value, version, memory = Value.of(node), base._version, base.detach()
-    _forget(node)
-    result = call()
-    if base._version == version:
-        if value.recipe is not None and (recipe := value.recipe()) is not None:
-            recipe.memory = memory
-        for one in kept:
-            one.is_unfit = True
-    return result
-
-
-def _forget(node) -> None:
-    """The graph no longer shows what the result of `node` holds."""
-    Value.replaced(node).is_known = False
-
-
-def _copied_for_recipes(scope: Calls, node) -> list[Record]:
-    """Before a write to the tensor that `node` made: recipes so far take a copy, and no later one takes it.
-
-    Eager code may write to a saved tensor whose reader never runs a backward. Returns what has saved it.
-    """
-    if scope.is_filed(node):
-        scope.decide()
-    value = Value.of(node)
-    every, value.records = value.live_records(), []
-    for one in every:
-        one.copy_for_recipes()
-    return every
-
-
-def _replaced(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Sees `tensor.data = other`."""
-    return _forgotten(scope, args[0], partial(func, *args, **kwargs))
-
-
-def _aliased(scope: Calls, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Sees `detach()` and `.data`, whose result has the memory and not the graph."""
+def _cast_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes a cast to a given memory format, which the graph does not show."""
     y = func(*args, **kwargs)
-    x = _argument(args, kwargs, 0, "input")
-    if type(x) is Tensor and type(y) is Tensor and has_memory(y):
-        base = x if x._base is None else x._base
-        if base.grad_fn is not None:
-            setattr(y.untyped_storage(), _OWNER, TensorWeakRef(base))
+    if any(type(one) is torch.memory_format for one in (*args, *kwargs.values())):
+        node = _node_of(y, "ToCopyBackward0")
+        if node is not None:
+            OutputInfo.of_node(node).is_layout_known = False
     return y
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether it is a plain tensor, and not one of torch.func's."""
-    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-_OWNER = "fastvit_owner"  # of a storage: the tensor of the graph that has this memory
-_data: Any = Tensor.data
 _HANDLERS: dict[Callable, Handler] = {
-    **dict.fromkeys((F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm), _norm(4)),
-    **dict.fromkeys((F.rms_norm, torch.rms_norm), _norm(3, default=None, bias=4)),
-    F.linear: _linear,
-    **dict.fromkeys((Tensor.add, torch.add, Tensor.sub, torch.sub), _sum),
-    F.batch_norm: _batch_norm(3, 4),
-    torch.batch_norm: _batch_norm(1, 2),
-    F.instance_norm: _instance_norm(4),
-    torch.instance_norm: _instance_norm(2),
-    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution), _reads_sizes(1)),
-    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d), _reads_sizes(1)),
-    torch.conv_transpose3d: _reads_sizes(1),
-    **dict.fromkeys((F.max_pool2d, F.max_pool3d, torch.max_pool2d, torch.max_pool3d), _reads_sizes()),
-    F.dropout: _dropout,
-    torch.dropout: _dropout,
-    torch.native_dropout: _dropout,
-    Tensor.detach: _aliased,
-    torch.detach: _aliased,
-    _data.__get__: _aliased,
-    _data.__set__: _replaced,
-    Tensor.numpy: _written,
-    Tensor.__array__: _written,
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), _norm_handler("NativeLayerNormBackward0", 4)),
+    **dict.fromkeys((F.group_norm, torch.group_norm), _norm_handler("NativeGroupNormBackward0", 4, bias=3)),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), _norm_handler("FusedRmsNormBackward0", 3, default=None)),
+    F.linear: _linear_handler,
+    **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm_handler),
+    **dict.fromkeys((Tensor.add, torch.add, Tensor.sub, torch.sub), _sum_handler),
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.stack), _join_handler),
+    F.batch_norm: _batch_norm_handler(3, 4, 1, 2),
+    torch.batch_norm: _batch_norm_handler(1, 2, 3, 4),
+    F.instance_norm: _instance_norm_handler(4),
+    torch.instance_norm: _instance_norm_handler(2),
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution), _shape_only_handler(1, 2)),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d), _shape_only_handler(1, 2)),
+    torch.conv_transpose3d: _shape_only_handler(1, 2),
+    **dict.fromkeys((F.max_pool2d, F.max_pool3d, torch.max_pool2d, torch.max_pool3d), _shape_only_handler()),
+    **dict.fromkeys((F.dropout, torch.dropout, torch.native_dropout), _dropout_handler),
+    **dict.fromkeys((Tensor.to, Tensor.type, Tensor.float, Tensor.double), _cast_handler),
+    **dict.fromkeys((Tensor.half, Tensor.bfloat16), _cast_handler),
+    **write_handlers.HANDLERS,
 }
 _HANDLERS.update(
-    (function, _maybe_in_place)
-    for name, function in vars(F).items()
-    if not name.startswith("_")
-    and inspect.isfunction(function)
-    and function not in _HANDLERS
-    and "inplace" in inspect.signature(function).parameters
-)
-_WRITING = frozenset(
-    f"__{name}__"
-    for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+    (function, write_handlers.inplace_option_handler)
+    for function in write_handlers.find_inplace_options()
+    if function not in _HANDLERS
 )
 
 
 @functools.cache
-def _handler(func: Callable) -> Handler | None:
-    """What handles the calls of a function; None where nothing does."""
-    name = getattr(func, "__name__", "")
-    writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-    return _HANDLERS.get(func) or (_written if writes else None)
+def _find_handler(func: Callable) -> Handler | None:
+    """Returns what handles the calls of a function; None where nothing does."""
+    schema = write_handlers.find_schema(func)
+    if schema is not None:
+        takes_format = any(argument.name == "memory_format" for argument in schema.arguments)
+        return (
+            write_handlers.in_place_handler if schema.is_mutable else _cast_handler if takes_format else None
+        )
+    return _HANDLERS.get(func) or (
+        write_handlers.in_place_handler if write_handlers.is_in_place(func) else None
+    )
 
 
 # Methods that torch.Tensor defines in Python: Dynamo traces their `super()` in the call of a method alone.

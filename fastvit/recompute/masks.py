@@ -18,13 +18,13 @@ _REPEAT = sum(1 << 8 * i for i in range(8))
 _SPREAD = sum(1 << 9 * i for i in range(8)) - (1 << 64)  # as a signed integer
 
 
-class Mask:
-    """Stands for a tensor by a bit an element: `on` where that is set, elsewhere `off`."""
+class BitMask:
+    """Stands for a tensor by one bit an element: `true_value` where the bit is set, elsewhere `false_value`."""
 
-    __slots__ = ("dtype", "off", "on", "packed", "reason", "size", "stride")
+    __slots__ = ("dtype", "false_value", "packed", "reason", "size", "stride", "true_value")
 
-    def __init__(self, bits: Tensor, dtype: torch.dtype, on: float = 1, off: float = 0):
-        self.dtype, self.on, self.off = dtype, on, off
+    def __init__(self, bits: Tensor, dtype: torch.dtype, true_value: float = 1, false_value: float = 0):
+        self.dtype, self.true_value, self.false_value = dtype, true_value, false_value
         self.reason = "where an activation passes the gradient on, a bit an element"
         dense = torch.empty_like(bits, device="meta")  # has other strides where elements are not side by side
         if dense.stride() != bits.stride():
@@ -38,45 +38,53 @@ class Mask:
     def unpack(self) -> Tensor:
         lanes = self.packed.to(torch.int64).mul_(_REPEAT).bitwise_and_(_SPREAD)
         bits = lanes.view(torch.uint8).ne(0).as_strided(self.size, self.stride)
-        if self.off == 0:  # takes half as long on a CPU
+        if self.false_value == 0:  # takes half as long on a CPU
             ones = bits.to(self.dtype)
-            return ones if self.on == 1 else ones.mul_(self.on)
+            return ones if self.true_value == 1 else ones.mul_(self.true_value)
         like: dict[str, Any] = {"dtype": self.dtype, "device": bits.device}
-        return torch.where(bits, torch.full((), self.on, **like), torch.full((), self.off, **like))
+        return torch.where(
+            bits, torch.full((), self.true_value, **like), torch.full((), self.false_value, **like)
+        )
 
 
-def of_dropout(tensor: Tensor, p: float) -> Mask:
-    """Of dropout's mask, in which elements are 0 and 1, or 1 / (1 - p) as its dtype has it."""
+def dropout_bit_mask(tensor: Tensor, p: float) -> BitMask:
+    """Packs a dropout mask into bits. Its elements are 0 and 1, or 0 and 1 / (1 - p) rounded to its dtype."""
     one = torch.ones((), dtype=tensor.dtype)
-    mask = Mask(tensor != 0, tensor.dtype, 1 if tensor.dtype is torch.bool else one.div_(1 - p).item())
+    is_bool = tensor.dtype is torch.bool
+    mask = BitMask(tensor != 0, tensor.dtype, 1 if is_bool else one.div_(1 - p).item())
     mask.reason = "dropout's mask, kept as a bit an element"
     return mask
 
 
-def _relu(node, tensor: Tensor) -> Mask:
-    # torch compares for what it stops, so that the gradient of a NaN passes.
-    return Mask((tensor <= 0).logical_not_(), tensor.dtype)
+def _relu_mask(node, tensor: Tensor) -> BitMask:
+    # torch's relu backward zeroes the gradient where `result <= 0`, so the gradient of a NaN passes.
+    return BitMask((tensor <= 0).logical_not_(), tensor.dtype)
 
 
-def _leaky_relu(node, tensor: Tensor) -> Mask:
-    return Mask(tensor > 0, tensor.dtype)
+def _leaky_relu_mask(node, tensor: Tensor) -> BitMask:
+    return BitMask(tensor > 0, tensor.dtype)
 
 
-def _hardtanh(node, tensor: Tensor) -> Mask | None:
+def _hardtanh_mask(node, tensor: Tensor) -> BitMask | None:
+    """Asks the op's own backward, which compares half precision with its bounds in float32.
+
+    Returns None where the dtype has no number between the bounds to stand for what passes.
+    """
     low, high = node._saved_min_val, node._saved_max_val
-    if not math.isfinite(low + high):
+    wide = torch.float32 if tensor.element_size() == 2 else tensor.dtype
+    bounds = torch.tensor([low, high], dtype=torch.float64)
+    inside = ((bounds[0] + bounds[1]) / 2).to(tensor.dtype).to(wide)
+    if not bounds.to(wide)[0] < inside < bounds.to(wide)[1] or not math.isfinite(low + high):
         return None
-    inside = (tensor > low).logical_and_(tensor < high)
-    if not tensor.is_cpu:  # torch's vectors on the CPU stop the gradient of a NaN
-        inside.logical_or_(tensor.isnan())
-    return Mask(inside, tensor.dtype, (low + high) / 2, low)
+    passes = torch.ops.aten.hardtanh_backward(torch.ones_like(tensor), tensor, low, high) != 0
+    return BitMask(passes, tensor.dtype, inside.item(), math.inf)
 
 
-# By the node of an activation: which of its saved tensors decides, and the mask in its place.
-OF_ACTIVATIONS: dict[str, tuple[str, Callable[[Any, Tensor], Mask | None]]] = {
-    "ReluBackward0": ("_raw_saved_result", _relu),
-    "LeakyReluBackward0": ("_raw_saved_self", _leaky_relu),
-    "LeakyReluBackward1": ("_raw_saved_result", _leaky_relu),
-    "HardtanhBackward0": ("_raw_saved_self", _hardtanh),
-    "HardtanhBackward1": ("_raw_saved_result", _hardtanh),
+# The node name of an activation: which of its saved tensors decides, and the mask in its place.
+ACTIVATION_MASKS: dict[str, tuple[str, Callable[[Any, Tensor], BitMask | None]]] = {
+    "ReluBackward0": ("_raw_saved_result", _relu_mask),
+    "LeakyReluBackward0": ("_raw_saved_self", _leaky_relu_mask),
+    "LeakyReluBackward1": ("_raw_saved_result", _leaky_relu_mask),
+    "HardtanhBackward0": ("_raw_saved_self", _hardtanh_mask),
+    "HardtanhBackward1": ("_raw_saved_result", _hardtanh_mask),
 }

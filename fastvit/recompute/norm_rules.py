@@ -10,59 +10,62 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .packed_tensor import Operand
-from .planner import Node, Rebuild, Unknown
+from .node_reader import NodeReader, NotRecomputable
+from .planner import OpCall
+from .recipe import Operand
 
 
-def layer_norm(read: Node) -> Rebuild:
-    (eps, _), shape = read.noted(), read.number("normalized_shape")
-    arguments = _inputs(read, "input", "weight", "bias")
+def layer_norm_rule(reader: NodeReader) -> OpCall:
+    eps, shape = reader.call_args().scalar, reader.attribute("normalized_shape")
+    arguments = _inputs(reader, "input", "weight", "bias")
     return lambda x, w, b: torch.native_layer_norm(x, shape, w, b, eps)[0], arguments
 
 
-def rms_norm(read: Node) -> Rebuild:
-    (eps, _), shape = read.noted(), read.number("normalized_shape")
-    return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], _inputs(read, "input", "weight")
+def rms_norm_rule(reader: NodeReader) -> OpCall:
+    eps, shape = reader.call_args().scalar, reader.attribute("normalized_shape")
+    return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], _inputs(
+        reader, "input", "weight"
+    )
 
 
-def _inputs(read: Node, x: str, *optional: str) -> tuple[Operand, ...]:
-    return read.input(x, 0), *[read.saved(name) for name in optional]
+def _inputs(reader: NodeReader, x: str, *optional: str) -> tuple[Operand, ...]:
+    return reader.operand(x, 0), *[reader.saved_operand(name) for name in optional]
 
 
-def group_norm(read: Node) -> Rebuild:
-    eps, _ = read.noted()
-    n, c, area, groups = (read.number(name) for name in ("N", "C", "HxW", "group"))
-    arguments = *_inputs(read, "input", "weight"), read.bias(2)
+def group_norm_rule(reader: NodeReader) -> OpCall:
+    eps = reader.call_args().scalar
+    n, c, area, groups = (reader.attribute(name) for name in ("N", "C", "HxW", "group"))
+    arguments = *_inputs(reader, "input", "weight"), reader.bias(2)
     return lambda x, w, b: torch.native_group_norm(x, w, b, n, c, area, groups, eps)[0], arguments
 
 
-def batch_norm(read: Node) -> Rebuild:
-    return _batch_norm_of(read, read.number("eps"), _natively)
+def batch_norm_rule(reader: NodeReader) -> OpCall:
+    return _batch_norm_op_call(reader, reader.attribute("eps"), _native_batch_norm)
 
 
-def cudnn_batch_norm(read: Node) -> Rebuild:
-    return _batch_norm_of(read, read.number("epsilon"), _by_cudnn)
+def cudnn_batch_norm_rule(reader: NodeReader) -> OpCall:
+    return _batch_norm_op_call(reader, reader.attribute("epsilon"), _cudnn_batch_norm)
 
 
-def _batch_norm_of(read: Node, eps: float, norm: Callable[..., Tensor]) -> Rebuild:
-    """BatchNorm by `norm`, from saved mean and 1 / std, or in evaluation running mean and variance."""
-    names, training = ("result1", "result2"), read.number("training")
+def _batch_norm_op_call(reader: NodeReader, eps: float, norm: Callable[..., Tensor]) -> OpCall:
+    """Recomputes BatchNorm by `norm`, from saved mean and 1 / std, or in evaluation running mean and variance."""
+    names, training = ("result1", "result2"), reader.attribute("training")
     if not training:
         names = "running_mean", "running_var"
-    statistics = [read.saved(name) for name in names]
+    statistics = [reader.saved_operand(name) for name in names]
     if None in statistics:
-        raise Unknown
-    arguments = *_inputs(read, "input", "weight"), read.bias(2), *statistics
+        raise NotRecomputable
+    arguments = *_inputs(reader, "input", "weight"), reader.bias(2), *statistics
     return lambda *tensors: norm(*tensors, training, eps), arguments
 
 
-def _by_cudnn(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor, training: bool, eps: float):
+def _cudnn_batch_norm(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor, training: bool, eps: float):
     """Also in evaluation, which has other roundings than torch's own kernel."""
     running_mean, running_var = (None, None) if training else (mean, var)
     return torch.cudnn_batch_norm(x, w, b, running_mean, running_var, training, 0.0, eps)[0]
 
 
-def _natively(
+def _native_batch_norm(
     x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor, training: bool, eps: float
 ) -> Tensor:
     if training:
@@ -86,7 +89,9 @@ def _from_statistics(
     if x.device.type == "cpu" and wide and _is_dense(x):
         scale = invstd if w is None else invstd * w
         return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
-    return torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)[0]
+    # The dtype of the running statistics chooses the one in which the kernel computes.
+    running = [torch.zeros_like(mean), torch.ones_like(mean)] if w is None else [None, None]
+    return torch.native_batch_norm(x, w, b, *running, True, 0.0, eps)[0]
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -96,8 +101,8 @@ def _is_dense(x: Tensor) -> bool:
     return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
 
 
-def sync_batch_norm(read: Node) -> Rebuild:
+def sync_batch_norm_rule(reader: NodeReader) -> OpCall:
     """torch.nn.SyncBatchNorm, from the statistics of all ranks, which it saves."""
-    x, weight, mean, invstd, *_ = [read.packed(one.data) for one in read.node._raw_saved_tensors]
+    x, weight, mean, invstd, *_ = [reader.packed_operand(one.data) for one in reader.node._raw_saved_tensors]
     elemt: Callable[..., Tensor] = torch.batch_norm_elemt
-    return lambda *tensors: elemt(*tensors, 0.0), (x, weight, read.bias(2), mean, invstd)
+    return lambda *tensors: elemt(*tensors, 0.0), (x, weight, reader.bias(2), mean, invstd)

@@ -1,4 +1,4 @@
-"""What scopes have decided, for those who measure and check it."""
+"""Observes saved tensors for `report`, `verify` and budgets."""
 
 from __future__ import annotations
 
@@ -11,25 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masks import Mask
-from .packed_tensor import SMALLEST, Recipe, Record
-from .planner import RULES
-from .policy import OpSite, RecomputeLevel, plain
+from .masks import BitMask
+from .packed_tensor import (
+    MIN_RECOMPUTE_BYTES,
+    Kept,
+    PackedTensor,
+    Recomputed,
+    Replaced,
+)
+from .policy import OpSite, RecomputeLevel, display_op_name
+from .recipe import Recipe
+from .recompute_rules import RECOMPUTE_RULES
 
 
 @dataclass(frozen=True)
 class SavedMemory:
-    """On tensors that ops have saved: those that one recipe makes, or that have one memory.
+    """One storage, or one recipe, and the saved tensors that use it.
 
     Attributes:
-        saved: for each of them, what was noted when it was saved, and the function that unpacks it.
+        saved: for each of them, its annotation, and the function that unpacks it.
         reason: why it is kept, or the ops that rebuild it.
         kept: bytes that stay in memory, of which other decisions do not count any.
         freed: bytes that do not.
-        site: whose result is rebuilt; None where it is kept.
+        site: whose output is recomputed, or that makes the mask; None where it is kept.
         moved: bytes that rebuilding reads and writes.
         flops: of its matrix products.
         forget: drops what unpacking has made.
+        is_mask: whether a bit mask is kept in place of a tensor.
     """
 
     saved: list[tuple[Any, Callable[[], Tensor]]]
@@ -40,68 +48,102 @@ class SavedMemory:
     moved: int = 0
     flops: int = 0
     forget: Callable[[], None] = lambda: None
+    is_mask: bool = False
 
 
 class SavedTensorObserver:
-    """Sees what ops save. Holds neither the tensors nor their records.
+    """Sees what ops save. Holds neither the tensors nor what is packed.
 
     Args:
-        note: returns what is to be noted of a tensor.
+        annotate: returns what is to be remembered of a tensor.
     """
 
-    def __init__(self, note: Callable[[Tensor], Any]):
-        self._note = note
-        self._records: list[tuple[weakref.ref[Record], Any]] = []
+    def __init__(self, annotate: Callable[[Tensor], Any]):
+        self._annotate = annotate
+        self._packed_tensors: list[tuple[weakref.ref[PackedTensor], Any]] = []
 
-    def add(self, record: Record, tensor: Tensor) -> None:
-        self._records.append((weakref.ref(record), self._note(tensor)))
+    def add(self, packed: PackedTensor, tensor: Tensor) -> None:
+        self._packed_tensors.append((weakref.ref(packed), self._annotate(tensor)))
 
     def decisions(self, besides: Iterable[Tensor] = ()) -> list[SavedMemory]:
-        """The decisions on what is still saved, but not on the memory of the tensors `besides`."""
-        others = {0, *map(_address, besides)}
-        records: dict[Recipe | int, list[tuple[Any, Record]]] = defaultdict(list)  # an int for kept memory
-        for reference, note in self._records:
-            if (record := reference()) is not None:
-                key = record.recipe or _address(record.tensor)
-                if key not in others:
-                    records[key].append((note, record))
-        kept = {key for key in records if isinstance(key, int)}
+        """Returns an entry for each storage or recipe of the saved tensors that are alive.
+
+        Storages of the tensors `besides` are left out.
+        """
+        others = {0, *map(_storage_id, besides)}
+        groups = self._group_by_memory(others)
+        kept = {key for key in groups if isinstance(key, int)}
         counted, found = kept | others, []
-        for recipe, readers in records.items():
-            saved = [(note, record.unpack) for note, record in readers]
-            if isinstance(recipe, int):
-                found.append(SavedMemory(saved, *_kept(readers[0][1])))
-                continue
-            tensors = [record.tensor for one in recipe.all() for record in one.records()]
-            sizes = {_address(tensor): tensor.nbytes for tensor in tensors}
-            inputs = sum(address in kept and size >= SMALLEST for address, size in sizes.items())
-            own = sum(size for address, size in sizes.items() if address not in counted)
-            counted.update(sizes)
-            ops = list(dict.fromkeys(plain(one.value.name) for one in recipe.all()))
-            reason = f"{'its' if len(ops) == 1 else 'the'} saved input{'s' if inputs > 1 else ''}"
-            reason, value = f"recomputed by {', '.join(ops)} from {reason}", recipe.value
-            price = recipe.moved, recipe.flops
-            found.append(SavedMemory(saved, reason, own, recipe.size, value.site, *price, recipe.forget))
+        for key, readers in groups.items():
+            saved = [(annotation, packed.unpack) for annotation, packed in readers]
+            if isinstance(key, Recipe):
+                found.append(_recomputed_memory(key, saved, kept, counted))
+            else:
+                found.append(_kept_memory(readers[0][1], saved))
         return found
 
+    def _group_by_memory(self, others: set[int]) -> dict[Recipe | int, list[tuple[Any, PackedTensor]]]:
+        """Returns the packed tensors that are alive by their recipe, or by the storage that they keep."""
+        groups: dict[Recipe | int, list[tuple[Any, PackedTensor]]] = defaultdict(list)
+        for reference, annotation in self._packed_tensors:
+            if (packed := reference()) is not None:
+                state, key = packed.state, id(packed)
+                if isinstance(state, Recomputed):
+                    groups[state.recipe].append((annotation, packed))
+                    continue
+                if isinstance(state, Kept):
+                    key = _storage_id(state.tensor)
+                if key not in others:
+                    groups[key].append((annotation, packed))
+        return groups
 
-def _address(tensor: Tensor) -> int:
+
+def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
 
 
-def _kept(record: Record) -> tuple[str, int, int]:
-    """Why a record keeps its tensor; kept bytes, and freed bytes."""
-    nbytes, stand_in, value = record.tensor.untyped_storage().nbytes(), record.stand_in, record.value
-    if isinstance(stand_in, Mask):
-        return stand_in.reason, stand_in.packed.nbytes, nbytes - stand_in.packed.nbytes
-    if stand_in is not None:
-        return "handed on to the saved-tensor hooks around", nbytes, 0
-    if value is None:
-        return record.reason, nbytes, 0
-    op, level = plain(value.name), RULES.get(value.name, (RecomputeLevel.EVERY_OP, None))[0]
-    reason = f"the result of {op}, which is not repeated"
+def _recomputed_memory(
+    recipe: Recipe, saved: list[tuple[Any, Callable[[], Tensor]]], kept: set[int], counted: set[int]
+) -> SavedMemory:
+    every = recipe.in_topological_order()
+    tensors = [
+        tensor for one in every for tensor in map(_tensor_of, one.kept_operands()) if tensor is not None
+    ]
+    sizes = {_storage_id(tensor): tensor.nbytes for tensor in tensors}
+    inputs = sum(key in kept and size >= MIN_RECOMPUTE_BYTES for key, size in sizes.items())
+    own = sum(size for key, size in sizes.items() if key not in counted)
+    counted.update(sizes)
+    ops = list(dict.fromkeys(display_op_name(one.info.node_name) for one in every))
+    reason = f"{'its' if len(ops) == 1 else 'the'} saved input{'s' if inputs > 1 else ''}"
+    reason = f"recomputed by {', '.join(ops)} from {reason}"
+    price = recipe.bytes_moved, recipe.flops
+    return SavedMemory(saved, reason, own, recipe.size, recipe.info.site, *price, recipe.clear_cached_outputs)
+
+
+def _tensor_of(operand: Any) -> Tensor | None:
+    return getattr(operand.state, "tensor", None) if isinstance(operand, PackedTensor) else operand.tensor
+
+
+def _kept_memory(packed: PackedTensor, saved: list[tuple[Any, Callable[[], Tensor]]]) -> SavedMemory:
+    """Returns the entry of a packed tensor that is kept, or replaced."""
+    state, info = packed.state, packed.info
+    if isinstance(state, Replaced):
+        nbytes, mask = state.storage_nbytes, state.replacement
+        if not isinstance(mask, BitMask):
+            return SavedMemory(saved, "packed by the saved-tensor hooks around the scope", nbytes, 0)
+        kept = mask.packed.nbytes
+        return SavedMemory(saved, mask.reason, kept, nbytes - kept, packed.mask_site, nbytes, is_mask=True)
+    assert isinstance(state, Kept)
+    nbytes = state.tensor.untyped_storage().nbytes()
+    return SavedMemory(
+        saved, packed.reason if info is None else info.reason or _reason_of(info.node_name), nbytes, 0
+    )
+
+
+def _reason_of(node_name: str) -> str:
+    op, level = display_op_name(node_name), RECOMPUTE_RULES.get(node_name, (RecomputeLevel.EVERY_OP, None))[0]
     if level == RecomputeLevel.CHEAP:
-        reason = f"an input of {op} is not kept"
-    elif level == RecomputeLevel.MATMULS:
-        reason = f"the result of {op}: rebuilt with products=True, where it is no narrower than its input"
-    return value.reason or reason, nbytes, 0
+        return f"an input of {op} is not kept"
+    if level == RecomputeLevel.MATMULS:
+        return f"the result of {op}: rebuilt with products=True, where it is no narrower than its input"
+    return f"the result of {op}, which is not repeated"

@@ -1,345 +1,272 @@
-"""One pass over what a block has saved, in the order of the graph: keep, or rebuild by a recipe.
+"""`RecomputePlanner` goes once over the pending tensors of a scope, in the order of autograd's graph.
 
-Recipes are found by walking autograd's graph from a tensor to its inputs, and shared by all that read the
-same result. A node has the op's name, the tensors that the op saved, and edges to the nodes that made its
-inputs. With the same op on the same memory layout the result has the same bits. rules.py lists the ops that
-are repeated. Views are followed to their base.
+It chooses for each: keep it, or recompute it by a recipe. Recipes are found by walking the graph from an
+output to the inputs of its op, and are shared by all that read the output. A node has the op's name, the
+tensors that the op saved, and edges to the nodes that made its inputs. The same op on the same memory layout
+gives the same bits. recompute_rules.py lists the ops that are repeated. Views are followed to their base.
 
 The graph lacks the value of padding, and inputs without gradient that the op did not save. A tensor that
-depends on one of these is not rebuilt. calls.py notes the eps of a normalisation and a number that is added.
+depends on one of these is kept, unless call_observer.py has stored it.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from .packed_tensor import SMALLEST, Operand, Recipe, Record, Unread, Value, View, whole
+from .node_reader import SHARDED, NodeReader, NotRecomputable, storage_of_operand
+from .packed_tensor import MIN_RECOMPUTE_BYTES, AsStridedArgs, Kept, PackedTensor, Pending, Recomputed
+from .pins import PinnedTensor
 from .policy import Policy, RecomputeLevel
-from .views import VIEWS, of_unsafe_view, of_views, part, signed
+from .recipe import Operand, OutputInfo, Recipe, View
+from .views import follow_views, skip_unsafe_view
+from .write_tracker import WriteTracker
 
-LEAF = "torch::autograd::AccumulateGrad"
-SHARDED = "a parameter that FSDP has sharded again when the block ends"
-Rebuild = tuple[Callable[..., Tensor], tuple[Operand, ...]]  # an op and what goes into it
-Rule = Callable[["Node"], Rebuild]
-RULES: dict[str, tuple[int, Rule]] = {}  # and the least level, by the names of nodes; rules.py fills it
-
-
-class Unknown(Exception):
-    """A node lacks an argument of its op, or the argument is not kept."""
-
-
-def rule_of(name: str, policy: Policy) -> Rule | None:
-    level, rule = RULES.get(name, (RecomputeLevel.ACROSS_BLOCKS + 1, None))
-    return rule if level <= policy.level else None
-
+OpCall = tuple[Callable[..., Tensor], tuple[Operand, ...]]  # a function and its operands
+Rule = Callable[[NodeReader], OpCall]
+Rules = Mapping[str, tuple[RecomputeLevel, Rule]]  # the lowest level that uses a rule, by the name of a node
 
 # Most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast matrix
 # products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
 # residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
 # made of the one before, move 5 more each.
-_MOST_MOVED, _MOST_MOVED_IN_HALF = 24, 10
-# Most rebuilt tensors on the way to one that is kept. Across blocks the sites of a policy cut the way.
-_DEEPEST = {
+_MAX_MOVED, _MAX_MOVED_IN_HALF_PRECISION = 24, 10
+# Most recomputed tensors on the way to one that is kept. Across blocks the sites of a policy cut the way.
+_MAX_DEPTH = {
     RecomputeLevel.CHEAP: 4,
     RecomputeLevel.MATMULS: 4,
     RecomputeLevel.EVERY_OP: 32,
     RecomputeLevel.ACROSS_BLOCKS: 1000,
 }
-_MOST_OPS = 40  # in one recipe
-_LONGEST = 40  # consecutive ops whose results no op has saved
+_MAX_OPS = 40  # in one recipe
+_MAX_UNSAVED = 40  # consecutive ops whose outputs no op has saved
 
 
-class Pass:
-    """The decisions on `records`.
+class RecomputePlanner:
+    """Plans `pending` tensors.
 
     Args:
         keeps_bases: a kept view holds its base, of which recipes may take the rest.
     """
 
-    def __init__(self, policy: Policy, records: Iterable[Record], keeps_bases: bool):
-        self.policy, self.keeps_bases = policy, keeps_bases
-        self._waiting: dict[Value, list[Record]] = {}
-        for record in records:
-            assert record.value is not None
-            self._waiting.setdefault(record.value, []).append(record)
-        self._failed: set[Value] = set()  # to have a recipe
-        self._at_hand: set[Recipe] = set()  # those whose parameters FSDP has not sharded again
-        self._found: list[Recipe] = []  # so that none is looked for twice
+    def __init__(
+        self,
+        policy: Policy,
+        rules: Rules,
+        pending: Iterable[PackedTensor],
+        tracker: WriteTracker,
+        keeps_bases: bool,
+    ):
+        self.policy, self.rules, self.tracker, self.keeps_bases = policy, rules, tracker, keeps_bases
+        self._waiting: dict[OutputInfo, list[PackedTensor]] = {}
+        for packed in pending:
+            assert packed.info is not None
+            self._waiting.setdefault(packed.info, []).append(packed)
+        self._without_recipe: set[OutputInfo] = set()
+        self._unsharded: set[Recipe] = set()  # those that read no parameter that FSDP has sharded again
+        self._built: list[Recipe] = []  # held, so that none is built twice
 
-    def run(self) -> None:
-        # autograd numbers the nodes of a thread: what a node takes has a lower number. But an op in place
-        # that saves a copy of its input makes the copy's node second.
-        for value in sorted(self._waiting, key=lambda value: self._waiting[value][0].producer._sequence_nr()):
-            self.settle(value)
+    def plan(self) -> None:
+        # autograd numbers the nodes of a thread in the order of the calls, so the producers of a node's inputs
+        # have lower numbers. But an op in place that saves a copy of its input makes the copy's node second.
+        for info in sorted(
+            self._waiting, key=lambda info: _pending(self._waiting[info]).producer._sequence_nr()
+        ):
+            self.plan_output(info)
 
-    def settle(self, value: Value) -> None:
-        """Decides on `value`, where that is not done."""
-        if (records := self._waiting.pop(value, None)) is None:
+    def plan_output(self, info: OutputInfo) -> None:
+        """Plans the tensors of one output, unless they are planned already."""
+        if (every := self._waiting.pop(info, None)) is None:
             return
-        first = records[0]
-        if value.geometry is None:
-            tensor = first.tensor
-            value.geometry = first.base or (tensor.size(), tensor.stride(), tensor.storage_offset())
+        pending = _pending(every)
+        if info.as_strided_args is None:
+            info.as_strided_args = pending.base or AsStridedArgs.of(pending.tensor)
         recipe = None
         try:
-            recipe = self._chosen(value, first)
-        except Unknown as reason:
-            value.reason = str(reason)
-        for record in records:
-            tensor, record.producer = record.tensor, None
-            record.is_unfit |= not value.is_known
-            # The values of a conjugate or negative view differ from those in memory.
-            is_plain = record.base is None or not (tensor.is_neg() or tensor.is_conj())
-            if recipe is not None and is_plain:
-                recipe.adopt()
-                if record.base is not None:
-                    offset = tensor.storage_offset() - value.geometry[2]
-                    geometry = tensor.size(), tensor.stride(), offset
-                    record.geometry = None if geometry == (*value.geometry[:2], 0) else geometry
-                record.recipe = recipe
-                del record.tensor
-            elif value.is_known and is_plain and (record.base is None or self.keeps_bases):
-                value.records.append(weakref.ref(record))
+            recipe = self._choose_recipe(info, pending)
+        except NotRecomputable as reason:
+            info.reason = str(reason)
+        for packed in every:
+            self._plan_tensor(packed, info, recipe)
 
-    def _chosen(self, value: Value, first: Record) -> Recipe | None:
-        """The recipe by which `value` is rebuilt; None where it is kept.
+    def _plan_tensor(self, packed: PackedTensor, info: OutputInfo, recipe: Recipe | None) -> None:
+        state = packed.state
+        assert type(state) is Pending and info.as_strided_args is not None
+        tensor, base = state.tensor, info.as_strided_args
+        packed.is_excluded |= not info.is_content_known
+        info.packed_tensors.append(weakref.ref(packed))
+        # The values of a conjugate or negative view differ from those in memory.
+        is_plain = state.base is None or not (tensor.is_neg() or tensor.is_conj())
+        if recipe is None or not is_plain or packed.is_excluded:
+            packed.holds_base = is_plain and (state.base is None or self.keeps_bases)
+            packed.state = Kept(tensor, state.version)
+            return
+        recipe.add_consumer()
+        self._track_operands(recipe)
+        view = None
+        if state.base is not None:
+            offset = tensor.storage_offset() - base.storage_offset
+            view = AsStridedArgs(tensor.size(), tensor.stride(), offset)
+            if view == (base.size, base.stride, 0):
+                view = None
+        packed.state = Recomputed(recipe, view, tensor)
+
+    def _track_operands(self, recipe: Recipe) -> None:
+        """Lets operands take a copy before a write to their memory, as long as the scope is open."""
+        for one in recipe.in_topological_order(skip=lambda one: one.is_tracked):
+            one.is_tracked = True
+            for operand in one.kept_operands():
+                if (tensor := storage_of_operand(operand)) is not None:
+                    self.tracker.add_operand(operand, tensor)
+
+    def _choose_recipe(self, info: OutputInfo, pending: Pending) -> Recipe | None:
+        """Returns the recipe of an output; None where it is kept.
 
         Raises:
-            Unknown: it is kept for this reason.
+            NotRecomputable: it is kept for this reason.
         """
-        if not value.is_known:
+        if not info.is_content_known:
             return None
-        if math.prod(value.geometry[0]) * first.tensor.element_size() < SMALLEST:
-            raise Unknown(f"it has less than {SMALLEST} bytes")
-        if value.is_boundary and self.policy.level == RecomputeLevel.EVERY_OP:
-            raise Unknown("it goes into a block, or comes out of one")
-        if value.kept() is not None or rule_of(first.producer.name(), self.policy) is None:
+        assert info.as_strided_args is not None
+        if math.prod(info.as_strided_args.size) * pending.tensor.element_size() < MIN_RECOMPUTE_BYTES:
+            raise NotRecomputable(f"it has less than {MIN_RECOMPUTE_BYTES} bytes")
+        if info.is_block_io and self.policy.level == RecomputeLevel.EVERY_OP:
+            raise NotRecomputable("it goes into a block, or comes out of one")
+        if self._find_kept(info) is not None or self.find_rule(pending.producer.name()) is None:
             return None
-        recipe = self._found_before(value) or self._recipe(first.producer, value, 0)
-        self._refuse(value, recipe, first.in_half)
+        recipe = self._existing_recipe(info) or self._build_recipe(pending.producer, info, 0)
+        self._check_cost(info, recipe, pending.is_half_precision)
         return recipe
 
-    def _refuse(self, value: Value, recipe: Recipe, in_half: bool) -> None:
-        """Raises Unknown where the recipe costs too much, or the policy is against it."""
-        policy, deepest = self.policy, _DEEPEST[self.policy.level]
-        if recipe.depth >= deepest:
-            raise Unknown(f"its recipe goes through more than {deepest} rebuilt tensors")
-        if recipe.ops > _MOST_OPS and policy.level < RecomputeLevel.EVERY_OP:
-            raise Unknown(f"its recipe has more than {_MOST_OPS} ops")
-        share = recipe.moved / (recipe.size or 1)
-        if (
-            share > (_MOST_MOVED_IN_HALF if in_half else _MOST_MOVED)
-            and policy.level < RecomputeLevel.MATMULS
-        ):
-            raise Unknown(f"its recipe moves {share:.0f} bytes for each that it frees")
-        if against := policy.against(value.site):
-            raise Unknown(against)
+    def _check_cost(self, info: OutputInfo, recipe: Recipe, is_half_precision: bool) -> None:
+        """Raises NotRecomputable if the recipe exceeds a cost limit, or the policy excludes its site."""
+        policy, max_depth = self.policy, _MAX_DEPTH[self.policy.level]
+        if recipe.depth >= max_depth:
+            raise NotRecomputable(f"its recipe goes through more than {max_depth} recomputed tensors")
+        if recipe.ops > _MAX_OPS and policy.level < RecomputeLevel.EVERY_OP:
+            raise NotRecomputable(f"its recipe has more than {_MAX_OPS} ops")
+        factor = recipe.bytes_moved / (recipe.size or 1)
+        max_moved = _MAX_MOVED_IN_HALF_PRECISION if is_half_precision else _MAX_MOVED
+        if factor > max_moved and policy.level < RecomputeLevel.MATMULS:
+            raise NotRecomputable(f"its recipe moves {factor:.0f} bytes for each that it frees")
+        if reason := policy.reason_to_keep(info.site):
+            raise NotRecomputable(reason)
 
-    def operand(self, node, distance: int) -> Operand:
-        """The result of `node`, so many ops before the tensor that is rebuilt: what holds it, or a recipe.
+    def find_rule(self, node_name: str) -> Rule | None:
+        level, rule = self.rules.get(node_name, (RecomputeLevel.ACROSS_BLOCKS, None))
+        return rule if level <= self.policy.level else None
+
+    def level_of(self, node_name: str) -> RecomputeLevel | None:
+        """Returns the lowest level that uses the rule of a node; None where there is no rule."""
+        found = self.rules.get(node_name)
+        return None if found is None else found[0]
+
+    def find_operand(self, node, num_ops_from_target: int) -> Operand:
+        """Returns an operand for the output of `node`: the packed tensor that keeps it, or a recipe.
 
         Raises:
-            Unknown: there is neither.
+            NotRecomputable: there is neither.
         """
-        value = Value.of(node)
-        if not value.is_known:
-            raise Unknown("it was written to in ways that the graph does not show")
-        if value.records and (record := value.kept()) is not None:
-            if record.base is None:
-                return record
-            return View(record, ((torch.as_strided, *record.base),))
-        if (recipe := self._found_before(value)) is not None:
+        info = OutputInfo.of_node(node)
+        if not info.is_content_known:
+            raise NotRecomputable("it was written to in ways that the graph does not show")
+        if info in self._waiting:  # then it is planned first, and whether it is kept is known
+            self.plan_output(info)
+        if (packed := self._find_kept(info)) is not None:
+            state = packed.state
+            assert isinstance(state, Kept) and info.as_strided_args is not None
+            if AsStridedArgs.of(state.tensor) == info.as_strided_args:
+                return packed
+            return View(packed, ((torch.as_strided, *info.as_strided_args),))
+        if (recipe := self._existing_recipe(info)) is not None:
             return recipe
-        if distance >= _LONGEST or value in self._failed:
-            raise Unknown
-        return self._recipe(node, value, distance)
+        if num_ops_from_target >= _MAX_UNSAVED or info in self._without_recipe:
+            raise NotRecomputable
+        return self._build_recipe(node, info, num_ops_from_target)
 
-    def _found_before(self, value: Value) -> Recipe | None:
-        """The recipe of `value` that another reader has."""
-        recipe = None if value.recipe is None else value.recipe()
-        return None if recipe is None else self.at_hand(recipe)
+    def _find_kept(self, info: OutputInfo) -> PackedTensor | None:
+        """Returns a packed tensor that holds the memory of an output as its op left it."""
+        for packed in info.live_packed_tensors():
+            if packed.holds_base and self._is_intact(packed) and not packed.is_sharded_now():
+                return packed
+        return None
 
-    def at_hand(self, recipe: Recipe) -> Recipe:
-        """`recipe`, which may be of another block.
+    def _is_intact(self, operand: PackedTensor | PinnedTensor) -> bool:
+        if not operand.is_valid_operand():
+            return False
+        tensor = storage_of_operand(operand) if self.tracker.counts else None
+        return tensor is None or self.tracker.count_of(tensor) == operand.writes
+
+    def require_intact(self, operand: PackedTensor | PinnedTensor) -> PackedTensor | PinnedTensor:
+        """Returns `operand` if it is as it was when an op saved or pinned it.
 
         Raises:
-            Unknown: FSDP has sharded a parameter that it reads, and gathers it too late for a reader outside
-                of that block.
+            NotRecomputable: it was written to, or FSDP has sharded it.
         """
-        if recipe not in self._at_hand:
-            if any(record.is_freed() for one in recipe.all() for record in one.records()):
-                raise Unknown(SHARDED)
-            self._at_hand.add(recipe)
+        if not self._is_intact(operand):
+            raise NotRecomputable("an input was written to")
+        if operand.is_sharded_now():
+            raise NotRecomputable(SHARDED)
+        return operand
+
+    def _existing_recipe(self, info: OutputInfo) -> Recipe | None:
+        """Returns the recipe of an output that another consumer has."""
+        recipe = None if info.recipe is None else info.recipe()
+        return None if recipe is None else self.require_unsharded(recipe)
+
+    def require_unsharded(self, recipe: Recipe) -> Recipe:
+        """Returns `recipe`, which may be of another block, if its operands are available.
+
+        Raises:
+            NotRecomputable: FSDP has sharded a parameter that it reads, and gathers it too late for a consumer
+                outside of that block.
+        """
+        if recipe not in self._unsharded:
+            every = recipe.in_topological_order()
+            if any(operand.is_sharded_now() for one in every for operand in one.kept_operands()):
+                raise NotRecomputable(SHARDED)
+            self._unsharded.add(recipe)
         return recipe
 
-    def _recipe(self, node, value: Value, distance: int) -> Recipe:
-        """A new recipe for the result of `node`.
+    def _build_recipe(self, node, info: OutputInfo, num_ops_from_target: int) -> Recipe:
+        """Returns a new recipe for the output of `node`.
 
         Raises:
-            Unknown: there is none; in this pass it is not looked for again.
+            NotRecomputable: there is none; this plan does not look for it again.
         """
-        rule = rule_of(node.name(), self.policy)
+        rule = self.find_rule(node.name())
         try:
             if rule is None:
-                raise Unknown
+                raise NotRecomputable
             output = node._input_metadata[0]
             if output.is_cpp_nested_tensor:  # it has no shape
-                raise Unknown("it is nested")
-            read = Node(node, self, value, distance)
-            recipe = Recipe(value, *rule(read))
-        except Unknown:
-            self._failed.add(value)
+                raise NotRecomputable("it is nested")
+            reader = NodeReader(node, self, info, num_ops_from_target)
+            recipe = Recipe(info, *rule(reader), reader.environment)
+        except NotRecomputable:
+            self._without_recipe.add(info)
             raise
-        recipe.dtype = dtype = output.dtype
-        recipe.size = size = math.prod(output.shape) * dtype.itemsize
-        moved, flops = size, read.flops * (size // dtype.itemsize)
-        for operand in recipe.operands:
-            one = whole(operand)
-            if isinstance(one, Recipe):
-                moved += min(one.size, 2 * size)
-                recipe.ops += one.ops
-                if one.value.geometry is not None:  # rebuilt anyway, for another op that has saved it
-                    recipe.depth = max(recipe.depth, one.depth + 1)
-                else:
-                    recipe.depth = max(recipe.depth, one.depth)
-                    moved += one.moved
-                    flops += one.flops
-            elif one is not None:
-                moved += min(one.nbytes(), 2 * size)
-        recipe.moved, recipe.flops = moved, flops
-        value.recipe = weakref.ref(recipe)
-        self._at_hand.add(recipe)
-        self._found.append(recipe)
+        recipe.dtype = output.dtype
+        numel = math.prod(output.shape)
+        recipe.add_operand_costs(numel * output.dtype.itemsize, reader.flops * numel)
+        info.recipe = weakref.ref(recipe)
+        self._unsharded.add(recipe)
+        self._built.append(recipe)
         return recipe
 
-
-class Node:
-    """An autograd node, with the accessors that rules use."""
-
-    __slots__ = ("distance", "flops", "node", "search", "value")
-
-    def __init__(self, node, search: Pass, value: Value | None, distance: int):
-        self.node, self.search, self.value, self.distance = node, search, value, distance
-        self.flops = 0  # per element of the result, of a matrix product
-
-    @property
-    def policy(self) -> Policy:
-        return self.search.policy
-
-    @property
-    def edges(self):
-        return self.node.next_functions
-
-    def metadata(self):
-        return self.node._input_metadata[0]
-
-    def number(self, name: str):
-        """An option of the op, or several."""
-        return signed(getattr(self.node, f"_saved_{name}"))
-
-    def has(self, name: str) -> bool:
-        """Whether the op has saved this input."""
-        packed = getattr(self.node, f"_raw_saved_{name}").data
-        return packed is not None and type(packed) is not Unread
-
-    def saved(self, name: str) -> Operand:
-        """An input that the op saved; None where the op did not get it."""
-        return self.packed(getattr(self.node, f"_raw_saved_{name}").data)
-
-    def packed(self, packed: object) -> Operand:
-        """What an op of this scope has packed."""
-        if packed is None:
-            return None
-        if type(packed) is not Record:
-            if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
-                return Record.of(packed)
-            raise Unknown("saved outside of the scope")
-        if packed.producer is not None and packed.value is not None:
-            self.search.settle(packed.value)
-        if packed.recipe is not None:
-            recipe = self.search.at_hand(packed.recipe)
-            return recipe if packed.geometry is None else View(recipe, ((part, *packed.geometry),))
-        if not packed.is_intact():
-            raise Unknown("an input was written to")
-        if packed.is_freed():
-            raise Unknown(SHARDED)
-        return packed
-
-    def size_of(self, name: str) -> torch.Size:
-        """The size of an input that the op saved."""
-        packed = getattr(self.node, f"_raw_saved_{name}").data
-        if type(packed) is not Record:
-            raise Unknown
-        if packed.recipe is None:
-            return packed.tensor.shape
-        geometry = packed.geometry or packed.recipe.value.geometry
-        return geometry[0]
-
-    def edge(self, index: int) -> Operand:
-        """An input that requires a gradient."""
-        node, number = self.edges[index]
-        views: tuple = ()
-        while node is not None and (view := VIEWS.get(name := node.name())) is not None:
-            views = (view(node, number), *views)
-            node, number = node.next_functions[0]
-        if node is None or number:
-            raise Unknown
-        operand = self.leaf(node.variable) if name == LEAF else self.search.operand(node, self.distance + 1)
-        if not views or operand is None:
-            return operand
-        return (
-            View(operand.base, operand.views + views) if isinstance(operand, View) else View(operand, views)
-        )
-
-    def leaf(self, tensor: Tensor) -> Record:
-        """A copy of a leaf, which may be written to before the backward, since the op has not saved it."""
-        is_small = tensor.nbytes <= SMALLEST // 2 or tensor.numel() * 64 <= math.prod(self.metadata().shape)
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_small:
-            raise Unknown
-        if Record.of(tensor).is_freed():
-            raise Unknown(SHARDED)
-        return Record.of(tensor.detach().clone())
-
-    def input(self, name: str, index: int) -> Operand:
-        return self.saved(name) if self.has(name) else self.edge(index)
-
-    def noted(self) -> tuple[Any, Tensor | None]:
-        """The eps or the number of the call, and its bias where that has no gradient."""
-        call = Value.of(self.node).call
-        if call is None:
-            raise Unknown("the call was not seen")
-        return call
-
-    def bias(self, index: int) -> Operand:
-        if self.edges[index][0] is not None:
-            return self.edge(index)
-        bias = self.noted()[1]
-        return None if bias is None else Record.of(bias)
-
-    def behind(self, node) -> Node:
-        return Node(node, self.search, None, self.distance)
-
-    def is_residual(self) -> bool:
-        """Whether this sum has two terms of its shape, one a matrix product that is not kept."""
-        shape = self.metadata().shape
-        terms = [node for node, _ in self.edges]
-        if any(node is None or node._input_metadata[0].shape != shape for node in terms):
+    def is_unsaved_matmul(self, node) -> bool:
+        """Returns whether the node's tensor is the output of a matmul that is not kept."""
+        node = follow_views(node)
+        if node is None or self.level_of(skip_unsafe_view(node).name()) is not RecomputeLevel.MATMULS:
             return False
-        return any(map(self._is_unsaved_product, terms))
+        return self._find_kept(OutputInfo.of_node(node)) is None
 
-    @staticmethod
-    def _is_unsaved_product(node) -> bool:
-        node = of_views(node)
-        if (
-            node is None
-            or RULES.get(of_unsafe_view(node).name(), (RecomputeLevel.CHEAP, None))[0]
-            != RecomputeLevel.MATMULS
-        ):
-            return False
-        return Value.of(node).kept() is None
+
+def _pending(every: list[PackedTensor]) -> Pending:
+    state = every[0].state
+    assert type(state) is Pending
+    return state

@@ -6,9 +6,15 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
-# The name of a block, the name of an autograd node, and its number among those of this name in the block.
-OpSite = tuple[str, str, int]
+
+class OpSite(NamedTuple):
+    """One op call in a block: which one of the calls of this op that the block's forward makes."""
+
+    block: str
+    node_name: str  # of the autograd node of the op
+    index: int
 
 
 class RecomputeLevel(IntEnum):
@@ -22,14 +28,14 @@ class RecomputeLevel(IntEnum):
 
 @dataclass(frozen=True)
 class Policy:
-    """What a scope rebuilds.
+    """What a scope recomputes.
 
     Args:
         level: which ops a scope may recompute.
-        weight_casts: autocast's copies of weights too.
-        sites: only the results of these ops in these blocks; None for all.
-        skip: not the results of ops of these plain names in these blocks.
-        share: of the kept bytes that a budget leaves, for compiled code; 0 where it is not known.
+        weight_casts: recompute autocast's copies of weights too.
+        sites: recompute only the outputs of these op calls; None for all.
+        skip: keep the outputs of ops with these skip keys.
+        share: fraction of the kept bytes that a budget leaves. Compiled code uses it. 0 if unknown.
     """
 
     level: RecomputeLevel = RecomputeLevel.CHEAP
@@ -38,31 +44,36 @@ class Policy:
     skip: frozenset[tuple[str, str]] = frozenset()
     share: float = 1.0
 
-    def against(self, site: OpSite | None) -> str:
-        """Why the result of `site` is kept; empty where it may be rebuilt."""
+    def reason_to_keep(self, site: OpSite | None) -> str:
+        """Returns why the output of `site` is kept; empty where it may be recomputed."""
         if self.sites is not None and site not in self.sites:
             return "the budget is met without it"
-        if self.skip and site is not None and pair(site) in self.skip:
+        if self.skip and site is not None and skip_key(site) in self.skip:
             return "skipped"
         return ""
 
 
-def pair(site: OpSite) -> tuple[str, str]:
-    """The pair of `Policy.skip` that has this site."""
-    return site[0], op_name(site[1])
+def skip_key(site: OpSite) -> tuple[str, str]:
+    """Returns the pair of `Policy.skip` that has this site."""
+    return site.block, op_name(site.node_name)
 
 
-_PLAIN = {"to_copy": "cast", "clone": "copy", "reshape_alias": "view"}
+_DISPLAY_NAMES = {
+    "to_copy": "cast",
+    "clone": "copy",
+    "reshape_alias": "view",
+    "copy_slices": "write to a view",
+}
 
 
-def plain(name: str) -> str:
-    """What a report calls the op of an autograd node."""
-    op = op_name(name)
-    return _PLAIN.get(op, op)
+def display_op_name(node_name: str) -> str:
+    """Returns what a report calls the op of an autograd node."""
+    name = op_name(node_name)
+    return _DISPLAY_NAMES.get(name, name)
 
 
 @lru_cache(1024)
-def op_name(name: str) -> str:
-    """The plain name of an autograd node: `GeluBackward0` is gelu."""
-    plain = re.sub(r"((Function)?Backward\d*|<.*>)$", "", name.split("::")[-1])
+def op_name(node_name: str) -> str:
+    """Returns the plain op name of an autograd node: `GeluBackward0` is gelu."""
+    plain = re.sub(r"((Function)?Backward\d*|<.*>)$", "", node_name.split("::")[-1])
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[0-9]D)(?=[A-Z])", "_", plain).lower().removeprefix("native_")

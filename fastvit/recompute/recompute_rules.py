@@ -1,7 +1,7 @@
 """The ops that are repeated to rebuild a tensor: a table by the names of autograd's nodes.
 
 A rule reads a node and returns a function and its arguments: the same op on the same memory layout, for the
-same bits. A rule raises `Unknown` where the node lacks an argument.
+same bits. A rule raises `NotRecomputable` where the node lacks an argument.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 
 from . import norm_rules
-from .packed_tensor import Record
-from .planner import LEAF, RULES, Node, Rebuild, Rule, Unknown, rule_of
+from .node_reader import LEAF, NodeReader, NotRecomputable
+from .planner import OpCall, Rule, Rules
 from .policy import RecomputeLevel
-from .views import itself
+from .views import as_strided_in, identity
 
 _aten = torch.ops.aten
 
 
-def _unary(function: Callable[..., Tensor], *options: str, saves_input: bool = True) -> Rule:
+def _unary_rule(function: Callable[..., Tensor], *options: str, saves_input: bool = True) -> Rule:
     """An op of one tensor, and of options that its node has under these names."""
 
-    def rule(read: Node) -> Rebuild:
-        operand = read.input("self", 0) if saves_input else read.edge(0)
-        return _bound(function, *[read.number(name) for name in options]), (operand,)
+    def rule(reader: NodeReader) -> OpCall:
+        operand = reader.operand("self", 0) if saves_input else reader.graph_operand(0)
+        return _bound(function, *[reader.attribute(name) for name in options]), (operand,)
 
     return rule
 
@@ -41,195 +41,224 @@ def _bound(function: Callable[..., Tensor], *options: object) -> Callable[[Tenso
     return (lambda t: function(t, *options)) if options else function
 
 
-def _product(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
-    return lambda read: (function, (read.input("self", 0), read.input("other", 1)))
+def _binary_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]:
+    return lambda reader: (function, (reader.operand("self", 0), reader.operand("other", 1)))
 
 
-def _sum(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
-    def rule(read: Node) -> Rebuild:
-        if read.policy.level == RecomputeLevel.MATMULS and read.is_residual():
-            raise Unknown("the sum is kept instead of repeating the product that is its term")
-        alpha = read.number("alpha")
-        if read.edges[1][0] is None and (number := read.noted()[0]) is not None:
-            return lambda t: function(t, number, alpha=alpha), (read.edge(0),)
-        arguments = read.edge(0), read.edge(1)
+def _sum_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]:
+    def rule(reader: NodeReader) -> OpCall:
+        if reader.policy.level == RecomputeLevel.MATMULS and _is_residual(reader):
+            raise NotRecomputable("the sum is kept instead of repeating the product that is its term")
+        alpha = reader.attribute("alpha")
+        if reader.edges[1][0] is None and (number := reader.call_args().scalar) is not None:
+            return lambda t: function(t, number, alpha=alpha), (reader.graph_operand(0),)
+        arguments = reader.graph_operand(0), reader.graph_operand(1)
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
     return rule
 
 
-def _scaled(read: Node) -> Rebuild:
-    return _bound(torch.mul, read.number("other")), (read.edge(0),)
+def _is_residual(reader: NodeReader) -> bool:
+    """Returns whether this sum has two terms of its shape, one a matmul that is not kept."""
+    shape = reader.metadata().shape
+    terms = [node for node, _ in reader.edges]
+    if any(node is None or node._input_metadata[0].shape != shape for node in terms):
+        return False
+    return any(map(reader.planner.is_unsaved_matmul, terms))
 
 
-def _padded(read: Node) -> Rebuild:
-    if any(read.number("pad")):
-        raise Unknown  # the padding value
-    return torch.clone, (read.edge(0),)
+def _scale_rule(reader: NodeReader) -> OpCall:
+    return _bound(torch.mul, reader.attribute("other")), (reader.graph_operand(0),)
 
 
-def _native_dropout(read: Node) -> Rebuild:
-    """`input * mask * scale`."""
-    read.noted()  # that the call was one of training: the node looks the same in evaluation
-    mask, output = read.saved("result1"), read.metadata()
+def _pad_rule(reader: NodeReader) -> OpCall:
+    if any(reader.attribute("pad")):
+        raise NotRecomputable("the graph does not show the padding value")
+    return torch.clone, (reader.graph_operand(0),)
+
+
+def _native_dropout_rule(reader: NodeReader) -> OpCall:
+    """Recomputes `input * mask * scale`."""
+    reader.call_args()  # raises unless the observed call was in training; the node of an evaluation looks the same
+    mask, output = reader.saved_operand("result1"), reader.metadata()
     on_gpu = output.device.type == "cuda"
     if not on_gpu and output.dtype.itemsize == 2:  # where some versions round the scale
-        raise Unknown
-    keep = 1 - read.number("p")
+        raise NotRecomputable
+    keep = 1 - reader.attribute("p")
     if on_gpu and output.dtype is not torch.float64:
         keep = c_float(keep).value  # the kernel divides by it in float32
-    return lambda t, mask: t.mul(mask).mul_(1 / keep), (read.edge(0), mask)
+    return lambda t, mask: t.mul(mask).mul_(1 / keep), (reader.graph_operand(0), mask)
 
 
-def _addcmul(read: Node) -> Rebuild:
-    value = read.number("value")
-    arguments = (read.edge(0), read.input("tensor1", 1), read.input("tensor2", 2))
+def _addcmul_rule(reader: NodeReader) -> OpCall:
+    value = reader.attribute("value")
+    arguments = (reader.graph_operand(0), reader.operand("tensor1", 1), reader.operand("tensor2", 2))
     return lambda a, b, c: torch.addcmul(a, b, c, value=value), arguments
 
 
-def _joined(function: Callable[..., Tensor]) -> Callable[[Node], Rebuild]:
-    def rule(read: Node) -> Rebuild:
-        dim = read.number("dim")
-        arguments = tuple(read.edge(i) for i in range(len(read.edges)))
+def _join_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]:
+    def rule(reader: NodeReader) -> OpCall:
+        dim = reader.attribute("dim")
+        arguments = tuple(reader.graph_operand(i) for i in range(len(reader.edges)))
         return lambda *tensors: function(tensors, dim), arguments
 
     return rule
 
 
-def _clone(read: Node) -> Rebuild:
-    if read.value is None or read.value.geometry is None:
-        raise Unknown  # the memory format
-    return itself, (read.edge(0),)  # which is laid out in memory as the result was
+def _clone_rule(reader: NodeReader) -> OpCall:
+    if reader.info is None or reader.info.as_strided_args is None:
+        raise NotRecomputable("the graph does not show the memory format of a copy")
+    return identity, (
+        reader.graph_operand(0),
+    )  # Recipe._compute gives the output the strides of the original
 
 
-def _to_copy(read: Node) -> Rebuild:
-    output, producer = read.metadata(), read.edges[0][0]
+def _to_copy_rule(reader: NodeReader) -> OpCall:
+    output, producer = reader.metadata(), reader.edges[0][0]
     if producer is None or producer._input_metadata[0].device != output.device:
-        raise Unknown
-    if producer.name() != LEAF:
-        return _cast_to(output.dtype), (read.edge(0),)
-    weight = producer.variable
-    if read.distance and weight.dim() <= 1 and type(weight) is Parameter:  # the bias of a product
-        return _cast_to(output.dtype), (Record.of(weight.detach().clone()),)
-    if not read.policy.weight_casts or type(weight) is not Parameter:
-        raise Unknown("the cast of a weight, which is not cast again without weight_casts=True")
-    return _cast_to(output.dtype), (Record.of(weight),)
+        raise NotRecomputable
+    info = reader.info
+    if info is None or not (info.is_layout_known or info.as_strided_args):
+        raise NotRecomputable("the graph does not show the memory format of a cast")
+    if producer.name() == LEAF and not (reader.policy.weight_casts and type(producer.variable) is Parameter):
+        raise NotRecomputable("the cast of a weight, which is not cast again without weight_casts=True")
+    return _cast_to(output.dtype), (reader.graph_operand(0),)
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda t: t.to(dtype, copy=True)
 
 
-def _reshaped(read: Node) -> Rebuild:
-    """The view after a clone, in a reshape that copies, or after a product of more than two dimensions."""
-    producer = read.edges[0][0]
+def _unsafe_view_rule(reader: NodeReader) -> OpCall:
+    """Recomputes `aten._unsafe_view`, which follows a clone (a reshape that copies) or a matmul of more dimensions."""
+    producer = reader.edges[0][0]
     if producer is None:
-        raise Unknown
-    shape = tuple(read.metadata().shape)
+        raise NotRecomputable
+    shape = tuple(reader.metadata().shape)
     if producer.name() == "CloneBackward0":
-        return lambda t: t.contiguous().view(shape), (read.behind(producer).edge(0),)
-    rule = rule_of(producer.name(), read.policy)
-    if rule is not None and RULES[producer.name()][0] > RecomputeLevel.CHEAP:
-        inner = read.behind(producer)
+        return lambda t: t.contiguous().view(shape), (reader.reader_of(producer).graph_operand(0),)
+    rule, level = reader.planner.find_rule(producer.name()), reader.planner.level_of(producer.name())
+    if rule is not None and level is not RecomputeLevel.CHEAP:
+        inner = reader.reader_of(producer)
         product, arguments = rule(inner)
-        read.flops = inner.flops
+        reader.flops, reader.environment = inner.flops, inner.environment
         return lambda *tensors: product(*tensors).view(shape), arguments
-    raise Unknown
+    raise NotRecomputable
 
 
-def _addmm(read: Node) -> Rebuild:
-    alpha, beta = read.number("alpha"), read.number("beta")
-    x, weight = read.input("mat1", 1), read.input("mat2", 2)
-    _widens(read, "mat2")
-    bias = read.bias(0)
+def _addmm_rule(reader: NodeReader) -> OpCall:
+    alpha, beta = reader.attribute("alpha"), reader.attribute("beta")
+    x, weight = reader.operand("mat1", 1), reader.operand("mat2", 2)
+    _require_no_narrowing(reader, "mat2")
+    bias = reader.bias(0)
     if bias is None:
-        raise Unknown
+        raise NotRecomputable
     return lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), (bias, x, weight)
 
 
-def _mm(read: Node) -> Rebuild:
-    x, weight = read.input("self", 0), read.input("mat2", 1)
-    _widens(read, "mat2")
+def _mm_rule(reader: NodeReader) -> OpCall:
+    x, weight = reader.operand("self", 0), reader.operand("mat2", 1)
+    _require_no_narrowing(reader, "mat2")
     return torch.mm, (x, weight)
 
 
-def _widens(read: Node, weight: str) -> None:
-    """Raises Unknown for a product whose result is narrower than its input: it takes too much arithmetic.
+def _require_no_narrowing(reader: NodeReader, weight: str) -> None:
+    """Raises NotRecomputable for a product whose result is narrower than its input: it takes too much arithmetic.
 
     A budget may ask for it.
     """
-    shape = read.size_of(weight)
-    if shape[0] > shape[1] and read.policy.level < RecomputeLevel.EVERY_OP:
-        raise Unknown
-    read.flops = 2 * shape[0]
+    shape = reader.size_of(weight)
+    if shape[0] > shape[1] and reader.policy.level < RecomputeLevel.EVERY_OP:
+        raise NotRecomputable
+    reader.flops = 2 * shape[0]
 
 
-def _bmm(read: Node) -> Rebuild:
-    arguments = read.input("self", 0), read.input("mat2", 1)
-    read.flops = 2 * read.size_of("mat2")[1]
+def _bmm_rule(reader: NodeReader) -> OpCall:
+    arguments = reader.operand("self", 0), reader.operand("mat2", 1)
+    reader.flops = 2 * reader.size_of("mat2")[1]
     return torch.bmm, arguments
 
 
-def _softmax(read: Node) -> Rebuild:
-    producer, dim = read.edges[0][0], read.number("dim")
-    if producer is None or producer._input_metadata[0].dtype is not read.metadata().dtype:
-        raise Unknown
-    return lambda t: torch.softmax(t, dim), (read.edge(0),)
+def _softmax_rule(reader: NodeReader) -> OpCall:
+    producer, dim = reader.edges[0][0], reader.attribute("dim")
+    if producer is None or producer._input_metadata[0].dtype is not reader.metadata().dtype:
+        raise NotRecomputable
+    return lambda t: torch.softmax(t, dim), (reader.graph_operand(0),)
 
 
-def _attention(op: Callable[..., tuple], *masks: str, **options: bool) -> Rule:
-    """The same op once more, but with dropout, whose mask it does not return."""
+def _attention_rule(op: Callable[..., tuple], *masks: str, **options: bool) -> Rule:
+    """Returns the rule of attention without dropout; with dropout the op does not return its mask."""
     names = "query", "key", "value", *masks
 
-    def rule(read: Node) -> Rebuild:
-        if read.number("dropout_p"):
-            raise Unknown
-        read.flops = 4 * read.size_of("key")[-2]
-        given = options | {name: read.number(name) for name in ("is_causal", "scale")}
-        arguments = *map(read.input, names[:3], range(3)), *map(read.saved, masks)
+    def rule(reader: NodeReader) -> OpCall:
+        if reader.attribute("dropout_p"):
+            raise NotRecomputable
+        reader.flops = 4 * reader.size_of("key")[-2]
+        given = options | {name: reader.attribute(name) for name in ("is_causal", "scale")}
+        arguments = *map(reader.operand, names[:3], range(3)), *map(reader.saved_operand, masks)
         return lambda *tensors: op(**dict(zip(names, tensors, strict=True)), **given)[0], arguments
 
     return rule
 
 
-def _convolution(read: Node) -> Rebuild:
-    """The same kernel, as far as torch chooses it by the operands alone: not where cuDNN tries several."""
-    if read.metadata().device.type == "cuda" and torch.backends.cudnn.benchmark:
-        raise Unknown("cuDNN may choose another kernel, in its benchmark mode")
-    x, weight = read.input("input", 0), read.input("weight", 1)
-    has_bias = len(read.edges) > 2 and read.edges[2][0] is not None
-    if not has_bias and any(read.number("bias_sym_sizes_opt") or ()):
-        raise Unknown  # it has no gradient
+def _convolution_rule(reader: NodeReader) -> OpCall:
+    """Recomputes a convolution by the same kernel, which operands and settings choose; cuDNN's benchmark does not."""
+    if reader.metadata().device.type == "cuda" and torch.backends.cudnn.benchmark:
+        raise NotRecomputable("cuDNN may choose another kernel, in its benchmark mode")
+    x, weight = reader.operand("input", 0), reader.operand("weight", 1)
+    has_bias = reader.edges[2][0] is not None or any(reader.attribute("bias_sym_sizes_opt") or ())
     names = "stride", "padding", "dilation", "transposed", "output_padding", "groups"
-    options = [read.number(name) for name in names]
-    read.flops = 2 * math.prod(read.size_of("weight")[1:])
-    return lambda x, w, b: torch.convolution(x, w, b, *options), (
-        x,
-        weight,
-        read.edge(2) if has_bias else None,
-    )
+    options = [reader.attribute(name) for name in names]
+    reader.flops = 2 * math.prod(reader.size_of("weight")[1:])
+    operands = x, weight, reader.bias(2) if has_bias else None
+    return lambda x, w, b: torch.convolution(x, w, b, *options), operands
 
 
-def _layer(read: Node) -> Rebuild:
-    """fastvit's own layers: the function of a node says how its result is made from what it has saved."""
-    node = read.node
+def _copy_slices_rule(reader: NodeReader) -> OpCall:
+    """Recomputes the base of a view to which an op in place has written."""
+    call, info = reader.call_args(), reader.info
+    if call.in_place is None or info is None or info.as_strided_args is None:
+        raise NotRecomputable("a part of it was written to")
+    write, (size, stride, offset), copies = call.in_place
+    base, copy = info.as_strided_args, next((copy for one in copies if (copy := one()) is not None), None)
+
+    def written(tensor: Tensor) -> Tensor:
+        memory = torch.empty_strided(base.size, base.stride, dtype=tensor.dtype, device=tensor.device)
+        view = as_strided_in(memory, size, stride, offset - base.storage_offset)
+        if copy is None:
+            memory.copy_(tensor)
+        else:
+            view.copy_(tensor)
+        write(view)
+        return memory
+
+    # The op has saved a copy of the view: it is an operand if there is nothing else in the base.
+    if copy is not None and math.prod(size) == math.prod(base.size):
+        return written, (reader.packed_operand(copy),)
+    copy = None
+    return written, (reader.graph_operand(0),)
+
+
+def _layer_rule(reader: NodeReader) -> OpCall:
+    """Recomputes the output of a fastvit layer. Its autograd Function provides `rebuilding(ctx)`."""
+    node = reader.node
     rebuild, unsaved = node._forward_cls.rebuilding(node), getattr(node, "fastvit_unsaved", {})
     if rebuild is None:
-        raise Unknown("the layer keeps its output")
+        raise NotRecomputable("the layer keeps its output")
     return rebuild, tuple(
-        read.edge(unsaved[i]) if i in unsaved else read.packed(one.data)
+        reader.graph_operand(unsaved[i]) if i in unsaved else reader.packed_operand(one.data)
         for i, one in enumerate(node._raw_saved_tensors)
     )
 
 
 _CHEAP: dict[str, Rule] = {
-    "NativeLayerNormBackward0": norm_rules.layer_norm,
-    "FusedRmsNormBackward0": norm_rules.rms_norm,
-    "NativeGroupNormBackward0": norm_rules.group_norm,
-    "NativeBatchNormBackward0": norm_rules.batch_norm,
-    "CudnnBatchNormBackward0": norm_rules.cudnn_batch_norm,
-    "SyncBatchNormBackward": norm_rules.sync_batch_norm,
-    "MaxPool2DWithIndicesBackward0": _unary(
+    "NativeLayerNormBackward0": norm_rules.layer_norm_rule,
+    "FusedRmsNormBackward0": norm_rules.rms_norm_rule,
+    "NativeGroupNormBackward0": norm_rules.group_norm_rule,
+    "NativeBatchNormBackward0": norm_rules.batch_norm_rule,
+    "CudnnBatchNormBackward0": norm_rules.cudnn_batch_norm_rule,
+    "SyncBatchNormBackward": norm_rules.sync_batch_norm_rule,
+    "MaxPool2DWithIndicesBackward0": _unary_rule(
         lambda *arguments: _aten.max_pool2d_with_indices(*arguments)[0],
         "kernel_size",
         "stride",
@@ -237,42 +266,43 @@ _CHEAP: dict[str, Rule] = {
         "dilation",
         "ceil_mode",
     ),
-    "AvgPool2DBackward0": _unary(
+    "AvgPool2DBackward0": _unary_rule(
         F.avg_pool2d, "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
     ),
-    "GeluBackward0": _unary(lambda t, approximate: F.gelu(t, approximate=approximate), "approximate"),
-    "SiluBackward0": _unary(F.silu),
-    "MishBackward0": _unary(F.mish),
-    "HardswishBackward0": _unary(F.hardswish),
-    "HardsigmoidBackward0": _unary(F.hardsigmoid),
-    "HardtanhBackward0": _unary(F.hardtanh, "min_val", "max_val"),
-    "LeakyReluBackward0": _unary(F.leaky_relu, "negative_slope"),
-    "LeakyReluBackward1": _unary(F.leaky_relu, "negative_slope", saves_input=False),
-    "EluBackward0": _unary(_aten.elu, "alpha", "scale", "input_scale"),
-    "EluBackward1": _unary(_aten.elu, "alpha", "scale", "input_scale", saves_input=False),
-    "ClampBackward1": _unary(torch.clamp, "min", "max"),
-    "GluBackward0": _unary(F.glu, "dim"),
-    "ReluBackward0": _unary(torch.relu, saves_input=False),
-    "SigmoidBackward0": _unary(torch.sigmoid, saves_input=False),
-    "TanhBackward0": _unary(torch.tanh, saves_input=False),
-    "NativeDropoutBackward0": _native_dropout,
-    "NegBackward0": _unary(torch.neg, saves_input=False),
-    "PowBackward0": _unary(torch.pow, "exponent"),
-    "MulBackward0": _product(torch.mul),
-    "MulBackward1": _scaled,
-    "DivBackward0": _product(torch.div),
-    "AddBackward0": _sum(torch.add),
-    "SubBackward0": _sum(torch.sub),
-    "AddcmulBackward0": _addcmul,
-    "CatBackward0": _joined(torch.cat),
-    "StackBackward0": _joined(torch.stack),
-    "RollBackward0": _unary(torch.roll, "shifts", "dims", saves_input=False),
-    "RepeatBackward0": _unary(Tensor.repeat, "repeats", saves_input=False),
-    "ConstantPadNdBackward0": _padded,
-    "CloneBackward0": _clone,
-    "UnsafeViewBackward0": _reshaped,
-    "ToCopyBackward0": _to_copy,
-    **dict.fromkeys((f"{name}FunctionBackward" for name in ("BatchNorm", "LayerNorm", "Act")), _layer),
+    "GeluBackward0": _unary_rule(lambda t, approximate: F.gelu(t, approximate=approximate), "approximate"),
+    "SiluBackward0": _unary_rule(F.silu),
+    "MishBackward0": _unary_rule(F.mish),
+    "HardswishBackward0": _unary_rule(F.hardswish),
+    "HardsigmoidBackward0": _unary_rule(F.hardsigmoid),
+    "HardtanhBackward0": _unary_rule(F.hardtanh, "min_val", "max_val"),
+    "LeakyReluBackward0": _unary_rule(F.leaky_relu, "negative_slope"),
+    "LeakyReluBackward1": _unary_rule(F.leaky_relu, "negative_slope", saves_input=False),
+    "EluBackward0": _unary_rule(_aten.elu, "alpha", "scale", "input_scale"),
+    "EluBackward1": _unary_rule(_aten.elu, "alpha", "scale", "input_scale", saves_input=False),
+    "ClampBackward1": _unary_rule(torch.clamp, "min", "max"),
+    "GluBackward0": _unary_rule(F.glu, "dim"),
+    "ReluBackward0": _unary_rule(torch.relu, saves_input=False),
+    "SigmoidBackward0": _unary_rule(torch.sigmoid, saves_input=False),
+    "TanhBackward0": _unary_rule(torch.tanh, saves_input=False),
+    "NativeDropoutBackward0": _native_dropout_rule,
+    "NegBackward0": _unary_rule(torch.neg, saves_input=False),
+    "PowBackward0": _unary_rule(torch.pow, "exponent"),
+    "MulBackward0": _binary_rule(torch.mul),
+    "MulBackward1": _scale_rule,
+    "DivBackward0": _binary_rule(torch.div),
+    "AddBackward0": _sum_rule(torch.add),
+    "SubBackward0": _sum_rule(torch.sub),
+    "AddcmulBackward0": _addcmul_rule,
+    "CatBackward0": _join_rule(torch.cat),
+    "StackBackward0": _join_rule(torch.stack),
+    "RollBackward0": _unary_rule(torch.roll, "shifts", "dims", saves_input=False),
+    "RepeatBackward0": _unary_rule(Tensor.repeat, "repeats", saves_input=False),
+    "ConstantPadNdBackward0": _pad_rule,
+    "CloneBackward0": _clone_rule,
+    "UnsafeViewBackward0": _unsafe_view_rule,
+    "ToCopyBackward0": _to_copy_rule,
+    "torch::autograd::CopySlices": _copy_slices_rule,
+    **dict.fromkeys((f"{name}FunctionBackward" for name in ("BatchNorm", "LayerNorm", "Act")), _layer_rule),
 }
 
 
@@ -283,27 +313,30 @@ def cheap_ops() -> set[OpOverloadPacket]:
     return {op for op in ops if op is not None}  # layers in Python are no ops
 
 
-_PRODUCTS: dict[str, Rule] = {"AddmmBackward0": _addmm, "MmBackward0": _mm}
+_MATMULS: dict[str, Rule] = {"AddmmBackward0": _addmm_rule, "MmBackward0": _mm_rule}
 
-_DEEP: dict[str, Rule] = {
-    "ConvolutionBackward0": _convolution,
-    "BmmBackward0": _bmm,
-    "SoftmaxBackward0": _softmax,
-    "ScaledDotProductFlashAttentionForCpuBackward0": _attention(
+_EVERY_OP: dict[str, Rule] = {
+    "ConvolutionBackward0": _convolution_rule,
+    "BmmBackward0": _bmm_rule,
+    "SoftmaxBackward0": _softmax_rule,
+    "ScaledDotProductFlashAttentionForCpuBackward0": _attention_rule(
         _aten._scaled_dot_product_flash_attention_for_cpu, "attn_mask"
     ),
-    "ScaledDotProductFlashAttentionBackward0": _attention(_aten._scaled_dot_product_flash_attention),
-    "ScaledDotProductEfficientAttentionBackward0": _attention(
+    "ScaledDotProductFlashAttentionBackward0": _attention_rule(_aten._scaled_dot_product_flash_attention),
+    "ScaledDotProductEfficientAttentionBackward0": _attention_rule(
         _aten._scaled_dot_product_efficient_attention, "attn_bias", compute_log_sumexp=True
     ),
-    "ScaledDotProductCudnnAttentionBackward0": _attention(
+    "ScaledDotProductCudnnAttentionBackward0": _attention_rule(
         _aten._scaled_dot_product_cudnn_attention, "attn_bias", compute_log_sumexp=True
     ),
 }
 
-for _level, _rules in (
-    (RecomputeLevel.CHEAP, _CHEAP),
-    (RecomputeLevel.MATMULS, _PRODUCTS),
-    (RecomputeLevel.EVERY_OP, _DEEP),
-):
-    RULES.update((name, (_level, rule)) for name, rule in _rules.items())
+RECOMPUTE_RULES: Rules = {
+    name: (level, rule)
+    for level, rules in (
+        (RecomputeLevel.CHEAP, _CHEAP),
+        (RecomputeLevel.MATMULS, _MATMULS),
+        (RecomputeLevel.EVERY_OP, _EVERY_OP),
+    )
+    for name, rule in rules.items()
+}

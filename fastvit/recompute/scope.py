@@ -1,13 +1,13 @@
-"""One recompute scope: the saved-tensor hooks, and the decisions at the end of a block.
+"""A `Scope` owns the saved-tensor hooks and the call observer of one recompute scope.
 
-The pack hook files a record of every tensor that autograd saves, and nothing else. At the end of a block, or
-after so many records, one pass over them (decide.py) decides what is kept, rebuilt or dropped to a mask. By
-then all that the block saves is known: queries and keys are saved before the values with which they share
-memory. The op and the inputs of a tensor come from autograd's graph, and what the graph lacks from the ops'
-calls (calls.py).
+The pack hook returns a `PackedTensor` for every saved tensor and adds it to the pending list. It plans nothing.
+At the end of a block, or after so many pending tensors, one plan over them (planner.py) chooses what is kept,
+recomputed or replaced by a mask. By then all that the block saves is known: queries and keys are saved before
+the values with which they share memory.
 
-No tensor is kept only for a recipe, except copies of small leaves and masks. Records are referred to weakly:
-a scope holds no tensors.
+What a recipe reads is taken when the op runs: the pack hook pins small tensors, and the call observer those
+that the op does not save. No tensor is kept only for a recipe, except pinned copies and masks. Pending tensors
+are referred to weakly: a scope holds no tensors.
 
 After Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
 arXiv:1604.06174.
@@ -24,160 +24,282 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import masks, recompute_rules  # noqa: F401  # rules fills the tables of graph
-from .call_observer import Calls
+from . import masks
+from .call_observer import CallObserver
+from .environment import current_environment
+from .node_reader import LEAF
 from .observer import SavedTensorObserver
-from .packed_tensor import SMALLEST, HandedOn, Record, Unread, Value, alive, stream_of, unpack
-from .planner import Pass
-from .policy import Policy, RecomputeLevel, plain
-from .views import VIEWS, leads_to, of_unsafe_view
+from .packed_tensor import (
+    MIN_RECOMPUTE_BYTES,
+    AsStridedArgs,
+    Kept,
+    PackedShape,
+    PackedTensor,
+    Pending,
+    unpack_hook,
+)
+from .pins import PinnedTensor, is_small
+from .planner import RecomputePlanner
+from .policy import OpSite, Policy, RecomputeLevel, display_op_name
+from .recipe import CallArgs, OutputInfo, dereference
+from .recompute_rules import RECOMPUTE_RULES
+from .views import VIEWS, reaches_through_views, skip_unsafe_view
 
-_NO_OP = "no op of the graph made it: an input, a constant, indices, compiled code"
+_NO_OP = "it is not the output of an autograd node (an input, a constant, indices, or compiled code)"
 _autograd = torch._C._autograd
-_transforms = torch._C._functorch.peek_interpreter_stack
-_modes = torch._C._len_torch_function_stack
-_autocast = torch._C._is_any_autocast_enabled
-MOST_FILED = 512  # records without a decision
+_peek_transform = torch._C._functorch.peek_interpreter_stack
+_len_modes = torch._C._len_torch_function_stack
+_is_autocast_on = torch._C._is_any_autocast_enabled
+MAX_PENDING = 512  # tensors without a plan
+_CHECK_EVERY = 16  # saved tensors
 
 Hooks = tuple[Callable, Callable]
 
 
-def top_hooks() -> Hooks | None:
-    """The saved-tensor hooks that autograd calls now."""
+def current_saved_tensor_hooks() -> Hooks | None:
+    """Returns the saved-tensor hooks that autograd calls now."""
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
-class Scope(Calls):
+class Scope:
     """One open scope."""
 
     policy: Policy
     block: str  # whose forward runs
 
-    def __init__(self, watcher: SavedTensorObserver | None = None):
-        super().__init__()
-        self._outer: Hooks | None = None  # hooks around this scope, to which kept tensors are handed on
-        self._filed: list[weakref.ref[Record]] = []
-        self._counts: dict[str, Counter[str]] = defaultdict(Counter)  # of a block's sites, by the op's name
-        self._watcher = watcher
+    def __init__(
+        self, saved_tensor_observer: SavedTensorObserver | None, close_dead_scopes: Callable[[], None]
+    ):
+        self._close_dead_scopes = close_dead_scopes
+        self._is_open = True
+        self._num_packed = 0
+        self._pinned: list[weakref.ref[PackedTensor]] = []
+        self._calls = CallObserver(self)
+        self._tracker = self._calls.tracker
+        self._outer: Hooks | None = None  # hooks around this scope, through which kept tensors go
+        self._pending: list[weakref.ref[PackedTensor]] = []
+        self._num_sites: dict[str, Counter[str]] = defaultdict(Counter)  # of a block, by the name of a node
+        self._saved_tensor_observer = saved_tensor_observer
 
     def enter(self) -> None:
-        self._outer = top_hooks()
-        _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
-        self.__enter__()
+        self._outer = current_saved_tensor_hooks()
+        _autograd._push_saved_tensors_default_hooks(self.pack, unpack_hook)
+        self._calls.push()
 
     def leave(self) -> None:
-        self.__exit__(None, None, None)
-        _autograd._pop_saved_tensors_default_hooks()
+        """Removes the hooks and the mode, wherever they lie: an exception may have left others above them.
+
+        Where something has popped the scope's hooks in place of its own, those are removed.
+        """
+        self._is_open = False
+        for packed in dereference(self._pinned):  # recipes hold the pins that they read
+            packed.pin, packed.is_excluded = None, True
+        self._calls.remove()
+        every = []
+        while (hooks := current_saved_tensor_hooks()) is not None:
+            every.append(hooks)
+            _autograd._pop_saved_tensors_default_hooks()
+        stale = next((one for one in every if one[0] == self.pack), self._outer)
+        if stale in every:
+            every.remove(stale)
+        for hooks in reversed(every):
+            _autograd._push_saved_tensors_default_hooks(*hooks)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Without the hooks for a while."""
+    def suspended(self) -> Iterator[None]:
+        """Removes the scope's hooks inside the `with` statement."""
         _autograd._pop_saved_tensors_default_hooks()
         try:
             yield
         finally:
-            _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
+            _autograd._push_saved_tensors_default_hooks(self.pack, unpack_hook)
 
-    def begin(self, policy: Policy, block: str) -> None:
-        """The forward of `block` begins."""
+    def enter_block(self, policy: Policy, block: str) -> None:
         self.policy, self.block = policy, block
-        self._counts[block].clear()
+        self._num_sites[block].clear()
 
-    def mark(self, tensors: Iterable[object]) -> None:
-        """These go into a block, or come out of one."""
+    def mark_block_io(self, tensors: Iterable[object]) -> None:
+        """Marks the inputs or outputs of a block."""
         if self.policy.level == RecomputeLevel.EVERY_OP:
             with torch._C.DisableTorchFunction():
                 for tensor in tensors:
-                    if type(tensor) is Tensor and (tensor._base is None or tensor._base.grad_fn is not None):
+                    if isinstance(tensor, Tensor):
                         node: Any = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
                         if node is not None:
-                            Value.of(node).is_boundary = True
+                            OutputInfo.of_node(node).is_block_io = True
 
-    def pack(self, tensor: Tensor) -> Record | Unread:
-        if _modes():  # they would see each attribute that is read here
+    def pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
+        """The pack hook."""
+        if _len_modes() or type(tensor) is not Tensor:  # they would intercept every attribute access below
             with torch._C.DisableTorchFunction():
                 return self._pack(tensor)
         return self._pack(tensor)
 
-    def _pack(self, tensor: Tensor) -> Record | Unread:
-        node = tensor.grad_fn
-        if self.unread is not None and node is not None and self.unread == tensor.size():
-            return Unread(tensor)
-        record = Record()
-        record.version = tensor._version
-        if tensor.is_cuda:
-            record.stream = stream_of(tensor)
+    def _pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
+        node, calls = tensor.grad_fn, self._calls
+        self._num_packed += 1
+        if not self._num_packed % _CHECK_EVERY:
+            self._close_dead_scopes()  # this one may be, and then it keeps what other models save
+        if calls.shape_only_size is not None and node is not None and calls.shape_only_size == tensor.size():
+            return PackedShape(tensor)
         if node is None:
-            record.tensor, record.reason = tensor if tensor.is_leaf else tensor.detach(), _NO_OP
-            if self.dropout is not None and tensor.nbytes >= SMALLEST and type(tensor) is Tensor:
-                record.stand_by(masks.of_dropout(tensor, self.dropout))  # drawing takes ten times as long
+            packed = self._pack_leaf(tensor)
         else:
-            self._file(record, tensor, node)
-        if self._outer is not None and record.producer is None and record.stand_in is None:
-            record.stand_by(HandedOn(record.tensor, *self._outer))
-        if self._watcher is not None:
-            self._watcher.add(record, tensor)
-        return record
+            packed = self._pack_output(tensor, node)
+        packed.environment = current_environment(tensor.is_cuda)
+        if self._tracker.counts:
+            packed.writes = self._tracker.count_of(tensor)
+        if self._outer is not None and type(packed.state) is Kept:
+            packed.pack_by_outer_hooks(*self._outer)
+        if self._saved_tensor_observer is not None:
+            self._saved_tensor_observer.add(packed, tensor)
+        return packed
 
-    def _file(self, record: Record, tensor: Tensor, node) -> None:
-        """Notes what the decision needs, unless the tensor is kept for certain."""
-        if len(self._filed) >= MOST_FILED:
-            self.decide()
+    def _pack_leaf(self, tensor: Tensor) -> PackedTensor:
+        """Packs a tensor without a node, and pins it for recipes if it is small."""
+        packed = PackedTensor(Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version))
+        packed.reason = _NO_OP
+        p = self._calls.running_dropout_p
+        if p is not None and tensor.nbytes >= MIN_RECOMPUTE_BYTES and type(tensor) is Tensor:
+            # The mask is packed instead of drawn again: drawing random numbers takes ten times as long.
+            packed.replace_tensor(masks.dropout_bit_mask(tensor, p))
+        elif tensor.is_floating_point() and is_small(tensor):
+            if not any(one is tensor for one in self._calls.not_operands):
+                packed.pin = PinnedTensor(tensor)
+                self._pinned.append(weakref.ref(packed))
+        return packed
+
+    def _pack_output(self, tensor: Tensor, node: Any) -> PackedTensor:
+        """Packs an output of a node, or a view of one. Without a plan where it is kept for certain."""
+        if len(self._pending) >= MAX_PENDING:
+            self.plan_pending()
         base = tensor._base
-        if tensor.is_nested or (base is not None and base.is_nested):  # it has no size
-            record.tensor = tensor.detach()
-            return
-        if base is None:
-            producer, base = node, tensor
-        else:
-            producer = base.grad_fn
-            if producer is None:  # a view of a leaf, such as a transposed weight
-                record.tensor = tensor if node.name() in VIEWS else tensor.detach()
-                record.reason = _NO_OP
-                return
-            record.base = base.size(), base.stride(), base.storage_offset()
-        record.tensor = tensor.detach()  # an op's own output refers to its node, and the node to this record
-        record.block, record.producer = self.block, producer
-        record.in_half = base.element_size() == 2 or _autocast()
-        # The graph shows neither which of several results this is, nor a cast of the memory.
-        is_known = not base.output_nr and base.dtype is tensor.dtype and type(tensor) is Tensor
-        if is_known and record.version and not self._is_written_once(base, producer):
-            is_known, record.is_unfit = False, True  # it may be written to so again
-        is_known = is_known and leads_to(node, tensor.output_nr, producer)
-        if not is_known or tensor.layout is not torch.strided or _transforms() is not None:
-            record.producer = record.base = None
-            op = plain(of_unsafe_view(producer).name())
-            record.reason = f"one of several results of {op}, or written to before it was saved"
-            return
-        self._filed.append(weakref.ref(record))
+        producer: Any = node if base is None else base.grad_fn
+        version = tensor._version
+        if producer is None:  # a view of a leaf, such as a transposed weight
+            held = tensor if node.name() in VIEWS else tensor.detach()
+            packed = PackedTensor(Kept(held, version))
+            packed.reason = _NO_OP
+            return packed
+        # An op's own output refers to its node, and the node to what is packed: only detached it makes no cycle.
+        held = tensor.detach()
+        if not self._is_open:
+            return PackedTensor(Kept(held, version))
+        reason = self._reason_to_keep(tensor, node, tensor if base is None else base, producer)
+        if reason is not None:
+            packed = PackedTensor(Kept(held, version))
+            packed.reason, packed.is_excluded = reason, version > 0
+            return packed
+        is_half_precision = (tensor if base is None else base).element_size() == 2 or _is_autocast_on()
+        pending = Pending(held, version, producer, self.block, is_half_precision)
+        if base is not None:
+            pending.base = AsStridedArgs.of(base)
+        packed = PackedTensor(pending)
+        if self.policy.weight_casts and producer.name() == "ToCopyBackward0":
+            self._pin_weight(producer)
+        self._pending.append(weakref.ref(packed))
+        if self._calls.in_place_copies is not None and producer.name() == "CloneBackward0":
+            self._calls.in_place_copies.append(weakref.ref(packed))
+        return packed
 
-    def _is_written_once(self, base: Tensor, node) -> bool:
-        """Whether all writes to `base` are ops in place that the graph shows, the last one being `node`."""
-        value, written = Value.of(node), self.written
-        if written is not None and written[0] is base and written[1] == base._version:
-            value.version = base._version  # the op saves its result before its call returns
-        version = getattr(node, "fastvit_written", None) if value.version is None else value.version
+    def _reason_to_keep(self, tensor: Tensor, node: Any, base: Tensor, producer: Any) -> str | None:
+        """Returns why an output is kept for certain; None where the planner is to look."""
+        if tensor.is_nested or base.is_nested:
+            return "it is nested"
+        # The graph shows neither which of several outputs this is, nor a cast of the memory.
+        is_known = not base.output_nr and base.dtype is tensor.dtype and tensor.layout is torch.strided
+        if is_known and tensor._version:
+            is_known = self._has_only_tracked_writes(base, producer)
+        if is_known and reaches_through_views(node, tensor.output_nr, producer) and _peek_transform() is None:
+            return None
+        op = display_op_name(skip_unsafe_view(producer).name())
+        return f"one of several outputs of {op}, or written to before it was saved"
+
+    def _has_only_tracked_writes(self, base: Tensor, node: Any) -> bool:
+        """Returns whether all writes to `base` are ops in place that the graph shows, the last one `node`."""
+        info, expected = OutputInfo.of_node(node), self._calls.expected_write
+        if expected is not None and expected[0] is base and expected[1] == base._version:
+            info.expected_version = base._version  # the op saves its output before its call returns
+        version = info.expected_version
+        if version is None:
+            version = getattr(node, "fastvit_written", None)
         return version == base._version
 
-    def is_filed(self, node) -> bool:
-        return any(record.producer is node for record in alive(self._filed))
+    def _pin_weight(self, cast: Any) -> None:
+        """Pins the weight that autocast has cast, when the cast is saved first."""
+        weight, info = cast.next_functions[0][0], OutputInfo.of_node(cast)
+        if info.call is None and weight is not None and weight.name() == LEAF:
+            info.call = CallArgs(leaves=(self._calls.pin(weight.variable),))
 
-    def decide(self) -> None:
-        filed, self._filed = self._filed, []
-        if filed:
-            with torch._C.DisableTorchFunction():  # modes would see each attribute that is read here
-                self._decide(alive(filed))
+    def plan_pending(self) -> None:
+        """Plans all that is pending. Whatever raises, what is pending is kept."""
+        pending, self._pending = dereference(self._pending), []
+        if not pending:
+            return
+        with torch._C.DisableTorchFunction():  # modes would intercept every attribute access
+            try:
+                self._plan(pending)
+            finally:
+                _keep(pending)
 
-    def _decide(self, records: list[Record]) -> None:
-        for record in records:
-            record.value = value = Value.of(record.producer)
-            if value.site is None:
-                counts = self._counts[record.block]
-                counts[value.name] += 1
-                value.site = record.block, value.name, counts[value.name]
-        Pass(self.policy, records, self._outer is None).run()
-        for record in records:
-            if record.mask_of is not None:
-                record.reduce_to_mask()
-            if record.recipe is None and self._outer is not None and record.stand_in is None:
-                record.stand_by(HandedOn(record.tensor, *self._outer))
+    def abandon(self) -> None:
+        """Keeps all that is pending, without a plan."""
+        pending, self._pending = dereference(self._pending), []
+        _keep(pending)
+
+    def _plan(self, pending: list[PackedTensor]) -> None:
+        for packed in pending:
+            state = packed.state
+            assert type(state) is Pending
+            packed.info = info = OutputInfo.of_node(state.producer)
+            if info.site is None:
+                info.site = self._next_site(state.block, info.node_name)
+        for packed in pending:
+            if packed.make_mask is not None and self._reason_against_mask(packed):
+                packed.make_mask = None
+        unsettled = self._tracker.settle_lent(pending)
+        keeps_bases = self._outer is None
+        RecomputePlanner(self.policy, RECOMPUTE_RULES, pending, self._tracker, keeps_bases).plan()
+        for info in unsettled:
+            info.is_content_known = True
+        for packed in pending:
+            if packed.make_mask is not None:
+                self._replace_by_mask(packed)
+            if self._outer is not None and type(packed.state) is Kept:
+                packed.pack_by_outer_hooks(*self._outer)
+
+    def _next_site(self, block: str, node_name: str) -> OpSite:
+        counts = self._num_sites[block]
+        counts[node_name] += 1
+        return OpSite(block, node_name, counts[node_name])
+
+    def _reason_against_mask(self, packed: PackedTensor) -> str:
+        """Returns why the policy is against the mask that an activation makes of what it has saved."""
+        info = OutputInfo.of_node(packed.mask_node)
+        if info.site is None:
+            info.site = self._next_site(self.block, info.node_name)
+        packed.mask_site = info.site
+        return self.policy.reason_to_keep(info.site)
+
+    def replace_by_mask(self, packed: PackedTensor) -> None:
+        """Replaces a tensor that is planned already by the mask that is asked for, if nothing else reads it."""
+        if type(packed.state) is not Pending:
+            if packed.make_mask is not None and not self._reason_against_mask(packed):
+                self._replace_by_mask(packed)
+            packed.make_mask = packed.mask_node = None
+
+    def _replace_by_mask(self, packed: PackedTensor) -> None:
+        make_mask, packed.make_mask = packed.make_mask, None
+        assert make_mask is not None
+        if packed.is_maskable() and self._tracker.count_of(packed.state.tensor) == packed.writes:  # type: ignore
+            if (mask := make_mask(packed.state.tensor)) is not None:  # type: ignore[union-attr]
+                packed.replace_tensor(mask)
+                packed.is_excluded = True
+
+
+def _keep(planned: list[PackedTensor]) -> None:
+    """Keeps what has no plan, and drops the nodes, which hold the packed tensors."""
+    for packed in planned:
+        if type(state := packed.state) is Pending:
+            packed.state = Kept(state.tensor, state.version)
+        packed.make_mask = packed.mask_node = None

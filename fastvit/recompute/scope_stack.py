@@ -1,21 +1,27 @@
-"""The stack of open scopes of a thread: one inside the other, and none where a scope cannot work."""
+"""Each thread has a stack of open scopes. An entry's scope is None where no scope could be opened.
+
+A scope is open as long as its owner runs. No hook of a module runs after a KeyboardInterrupt, so an entry holds
+the frame of its owner's call: an entry whose frame is no longer on Python's stack is dead, and the next call of
+anything closes it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import torch_patches
 from .observer import SavedTensorObserver
 from .policy import Policy, RecomputeLevel
-from .scope import Scope, top_hooks
-
-_autograd = torch._C._autograd
+from .scope import Scope, current_saved_tensor_hooks
 
 
 @contextlib.contextmanager
@@ -61,108 +67,133 @@ def recompute_scope(products: bool = False, weight_casts: bool = False) -> Itera
         close_scope(owner)
 
 
-class _Stack(threading.local):
-    """The scopes that are open in this thread, inner ones last.
+class _Entry(NamedTuple):
+    """An owner, its scope, the policy and the block of that scope before, and the frame of the owner's call."""
 
-    An entry is an owner, its scope, and the policy and the block of that scope before.
-    """
+    owner: object
+    scope: Scope | None
+    before: tuple[Policy, str] | None
+    frame: FrameType | None  # None for an owner that closes its scope whatever raises
+
+    def is_dead(self) -> bool:
+        """Returns whether the owner's call has ended without `close_scope`."""
+        if self.frame is None:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is None
+
+    def close(self, results: Iterable[object] | None) -> None:
+        """Plans what is pending, unless `results` are None; leaves the scope whatever raises."""
+        scope = self.scope
+        if scope is None:
+            return
+        try:
+            if results is None:
+                scope.abandon()
+            else:
+                scope.mark_block_io(results)
+                scope.plan_pending()
+        finally:
+            if self.before is None:
+                scope.leave()
+                torch_patches.remove_open_scope()
+            else:
+                scope.policy, scope.block = self.before
+
+
+class _Stack(threading.local):
+    """The scopes that are open in this thread, inner ones last."""
 
     def __init__(self):
-        self.entries: list[tuple[object, Scope | None, tuple[Policy, str] | None]] = []
-        self.watcher: SavedTensorObserver | None = None
+        self.entries: list[_Entry] = []
+        self.observer: SavedTensorObserver | None = None
 
 
 _stack = _Stack()
 
 
-def open_scope(owner: object, policy: Policy, block: str, inputs: Iterable[object] = ()) -> None:
-    """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open."""
-    scope = active_scope()
-    if scope is not None and any(entry[0] is owner and entry[1] is scope for entry in _stack.entries):
-        close_scope(owner)  # left open by a KeyboardInterrupt, after which no hook of a module runs
-        scope = active_scope()
-    before = None
+def open_scope(
+    owner: object,
+    policy: Policy,
+    block: str,
+    inputs: Iterable[object] = (),
+    frame: FrameType | None = None,
+) -> None:
+    """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open.
+
+    Args:
+        inputs: objects of which tensors are inputs of the block.
+        frame: of the call after which the scope is dead; None for an owner that always calls `close_scope`.
+    """
+    close_dead_scopes()
+    scope, before = torch_patches.find_top_scope(), None
     if scope is not None:
         before = scope.policy, scope.block
-        scope.begin(policy, block)
-        scope.mark(inputs)
+        scope.enter_block(policy, block)
+        scope.mark_block_io(inputs)
     elif _can_open():
-        _let_torch_func_in()
-        scope = Scope(_stack.watcher)
-        scope.begin(policy, block)
+        scope = Scope(_stack.observer, close_dead_scopes)
+        scope.enter_block(policy, block)
+        torch_patches.add_open_scope()
         scope.enter()
-    _stack.entries.append((owner, scope, before))
+    _stack.entries.append(_Entry(owner, scope, before, frame))
 
 
 def close_scope(owner: object, results: Iterable[object] = ()) -> None:
-    """Closes the scope that `owner` opened, and those inside it that an exception has left open."""
+    """Closes the scope that `owner` opened last, and those inside it that an exception has left open."""
     entries = _stack.entries
-    if not any(entry[0] is owner for entry in entries):
-        return
-    while True:
-        one, scope, before = entries.pop()
-        if scope is not None:
-            if one is owner:
-                scope.mark(results)
-            scope.decide()
-            if before is None:
-                scope.leave()
-            else:
-                scope.policy, scope.block = before
-        if one is owner:
-            return
+    if any(entry.owner is owner for entry in entries):
+        while entries[-1].owner is not owner:
+            entries.pop().close(None)
+        entries.pop().close(results)
+
+
+def close_dead_scopes() -> None:
+    """Closes the scopes whose owner's call has ended without `close_scope`."""
+    entries = _stack.entries
+    while entries and entries[-1].is_dead():
+        entries.pop().close(None)
 
 
 @contextlib.contextmanager
-def observe_saved_tensors(note: Callable[[Tensor], object]) -> Iterator[SavedTensorObserver]:
-    """Gives what ops save in scopes that this thread opens inside, and what `note` returns of it."""
-    before, _stack.watcher = _stack.watcher, SavedTensorObserver(note)
+def observe_saved_tensors(annotate: Callable[[Tensor], object]) -> Iterator[SavedTensorObserver]:
+    """Yields an observer of all tensors that are saved in this thread's scopes, with `annotate(tensor)` for each."""
+    before, _stack.observer = _stack.observer, SavedTensorObserver(annotate)
     try:
-        yield _stack.watcher
+        yield _stack.observer
     finally:
-        _stack.watcher = before
+        _stack.observer = before
 
 
 def reason_no_scope() -> str:
-    """Why no scope can be opened here; empty where one can."""
+    """Returns why no scope can be opened here; empty where one can."""
     if torch.jit.is_tracing():
         return "torch.jit.trace records it"
-    hooks = top_hooks()
+    hooks = current_saved_tensor_hooks()
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-        # It keeps nothing in its first forward, and counts what is saved in its second.
+        # torch.utils.checkpoint saves nothing in its first forward, and compares the number of saved tensors in
+        # the second.
         return "torch.utils.checkpoint runs it"
-    if _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return ""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func keeps what it needs"
-    return f"saved-tensor hooks are disabled: {_autograd._saved_tensors_hooks_get_disabled_error_message()}"
+    error = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    return f"saved-tensor hooks are disabled: {error}"
 
 
 def _can_open() -> bool:
     reason = reason_no_scope()
     if reason.startswith("saved-tensor hooks"):
-        warnings.warn(f"fastvit: nothing is rebuilt here, because {reason}", stacklevel=5)
+        warnings.warn(f"fastvit: recompute_scope has no effect here, because {reason}", stacklevel=5)
     return not reason
 
 
 def active_scope() -> Scope | None:
-    """The scope whose hooks are on top of autograd's stack of hooks, if they are a scope's."""
+    """Returns the scope whose hooks are on top of autograd's stack of hooks, if they are a scope's."""
     if torch.compiler.is_compiling():
         return None
-    hooks = top_hooks()
-    scope = getattr(hooks[0], "__self__", None) if hooks else None
-    return scope if isinstance(scope, Scope) else None
-
-
-@functools.cache
-def _let_torch_func_in() -> None:
-    """torch.func calls `disable_saved_tensors_hooks` by this name, which raises where there are hooks."""
-    disable = torch.autograd.graph.disable_saved_tensors_hooks
-
-    @contextlib.contextmanager
-    def with_scope_aside(*args, **kwargs):
-        scope = active_scope()
-        with contextlib.nullcontext() if scope is None else scope.aside(), disable(*args, **kwargs):
-            yield
-
-    torch.autograd.graph.disable_saved_tensors_hooks = with_scope_aside
+    close_dead_scopes()
+    return torch_patches.find_top_scope()

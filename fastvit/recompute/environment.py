@@ -1,0 +1,70 @@
+"""The settings of torch under which an op ran, and under which its recipe runs.
+
+Autocast is none of them: a recipe repeats the op after autocast's casts, and runs without autocast. Neither
+are the settings that choose a kernel of attention or BatchNorm, since a recipe names the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+_C: Any = torch._C
+Environment = tuple  # whether it is of CUDA, and the values of the settings
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # how it is read and set
+
+
+def _precision(backend: str, op: str) -> Setting:
+    """Returns how the precision of float32 products is read and set, which the older settings change too."""
+    getter, setter = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
+    return partial(getter, backend, op), partial(setter, backend, op)
+
+
+def _reduction(dtype: str) -> Setting:
+    """Returns how it is read and set whether cuBLAS may sum in half precision."""
+    name = f"cublas_allow_{dtype}_reduced_precision_reduction"
+    setter = getattr(_C, f"_set_{name}")  # takes one bool or two
+    return getattr(_C, f"_get_{name}"), lambda v: setter(*v) if isinstance(v, tuple) else setter(v)
+
+
+_ON_CPU: tuple[Setting, ...] = (
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    _precision("mkldnn", "matmul"),
+    _precision("mkldnn", "conv"),
+)
+_ON_CUDA: tuple[Setting, ...] = (
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    _reduction("fp16"),
+    _reduction("bf16"),
+    _precision("cuda", "matmul"),
+    _precision("cuda", "conv"),
+)
+_CPU_GETTERS, _CUDA_GETTERS = ([get for get, _ in settings] for settings in (_ON_CPU, _ON_CUDA))
+
+
+def current_environment(is_cuda: bool) -> Environment:
+    """Returns the values now of the settings that ops on a GPU, or on the CPU, read."""
+    return is_cuda, *[get() for get in (_CUDA_GETTERS if is_cuda else _CPU_GETTERS)]
+
+
+@contextlib.contextmanager
+def run_in_environment(environment: Environment) -> Iterator[None]:
+    """Sets the values inside the `with` statement."""
+    before = current_environment(environment[0])
+    try:
+        _set(environment)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(environment: Environment) -> None:
+    is_cuda, *values = environment
+    for (_, set_to), value in zip(_ON_CUDA if is_cuda else _ON_CPU, values, strict=True):
+        set_to(value)

@@ -1,0 +1,160 @@
+"""`NodeReader` reads a node of autograd's graph for a rule: the options and the operands of its op."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .environment import Environment
+from .packed_tensor import PackedShape, PackedTensor, Pending, Recomputed
+from .pins import PinnedTensor
+from .policy import Policy
+from .recipe import CallArgs, Operand, OutputInfo, View
+from .views import PASS_THROUGH_NODES, VIEWS, as_signed, as_strided_in
+
+if TYPE_CHECKING:
+    from .planner import RecomputePlanner
+
+LEAF = "torch::autograd::AccumulateGrad"
+SHARDED = "a parameter that FSDP has sharded again when the block ends"
+
+
+class NotRecomputable(Exception):
+    """Raised when a tensor cannot be recomputed. The message, where there is one, is the reason in a report."""
+
+
+class NodeReader:
+    """Reads one node for a rule.
+
+    Attributes:
+        num_ops_from_target: ops between the node and the tensor that is to be recomputed.
+        flops: of a matrix product, for each element of the output; set by the rule.
+        environment: in which the op ran, as far as the op has saved a tensor.
+    """
+
+    __slots__ = ("environment", "flops", "info", "node", "num_ops_from_target", "planner")
+
+    def __init__(self, node, planner: RecomputePlanner, info: OutputInfo | None, num_ops_from_target: int):
+        self.node, self.planner, self.info = node, planner, info
+        self.num_ops_from_target = num_ops_from_target
+        self.flops = 0
+        self.environment: Environment | None = None
+
+    @property
+    def policy(self) -> Policy:
+        return self.planner.policy
+
+    @property
+    def edges(self):
+        return self.node.next_functions
+
+    def metadata(self):
+        return self.node._input_metadata[0]
+
+    def attribute(self, name: str):
+        """Returns an option of the op, or several."""
+        return as_signed(getattr(self.node, f"_saved_{name}"))
+
+    def has_saved(self, name: str) -> bool:
+        """Returns whether the op has saved this input."""
+        packed = getattr(self.node, f"_raw_saved_{name}").data
+        return packed is not None and type(packed) is not PackedShape
+
+    def saved_operand(self, name: str) -> Operand:
+        """Returns an input that the op saved; None where the op did not get it."""
+        return self.packed_operand(getattr(self.node, f"_raw_saved_{name}").data)
+
+    def packed_operand(self, packed: object) -> Operand:
+        """Returns the operand for what the op has packed."""
+        if packed is None:
+            return None
+        if type(packed) is not PackedTensor:
+            if isinstance(packed, Tensor) and packed.numel() == 1 and packed.grad_fn is None:
+                return PinnedTensor(packed)  # a number, which autograd saves without hooks
+            raise NotRecomputable("saved outside of the scope")
+        if packed.environment is not None:
+            self.environment = packed.environment
+        if packed.pin is not None:
+            return packed.pin
+        if type(packed.state) is Pending and packed.info is not None:
+            self.planner.plan_output(packed.info)
+        state = packed.state
+        if type(state) is Recomputed:
+            recipe = self.planner.require_unsharded(state.recipe)
+            view = state.as_strided_in_base
+            return recipe if view is None else View(recipe, ((as_strided_in, *view),))
+        return self.planner.require_intact(packed)
+
+    def size_of(self, name: str) -> tuple[int, ...]:
+        """Returns the size of an input that the op saved."""
+        packed = getattr(self.node, f"_raw_saved_{name}").data
+        if type(packed) is not PackedTensor:
+            raise NotRecomputable
+        return packed.size()
+
+    def graph_operand(self, index: int) -> Operand:
+        """Returns an input that requires a gradient, by the edge to its node."""
+        node, number = self.edges[index]
+        views: tuple = ()
+        while node is not None:
+            if (view := VIEWS.get(name := node.name())) is not None:
+                views = (view(node, number), *views)
+                node, number = node.next_functions[0]
+            elif name in PASS_THROUGH_NODES:
+                node, number = node.next_functions[number]
+            else:
+                break
+        if node is None or number:
+            raise NotRecomputable
+        if name == LEAF:
+            operand: Operand = self.pinned_leaf(node.variable)
+        else:
+            operand = self.planner.find_operand(node, self.num_ops_from_target + 1)
+        if not views or operand is None:
+            return operand
+        if isinstance(operand, View):
+            return View(operand.base, operand.views + views)
+        return View(operand, views)
+
+    def pinned_leaf(self, leaf: Tensor) -> PinnedTensor:
+        """Returns a leaf that the op did not save, as it was pinned when the op ran."""
+        found = (one for one in self.call_args().leaves if one.source is leaf)
+        pinned = next(found, None)
+        if pinned is None:
+            raise NotRecomputable("the call was not seen")
+        return self.planner.require_intact(pinned)
+
+    def operand(self, name: str, index: int) -> Operand:
+        """Returns an input that the op has saved under this name, or that has this edge."""
+        return self.saved_operand(name) if self.has_saved(name) else self.graph_operand(index)
+
+    def call_args(self) -> CallArgs:
+        """Returns what the call observer has seen of the op's call."""
+        call = OutputInfo.of_node(self.node).call
+        if call is None:
+            raise NotRecomputable("the call was not seen")
+        return call
+
+    def bias(self, index: int) -> Operand:
+        """Returns a bias, which the op has not saved: a leaf as it was when the op ran, or an op's output."""
+        call: Any = OutputInfo.of_node(self.node).call
+        if call is not None and call.bias is not None:
+            return self.planner.require_intact(call.bias)
+        if self.edges[index][0] is not None:
+            return self.graph_operand(index)
+        if call is None:
+            raise NotRecomputable("the call was not seen")
+        return None
+
+    def reader_of(self, node) -> NodeReader:
+        """Returns a reader for another node of the same op call."""
+        return NodeReader(node, self.planner, None, self.num_ops_from_target)
+
+
+def storage_of_operand(operand: PackedTensor | PinnedTensor) -> torch.Tensor | None:
+    """Returns the tensor in whose memory an operand lies, if it is held by its version."""
+    if isinstance(operand, PinnedTensor):
+        return None if operand.is_copy else operand.tensor
+    return getattr(operand.state, "tensor", None)

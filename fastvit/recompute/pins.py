@@ -1,0 +1,116 @@
+"""Operands of recipes as the ops read them: small tensors are copied when the op runs, others keep a version.
+
+A version is autograd's version counter. Writes that do not raise it, as through `.data`, are counted by the
+scope (write_tracker.py) as long as it is open. After the forward they are not noticed in large tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_COPY_BYTES = 2**16  # of a vector that is copied when an op reads it
+
+_get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # none in a torch for the CPU
+
+
+class OperandChanged(Exception):
+    """Raised when a recipe would read a tensor that is no longer as the op read it."""
+
+    def __init__(self, tensor: Tensor, version: int | None):
+        shape = f"[{tensor.type()} {list(tensor.shape)}]"
+        if version is None:
+            super().__init__(f"the memory of its operand {shape} has been freed, or is sharded now")
+        else:
+            super().__init__(
+                f"its operand {shape} has been modified by an inplace operation after the op read it: it is at "
+                f"version {tensor._version}; expected version {version}"
+            )
+
+
+class PinnedTensor:
+    """A tensor that no op of the recipe has saved, or that is small, as the op read it."""
+
+    __slots__ = (
+        "__weakref__",
+        "is_copy",
+        "pre_write_copy",
+        "source",
+        "stream",
+        "tensor",
+        "version",
+        "writes",
+    )
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None):
+        """Pins `tensor` now.
+
+        Args:
+            dtype: to which autocast has cast the op's operand.
+        """
+        self.source = tensor if tensor.requires_grad else None  # as which the graph knows it
+        self.stream = current_stream_id(tensor)
+        self.is_copy = is_small(tensor) or (dtype is not None and dtype is not tensor.dtype)
+        self.tensor = tensor.detach()
+        if self.is_copy:
+            self.tensor = self.tensor.clone() if dtype is None else self.tensor.to(dtype, copy=True)
+        self.version = self.tensor._version
+        self.pre_write_copy: Tensor | None = None
+        self.writes = 0  # untracked writes to the memory before the op
+
+    def is_valid_operand(self) -> bool:
+        return self.is_copy or (self.tensor._version == self.version and self.pre_write_copy is None)
+
+    def is_sharded_now(self) -> bool:
+        return is_freed(self.tensor)
+
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def get_tensor(self) -> Tensor:
+        """Returns the tensor as the op read it.
+
+        Raises:
+            OperandChanged: it was written to, or its memory is freed.
+        """
+        tensor = self.tensor if self.pre_write_copy is None else self.pre_write_copy
+        if not self.is_copy and self.pre_write_copy is None:
+            if tensor._version != self.version:
+                raise OperandChanged(tensor, self.version)
+            if is_freed(tensor):
+                raise OperandChanged(tensor, None)
+        if current_stream_id(tensor) != self.stream:
+            record_current_stream(tensor)
+        return tensor
+
+    def save_pre_write_copy(self) -> None:
+        """Copies the memory before a write to it, for the recipes that read it."""
+        if self.pre_write_copy is None and self.is_valid_operand():
+            self.pre_write_copy = copy_memory(self.tensor)
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Returns whether `tensor` is a number or a vector, such as one of channels."""
+    numel = tensor.numel()
+    return (tensor.dim() <= 1 or max(tensor.shape) == numel) and tensor.nbytes <= MAX_COPY_BYTES
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Returns whether the memory of `tensor` is gone, as where FSDP has sharded a parameter again."""
+    return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+
+
+def copy_memory(tensor: Tensor) -> Tensor:
+    """Copies the whole storage, since recipes may read the rest of a view's base."""
+    memory = tensor.new_empty(0).set_(tensor.untyped_storage().clone())
+    return memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def current_stream_id(tensor: Tensor) -> int:
+    """Returns the current stream of the tensor's device; 0 on the CPU."""
+    return _get_raw_stream(tensor.get_device()) if tensor.is_cuda and _get_raw_stream else 0
+
+
+def record_current_stream(tensor: Tensor) -> None:
+    """Tells the caching allocator that the current stream uses `tensor`, which another stream allocated."""
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))

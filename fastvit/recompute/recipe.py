@@ -1,0 +1,225 @@
+"""A `Recipe` is an op call that recomputes one tensor, once for all that read it.
+
+Its operands are packed tensors, pinned tensors, other recipes, and views of these. The node of an op in
+autograd's graph has an `OutputInfo`, by which the readers of one output find its recipe.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .environment import Environment, current_environment, run_in_environment
+from .packed_tensor import AsStridedArgs, PackedTensor
+from .pins import OperandChanged, PinnedTensor, current_stream_id
+from .policy import OpSite, display_op_name, skip_key
+from .views import skip_unsafe_view
+
+_OUTPUT_INFO_KEY = "fastvit.output_info"  # in an autograd node's metadata
+
+
+class InPlaceCall(NamedTuple):
+    """An op in place on a view, of which the graph shows nothing but that a part of the base was written to."""
+
+    write: Callable[[Tensor], Any]
+    view: AsStridedArgs
+    copies: list[weakref.ref[PackedTensor]]  # that the op has saved of the view, before it wrote
+
+
+class CallArgs(NamedTuple):
+    """What the call observer saw of an op's call that the op's node lacks."""
+
+    scalar: float | None = None  # eps, or an added number
+    bias: PinnedTensor | None = None
+    leaves: tuple[
+        PinnedTensor, ...
+    ] = ()  # operands that are leaves of the graph, and that the op did not save
+    in_place: InPlaceCall | None = None
+
+
+class OutputInfo:
+    """Facts on the output of one autograd node. Stored in the node's metadata; holds no tensor but pins."""
+
+    recipe: weakref.ref[Recipe] | None = None
+    site: OpSite | None = None  # where the output was saved first
+    as_strided_args: AsStridedArgs | None = None  # of the output, where an op has saved it
+    reason = ""  # why it is kept
+    is_content_known = True  # what is in its memory
+    is_layout_known = True  # False after a cast to a given memory format, which the graph does not show
+    expected_version: int | None = None  # that the op left on its output; None stands for 0
+    is_block_io = False  # the input or output of a block
+    call: CallArgs | None = None
+
+    def __init__(self, node_name: str) -> None:
+        self.node_name = node_name
+        self.packed_tensors: list[weakref.ref[PackedTensor]] = []
+
+    @classmethod
+    def of_node(cls, node) -> OutputInfo:
+        """Returns the facts on the output of `node`, new ones where there are none."""
+        info = node.metadata.get(_OUTPUT_INFO_KEY)
+        if info is None:
+            info = node.metadata[_OUTPUT_INFO_KEY] = cls(skip_unsafe_view(node).name())
+        return info
+
+    def live_packed_tensors(self) -> list[PackedTensor]:
+        """Returns the packed tensors of the output and of views of it that are alive."""
+        return dereference(self.packed_tensors)
+
+
+def dereference(references: Iterable[weakref.ref[PackedTensor]]) -> list[PackedTensor]:
+    return [packed for reference in references if (packed := reference()) is not None]
+
+
+class Recipe:
+    """An op call that recomputes the output of a node."""
+
+    output: Tensor | None = None  # while a consumer waits for it
+    stream = 0  # on which the output was made
+    num_consumers = 0  # packed tensors and recipes that take the output
+    num_served = 0
+    is_tracked = False  # its operands take copies before writes, as long as the scope is open
+
+    def __init__(
+        self,
+        info: OutputInfo,
+        function: Callable[..., Tensor],
+        operands: tuple[Operand, ...],
+        environment: Environment | None,
+    ):
+        self.info, self.function, self.operands, self.environment = info, function, operands, environment
+        self.dtype: torch.dtype | None = None
+        self.inner = [base for operand in operands if type(base := base_of(operand)) is Recipe]
+        self.depth = 0  # recomputed tensors on the longest path to tensors that are kept
+        self.ops = 1
+        self.size = 0  # bytes of the output
+        self.bytes_moved = 0  # read and written, from tensors that ops have saved
+        self.flops = 0  # of its matrix products
+
+    def add_operand_costs(self, nbytes: int, flops: int) -> None:
+        """Sums what it costs to make the output of `nbytes` from tensors that are there."""
+        self.size, self.bytes_moved, self.flops = nbytes, nbytes, flops
+        for base in map(base_of, self.operands):
+            if isinstance(base, Recipe):
+                self.bytes_moved += min(base.size, 2 * nbytes)
+                self.ops += base.ops
+                # Another op has saved the operand too: it is recomputed anyway, and its cost is not counted.
+                is_saved = base.info.as_strided_args is not None
+                self.depth = max(self.depth, base.depth + is_saved)
+                if not is_saved:
+                    self.bytes_moved += base.bytes_moved
+                    self.flops += base.flops
+            elif base is not None:
+                self.bytes_moved += min(base.nbytes(), 2 * nbytes)
+
+    def add_consumer(self) -> None:
+        """Counts a consumer of the output, and with the first one itself as a consumer of its operands."""
+        if self.num_consumers == 0:
+            for base in map(base_of, self.operands):
+                if type(base) is PackedTensor:
+                    base.is_recipe_operand = True
+                elif type(base) is Recipe:
+                    base.add_consumer()
+        self.num_consumers += 1
+
+    def is_computed(self) -> bool:
+        return self.output is not None and self.stream == current_stream_id(self.output)
+
+    def get_tensor(self) -> Tensor:
+        """Returns the output to one of its consumers. Recipes of operands are computed first.
+
+        Raises:
+            RuntimeError: an operand is no longer as the op read it.
+        """
+        if not self.is_computed():
+            recipes = self.in_topological_order(skip=Recipe.is_computed)
+            for number, recipe in enumerate(recipes):
+                try:
+                    recipe._compute()
+                except OperandChanged as changed:
+                    raise RuntimeError(_explain(changed, recipe, recipes[number:])) from None
+        output = self.output
+        assert output is not None
+        self.num_served += 1
+        if self.num_served >= self.num_consumers:  # starts again, for a second backward with retain_graph
+            self.output, self.num_served = None, 0
+        return output
+
+    def _compute(self) -> None:
+        tensors = [None if operand is None else operand.get_tensor() for operand in self.operands]
+        environment = self.environment
+        if environment is None or environment == current_environment(environment[0]):
+            output = self.function(*tensors)
+        else:
+            with run_in_environment(environment):
+                output = self.function(*tensors)
+        if output.dtype is not self.dtype and self.dtype is not None:
+            output = output.to(self.dtype)
+        args = self.info.as_strided_args
+        if args is not None and output.stride() != args.stride:
+            laid_out = torch.empty_strided(args.size, args.stride, dtype=output.dtype, device=output.device)
+            output = laid_out.copy_(output)
+        self.output, self.stream = output, current_stream_id(output)
+
+    def in_topological_order(self, skip: Callable[[Recipe], bool] = lambda _: False) -> list[Recipe]:
+        """Returns this recipe after all on which it depends; without those for which `skip` is true."""
+        found: dict[Recipe, None] = {}
+        waiting = [self]
+        while waiting:
+            missing = [one for one in waiting[-1].inner if one not in found and not skip(one)]
+            if missing:
+                waiting += missing
+            else:
+                found[waiting.pop()] = None
+        return list(found)
+
+    def kept_operands(self) -> list[PackedTensor | PinnedTensor]:
+        """Returns the tensors that it reads itself."""
+        return [
+            base for base in map(base_of, self.operands) if isinstance(base, (PackedTensor, PinnedTensor))
+        ]
+
+    def clear_cached_outputs(self) -> None:
+        """Drops the outputs that wait for consumers."""
+        for one in self.in_topological_order():
+            one.output, one.num_served = None, 0
+
+
+def _explain(changed: OperandChanged, recipe: Recipe, later: list[Recipe]) -> str:
+    """Returns the message of the error: the op that cannot be repeated, and how its output is kept."""
+    op = display_op_name(recipe.info.node_name)
+    site = next((one.info.site for one in later if one.info.site is not None), None)
+    if site is None:
+        return f"fastvit: cannot recompute the output of {op}: {changed}"
+    block, name = skip_key(site)
+    return (
+        f"fastvit: cannot recompute the output of {op} in {block or 'the model'}: {changed}; "
+        f"convert(model, skip=[({block!r}, {name!r})]) keeps the tensor that is made of it"
+    )
+
+
+class View:
+    """A view of an operand, by functions and their other arguments."""
+
+    __slots__ = ("base", "views")
+
+    def __init__(self, base: PackedTensor | PinnedTensor | Recipe, views: tuple[tuple, ...]):
+        self.base, self.views = base, views
+
+    def get_tensor(self) -> Tensor:
+        tensor = self.base.get_tensor()
+        for function, *arguments in self.views:
+            tensor = function(tensor, *arguments)
+        return tensor
+
+
+Operand = PackedTensor | PinnedTensor | Recipe | View | None
+
+
+def base_of(operand: Operand) -> PackedTensor | PinnedTensor | Recipe | None:
+    """Returns the operand of which `operand` is a view, or itself."""
+    return operand.base if type(operand) is View else operand  # type: ignore[return-value]

@@ -1,0 +1,81 @@
+"""Two functions of torch that an open scope must not change. They are replaced only while a scope is open.
+
+`torch.overrides.has_torch_function` is true under any function mode, and torch's transformer modules then take
+another path. `torch.autograd.graph.disable_saved_tensors_hooks`, by which torch.func works, raises where there
+are hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .call_observer import CallObserver
+from .scope import Scope, current_saved_tensor_hooks
+
+_lock = threading.Lock()
+_num_open = 0  # scopes of all threads
+_replaced: list[tuple[Any, str, Any]] = []  # what was there before
+
+
+def add_open_scope() -> None:
+    """Replaces the functions, if this is the only open scope of the process."""
+    global _num_open
+    with _lock:
+        _num_open += 1
+        if _num_open == 1:
+            _replace(torch.overrides, "has_torch_function", _has_torch_function)
+            _replace(torch.autograd.graph, "disable_saved_tensors_hooks", _disable_saved_tensors_hooks)
+
+
+def remove_open_scope() -> None:
+    """Puts the functions back, if no scope is open any more."""
+    global _num_open
+    with _lock:
+        _num_open -= 1
+        while not _num_open and _replaced:
+            owner, name, original = _replaced.pop()
+            setattr(owner, name, original)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+    original = getattr(owner, name)
+    _replaced.append((owner, name, original))
+    setattr(owner, name, make(original))
+
+
+def find_top_scope() -> Scope | None:
+    """Returns the scope whose hooks are on top of autograd's stack of hooks, if they are a scope's."""
+    hooks = current_saved_tensor_hooks()
+    scope = getattr(hooks[0], "__self__", None) if hooks else None
+    return scope if isinstance(scope, Scope) else None
+
+
+def _has_torch_function(original: Callable) -> Callable:
+    def has_torch_function(relevant_args: Iterable[object]) -> bool:
+        if torch.compiler.is_compiling() or torch._C._len_torch_function_stack() != 1:
+            return original(relevant_args)
+        mode = torch._C._pop_torch_function_stack()
+        try:
+            is_scope = isinstance(mode, CallObserver)
+            return original(relevant_args) if is_scope else True
+        finally:
+            torch._C._push_on_torch_function_stack(mode)
+
+    return functools.wraps(original)(has_torch_function)
+
+
+def _disable_saved_tensors_hooks(original: Callable) -> Callable:
+    @contextlib.contextmanager
+    @functools.wraps(original)
+    def disable_saved_tensors_hooks(*args, **kwargs):
+        scope = find_top_scope()
+        with contextlib.nullcontext() if scope is None else scope.suspended(), original(*args, **kwargs):
+            yield
+
+    return disable_saved_tensors_hooks

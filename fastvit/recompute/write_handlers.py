@@ -1,0 +1,170 @@
+"""Handlers of calls that write to tensors, or give away their memory.
+
+The version counter of a tensor tells that it was written to, and not by which op. A handler runs the call and
+stores whether the op of the new node alone has written; any other write is added to the scope's tracker.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+from .packed_tensor import AsStridedArgs
+from .recipe import CallArgs, InPlaceCall, OutputInfo
+from .write_tracker import has_storage
+
+if TYPE_CHECKING:
+    from .call_observer import CallObserver, Handler
+
+
+def get_argument(args: tuple, kwargs: dict, index: int, name: str, default: Any = None) -> Any:
+    return args[index] if len(args) > index else kwargs.get(name, default)
+
+
+def inplace_option_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes a function of torch.nn.functional with the option `inplace`, which it passes by name."""
+    is_in_place = kwargs.get("inplace")
+    return in_place_handler(observer, func, args, kwargs) if is_in_place else func(*args, **kwargs)
+
+
+def in_place_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes an op that writes into its first argument, a tensor or several, or into `out`."""
+    call, targets = partial(func, *args, **kwargs), kwargs.get("out")
+    if targets is None:
+        targets = get_argument(args, kwargs, 0, "input")
+    if isinstance(targets, Tensor):
+        return _observe_write(observer, targets, call, partial(_repeat, func, args[1:], kwargs))
+    for x in targets if isinstance(targets, (list, tuple)) else ():
+        if isinstance(x, Tensor):
+            call = partial(_observe_write, observer, x, call)
+    return call()
+
+
+def _observe_write(
+    observer: CallObserver, x: Tensor, call: Callable, repeat: Callable[[], Callable | None] = lambda: None
+) -> Any:
+    """Runs an op that may write into `x`.
+
+    If the op creates an autograd node and the version counter rises by one, this op alone wrote the tensor.
+    Its recipe then repeats the op; on a view by `repeat()`, if that returns a function.
+    """
+    if not has_storage(x) or x.is_inference():
+        return call()
+    base = x if x._base is None else x._base
+    tracker, node = observer.tracker, base.grad_fn
+    before, version = base._version, x._version
+    tracker.save_pre_write_copies(x)
+    if node is None:
+        try:
+            return call()
+        finally:
+            if base.grad_fn is None and x._version != version:
+                tracker.add_write(x)
+    is_tracked = before == (OutputInfo.of_node(node).expected_version or 0) and torch.is_grad_enabled()
+    args = AsStridedArgs.of(x) if is_tracked and base is not x else None
+    copies: list = []
+    if args is not None:
+        call = partial(observer.with_attribute, "in_place_copies", copies, call)
+    try:
+        return observer.with_attribute("expected_write", (base, before + 1) if is_tracked else None, call)
+    finally:
+        if base._version != before:
+            after: Any = base.grad_fn
+            if after is node:
+                OutputInfo.of_node(node).is_content_known = False
+            elif is_tracked and base._version == before + 1:
+                info = OutputInfo.of_node(after)
+                info.expected_version = before + 1
+                if args is not None and (function := repeat()) is not None:
+                    info.call = CallArgs(in_place=InPlaceCall(function, args, copies))
+
+
+def _repeat(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor], Any] | None:
+    """Returns the function that repeats an op in place, if numbers alone are in its arguments."""
+    numbers = (int, float, bool, type(None))
+    if func in _REPEATABLE and all(type(one) in numbers for one in (*args, *kwargs.values())):
+        return lambda t: func(t, *args, **kwargs)
+    return None
+
+
+def _set_data_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes `tensor.data = other`: the tensor has other memory, and both count as written to."""
+    x, tracker = args[0], observer.tracker
+    tracker.save_pre_write_copies(x)
+    node: Any = x.grad_fn if x._base is None else x._base.grad_fn
+    if has_storage(x):
+        tracker.counts[x.untyped_storage()._cdata] += 1
+    result = func(*args, **kwargs)
+    if has_storage(x):
+        tracker.counts[x.untyped_storage()._cdata] += 1
+    if node is not None:
+        OutputInfo.of_node(node).is_content_known = False
+        tracker.give_back(OutputInfo.of_node(node), x)
+    return result
+
+
+def _alias_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes `detach()` and `.data`, whose result has the memory and not the graph."""
+    y = func(*args, **kwargs)
+    x = get_argument(args, kwargs, 0, "input")
+    if isinstance(x, Tensor) and isinstance(y, Tensor) and has_storage(y):
+        base = x if x._base is None else x._base
+        if base.grad_fn is not None:
+            observer.tracker.add_alias(y, base.grad_fn)
+    return y
+
+
+def _lend_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes a call that gives the memory to NumPy or others, who may read or write it."""
+    if isinstance(args[0], Tensor) and has_storage(args[0]):
+        observer.tracker.lend(args[0])
+    return func(*args, **kwargs)
+
+
+def find_schema(func: Any) -> Any:
+    """Returns the schema of an op of torch.ops; None for other functions."""
+    if isinstance(func, OpOverloadPacket):
+        func = getattr(func, func.overloads()[0])
+    return func._schema if isinstance(func, OpOverload) else None
+
+
+def is_in_place(func: Callable) -> bool:
+    """Returns whether the name of a function says that it writes into its first argument."""
+    name = getattr(func, "__name__", "")
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def find_inplace_options() -> Iterator[Callable]:
+    """Yields the functions of torch.nn.functional with the option `inplace`."""
+    for name, function in vars(F).items():
+        if not name.startswith("_") and inspect.isfunction(function):
+            if "inplace" in inspect.signature(function).parameters:
+                yield function
+
+
+_WRITING = frozenset(
+    f"__{name}__"
+    for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+)
+_IN_PLACE = "relu sigmoid tanh mul div add sub neg clamp clamp_min clamp_max abs exp square sqrt"
+_REPEATABLE: set[Callable] = {
+    *(one for one in find_inplace_options() if not ("dropout" in one.__name__ or "rrelu" in one.__name__)),
+    *(getattr(Tensor, f"{name}_") for name in _IN_PLACE.split()),
+    *(getattr(Tensor, name) for name in ("__imul__", "__iadd__", "__isub__", "__itruediv__")),
+    *(torch.relu_, F.relu_, F.leaky_relu_, F.elu_, F.hardtanh_, F.selu_, F.celu_),
+}
+_data: Any = Tensor.data
+HANDLERS: dict[Callable, Handler] = {
+    **dict.fromkeys((Tensor.detach, torch.detach, _data.__get__), _alias_handler),
+    _data.__set__: _set_data_handler,
+    **dict.fromkeys(
+        (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.untyped_storage), _lend_handler
+    ),
+}

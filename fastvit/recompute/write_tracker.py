@@ -1,0 +1,129 @@
+"""What a scope knows of writes that autograd's graph or the version counter does not show.
+
+Memory is known by its storage. A number of writes is counted for it, a tensor's `content_version`, beside
+autograd's version counter: a recipe reads an operand only if neither has changed since the op ran.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from .packed_tensor import PackedTensor
+from .pins import PinnedTensor
+from .recipe import OutputInfo
+
+
+class WriteTracker:
+    """Counts untracked writes to memory, as long as a scope is open."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = defaultdict(int)  # untracked writes, by storage
+        self._owners: dict[int, OutputInfo] = {}  # of the storages that have an alias without a graph
+        self._operands: dict[int, list[weakref.ref[PackedTensor | PinnedTensor]]] = defaultdict(list)
+        self._lent: list[_Lent] = []
+
+    def count_of(self, tensor: Tensor) -> int:
+        """Returns how many untracked writes to the memory of `tensor` there have been."""
+        return self.counts.get(storage_id(tensor), 0) if self.counts else 0
+
+    def add_alias(self, alias: Tensor, node: Any) -> None:
+        """`alias` has the memory of the output of `node`, and not its graph."""
+        self._owners[storage_id(alias)] = OutputInfo.of_node(node)
+
+    def add_operand(self, operand: PackedTensor | PinnedTensor, tensor: Tensor) -> None:
+        """A recipe reads `operand`, so it takes a copy before a write to its memory."""
+        self._operands[storage_id(tensor)].append(weakref.ref(operand))
+
+    def find_owner(self, tensor: Tensor) -> OutputInfo | None:
+        """Returns the op output that has the memory of `tensor`, as far as it is known."""
+        base: Any = tensor if tensor._base is None else tensor._base
+        if base.grad_fn is not None:
+            return OutputInfo.of_node(base.grad_fn)
+        return self._owners.get(storage_id(tensor)) if self._owners else None
+
+    def save_pre_write_copies(self, tensor: Tensor) -> None:
+        """Called before a write to `tensor`: recipes that read its memory get a copy."""
+        if self._operands:
+            for reference in self._operands.pop(storage_id(tensor), ()):
+                if (operand := reference()) is not None:
+                    operand.save_pre_write_copy()
+
+    def add_write(self, tensor: Tensor) -> None:
+        """Called after a write to `tensor`, of which the graph shows nothing."""
+        self.counts[storage_id(tensor)] += 1
+        if (info := self.find_owner(tensor)) is not None:
+            info.is_content_known = False
+            self.give_back(info, tensor)
+
+    def give_back(self, info: OutputInfo, tensor: Tensor) -> None:
+        """Autograd reads what was written, so the packed tensors of this memory hold it again."""
+        storage = tensor.untyped_storage()
+        for packed in info.live_packed_tensors():
+            dropped = packed.find_dropped_memory()
+            if dropped is not None:
+                dtype, (size, stride, offset) = dropped
+                memory = torch.empty(0, dtype=dtype, device=tensor.device)
+                packed.keep(memory.set_(storage, offset, size, stride))  # type: ignore[call-overload]
+
+    def lend(self, tensor: Tensor) -> None:
+        """Called before `tensor` gives its memory away, to NumPy for example, which may read or write it."""
+        info = self.find_owner(tensor)
+        if info is not None:
+            if tensor.device.type == "cpu" and info.is_content_known:
+                self._lent.append(_Lent(info, tensor))
+            else:
+                info.is_content_known = False
+
+    def settle_lent(self, pending: list[PackedTensor]) -> list[OutputInfo]:
+        """Finds out which of the memory that was lent has been written to. Called before a plan.
+
+        Returns the outputs that the plan must not read, because none of `pending` holds their memory.
+        """
+        if not self._lent:
+            return []
+        memory = {storage_id(one.state.tensor): one.state.tensor for one in pending}  # type: ignore[union-attr]
+        unseen = [lent for lent in self._lent if lent.storage not in memory]
+        for lent in self._lent:
+            tensor = memory.get(lent.storage)
+            lent.info.is_content_known = tensor is not None and not (lent.is_out() or lent.is_written(tensor))
+        self._lent = unseen
+        return [lent.info for lent in unseen]
+
+
+class _Lent:
+    """Memory that was given away, and a checksum of it."""
+
+    def __init__(self, info: OutputInfo, tensor: Tensor):
+        self.info, self.storage = info, storage_id(tensor)
+        self._alias = TensorWeakRef(tensor)  # which an array holds
+        self._checksum = _checksum(tensor)
+
+    def is_out(self) -> bool:
+        """Returns whether somebody may still write to the memory."""
+        alias = self._alias()
+        return alias is not None and alias.grad_fn is None
+
+    def is_written(self, tensor: Tensor) -> bool:
+        return _checksum(tensor) != self._checksum
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Returns a checksum of the whole storage."""
+    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return zlib.crc32(storage.numpy())
+
+
+def storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Returns whether it is a plain tensor, and not one of torch.func's."""
+    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
