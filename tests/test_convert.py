@@ -17,7 +17,7 @@ from vit_models import Block, Model, autocast, compared, differing, kept, patche
 
 import fastvit
 from fastvit.fuse import unfuse
-from fastvit.recompute.packed_tensor import Record
+from fastvit.recompute.packed_tensor import PackedTensor
 
 pytestmark = pytest.mark.usefixtures("default_device")
 C, SIZE = 8, 12
@@ -195,7 +195,7 @@ def test_forwards_without_a_backward_are_freed(act):
 
     def records():
         gc.collect()
-        return sum(type(one) is Record for one in gc.get_objects())
+        return sum(type(one) is PackedTensor for one in gc.get_objects())
 
     before = records()
     for _ in range(3):

@@ -14,7 +14,7 @@ import fastvit
 from fastvit import BatchNormAct, recompute_scope
 from fastvit.memory import live_bytes
 from fastvit.recompute import norm_rules
-from fastvit.recompute.packed_tensor import Record
+from fastvit.recompute.packed_tensor import PackedTensor
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
@@ -193,14 +193,14 @@ def test_results_that_their_op_saves_are_freed(name, device):
 def test_a_scope_around_a_whole_loop_forgets(device, monkeypatch):
     def records():
         gc.collect()
-        return sum(type(one) is Record for one in gc.get_objects())
+        return sum(type(one) is PackedTensor for one in gc.get_objects())
 
-    monkeypatch.setattr(fastvit.recompute.scope, "MOST_FILED", 64)
+    monkeypatch.setattr(fastvit.recompute.scope, "MAX_PENDING", 64)
     layer, before = BatchNormAct(4, device=device), records()  # other tests may hold some
     with recompute_scope():
         for _ in range(500):
             layer(torch.randn(2, 4, device=device)).square().sum().backward()
-        assert len(fastvit.recompute.active_scope()._filed) <= 64
+        assert len(fastvit.recompute.active_scope()._pending) <= 64
         assert records() - before <= 70
 
 
@@ -210,7 +210,7 @@ def test_cudnn_repeats_its_evaluation(monkeypatch):
     monkeypatch.setattr(torch, "cudnn_batch_norm", lambda *given: (calls.append(given), given)[1])
     w, b, mean, var = norm.weight, norm.bias, norm.running_mean, norm.running_var
     for training, running in ((False, (mean, var)), (True, (None, None))):
-        assert norm_rules._by_cudnn(x, w, b, mean, var, training, 1e-5) is x
+        assert norm_rules._cudnn_batch_norm(x, w, b, mean, var, training, 1e-5) is x
         assert calls.pop() == (x, w, b, *running, training, 0.0, 1e-5)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import fastvit
 from fastvit.recompute import RecomputeLevel
-from fastvit.recompute.planner import RULES
+from fastvit.recompute.recompute_rules import RECOMPUTE_RULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -189,7 +189,7 @@ def test_options_of_another_kind(option, value, takes, x):
 
 
 def test_a_wrong_gradient_fails_and_prints(x, monkeypatch):
-    monkeypatch.setitem(RULES, "GeluBackward0", (RecomputeLevel.CHEAP, _twice))
+    monkeypatch.setitem(RECOMPUTE_RULES, "GeluBackward0", (RecomputeLevel.CHEAP, _twice))
     found = fastvit.verify(Net(2), x)
     assert not found and set(found.sites) == {("blocks.0", "gelu"), ("blocks.1", "gelu")}
     assert "tensors differ by more than 0" in str(found) and "gradient of blocks.0.fc2.weight" in str(found)
@@ -197,7 +197,7 @@ def test_a_wrong_gradient_fails_and_prints(x, monkeypatch):
 
 
 def _twice(read):
-    return lambda t: 2 * F.gelu(t), (read.input("self", 0),)
+    return lambda t: 2 * F.gelu(t), (read.operand("self", 0),)
 
 
 def test_a_model_that_differs_from_itself(x):

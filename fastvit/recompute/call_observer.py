@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -56,6 +57,7 @@ class CallObserver(TorchFunctionMode):
         super().__init__()
         self.scope = scope
         self.tracker = WriteTracker()
+        self._pinned: list[weakref.ref[OutputInfo]] = []
 
     def push(self) -> None:
         """Puts the mode below all others."""
@@ -106,10 +108,27 @@ class CallObserver(TorchFunctionMode):
         finally:
             setattr(self, name, before)
 
+    def store_call_args(self, node: Any, call: CallArgs) -> None:
+        info = OutputInfo.of_node(node)
+        info.call = call
+        if call.bias is not None or call.leaves:
+            self._pinned.append(weakref.ref(info))
+
+    def drop_pins(self) -> None:
+        """Drops what was pinned and no recipe reads. Recipes hold the pins that they read."""
+        for info in self._pinned:
+            if (live := info()) is not None:
+                live.call = None
+
+    def forget_dead(self) -> None:
+        """Forgets the pins of graphs that are gone: a scope may be round a whole training loop."""
+        self._pinned = [info for info in self._pinned if info() is not None]
+
     def pin(self, tensor: Tensor, dtype: torch.dtype | None = None) -> PinnedTensor:
         """Pins an operand of the op that runs."""
         pinned = PinnedTensor(tensor, dtype)
-        pinned.writes = self.tracker.count_of(pinned.tensor)
+        if pinned.tensor is not None:
+            pinned.writes = self.tracker.count_of(pinned.tensor)
         return pinned
 
 
@@ -135,10 +154,10 @@ def _node_of(y: Any, *names: str) -> Any:
     return node if node.name() in names else None
 
 
-def _store_call_args(y: Any, call: CallArgs, *names: str) -> Any:
+def _store_call_args(observer: CallObserver, y: Any, call: CallArgs, *names: str) -> Any:
     """Stores `call` on the node of `y`, if it has one of the names. Returns `y`."""
     if (node := _node_of(y, *names)) is not None:
-        OutputInfo.of_node(node).call = call
+        observer.store_call_args(node, call)
     return y
 
 
@@ -148,7 +167,7 @@ def _norm_handler(name: str, eps: int, default: float | None = 1e-5, bias: int |
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
         pinned = _pinned_bias(observer, args, kwargs, bias)
         scalar = get_argument(args, kwargs, eps, "eps", default)
-        return _store_call_args(func(*args, **kwargs), CallArgs(scalar, pinned), name)
+        return _store_call_args(observer, func(*args, **kwargs), CallArgs(scalar, pinned), name)
 
     return handle
 
@@ -183,7 +202,7 @@ def _batch_norm_handler(weight: int, bias: int, mean: int, var: int) -> Handler:
             y = observer.with_attribute("shape_only_size", x.size(), call)
         else:
             y = call()
-        return _store_call_args(y, CallArgs(bias=pinned), *_BATCH_NORMS)
+        return _store_call_args(observer, y, CallArgs(bias=pinned), *_BATCH_NORMS)
 
     return handle
 
@@ -195,7 +214,7 @@ def _instance_norm_handler(bias: int) -> Handler:
         x, given = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, bias, "bias")
         repeated = None if given is None or not isinstance(x, Tensor) else given.detach().repeat(len(x))
         pinned = None if repeated is None else observer.pin(repeated)
-        return _store_call_args(func(*args, **kwargs), CallArgs(bias=pinned), *_BATCH_NORMS)
+        return _store_call_args(observer, func(*args, **kwargs), CallArgs(bias=pinned), *_BATCH_NORMS)
 
     return handle
 
@@ -217,7 +236,9 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
     pinned = _pinned_bias(observer, args, kwargs, 2, y.dtype)  # autocast casts the bias to it
     if pinned is None:
         return y
-    return _store_call_args(y, CallArgs(bias=pinned, leaves=(pinned,)), "AddmmBackward0", "AddBackward0")
+    return _store_call_args(
+        observer, y, CallArgs(bias=pinned, leaves=(pinned,)), "AddmmBackward0", "AddBackward0"
+    )
 
 
 def _addmm_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -226,7 +247,7 @@ def _addmm_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: 
         return y
     bias = get_argument(args, kwargs, 0, "input")
     pinned = observer.pin(bias, y.dtype) if isinstance(bias, Tensor) and bias.is_leaf else None
-    return _store_call_args(y, CallArgs(bias=pinned), "AddmmBackward0")
+    return _store_call_args(observer, y, CallArgs(bias=pinned), "AddmmBackward0")
 
 
 _SUMS = "AddBackward0", "SubBackward0"
@@ -238,10 +259,10 @@ def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: di
         return write_handlers.in_place_handler(observer, func, args, kwargs)
     other = get_argument(args, kwargs, 1, "other")
     if type(other) in (int, float):
-        return _store_call_args(func(*args, **kwargs), CallArgs(scalar=other), *_SUMS)
+        return _store_call_args(observer, func(*args, **kwargs), CallArgs(scalar=other), *_SUMS)
     leaves = _pinned_leaves(observer, (args[0] if args else None, other))
     y = func(*args, **kwargs)
-    return _store_call_args(y, CallArgs(leaves=leaves), *_SUMS) if leaves else y
+    return _store_call_args(observer, y, CallArgs(leaves=leaves), *_SUMS) if leaves else y
 
 
 def _join_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -251,7 +272,11 @@ def _join_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: d
     parts = get_argument(args, kwargs, 0, "tensors")
     leaves = _pinned_leaves(observer, parts) if isinstance(parts, (tuple, list)) else ()
     y = func(*args, **kwargs)
-    return _store_call_args(y, CallArgs(leaves=leaves), "CatBackward0", "StackBackward0") if leaves else y
+    return (
+        _store_call_args(observer, y, CallArgs(leaves=leaves), "CatBackward0", "StackBackward0")
+        if leaves
+        else y
+    )
 
 
 def _pinned_leaves(observer: CallObserver, tensors: tuple | list) -> tuple[PinnedTensor, ...]:
@@ -272,7 +297,9 @@ def _dropout_handler(observer: CallObserver, func: Callable, args: tuple, kwargs
     if type(p) is not float or not 0 < p < 1 or not in_training:
         return run()
     result = observer.with_attribute("running_dropout_p", p, run)
-    _store_call_args(result[0] if type(result) is tuple else result, CallArgs(), "NativeDropoutBackward0")
+    _store_call_args(
+        observer, result[0] if type(result) is tuple else result, CallArgs(), "NativeDropoutBackward0"
+    )
     return result
 
 
@@ -293,7 +320,7 @@ def _shape_only_handler(weight: int | None = None, bias: int | None = None) -> H
         if bias is None or observer.scope.policy.level < RecomputeLevel.EVERY_OP or not isinstance(y, Tensor):
             return y
         pinned = _pinned_bias(observer, args, kwargs, bias, y.dtype)
-        return _store_call_args(y, CallArgs(bias=pinned), "ConvolutionBackward0")
+        return _store_call_args(observer, y, CallArgs(bias=pinned), "ConvolutionBackward0")
 
     return handle
 

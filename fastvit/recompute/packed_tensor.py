@@ -159,7 +159,7 @@ class PackedTensor:
             return False
         if isinstance(state, Kept):
             return state.is_unwritten()
-        return isinstance(state, Replaced) and type(state.replacement) is OuterPackedTensor
+        return isinstance(state, Replaced)
 
     def is_sharded_now(self) -> bool:
         """Returns whether FSDP has freed the tensor, a parameter or a view of one, until it is gathered again."""

@@ -6,6 +6,8 @@ scope (write_tracker.py) as long as it is open. After the forward they are not n
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,16 +33,9 @@ class OperandChanged(Exception):
 class PinnedTensor:
     """A tensor that no op of the recipe has saved, or that is small, as the op read it."""
 
-    __slots__ = (
-        "__weakref__",
-        "is_copy",
-        "pre_write_copy",
-        "source",
-        "stream",
-        "tensor",
-        "version",
-        "writes",
-    )
+    pre_write_copy: Tensor | None = None
+    version = 0
+    writes = 0  # untracked writes to the memory before the op
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None):
         """Pins `tensor` now.
@@ -51,21 +46,26 @@ class PinnedTensor:
         self.source = tensor if tensor.requires_grad else None  # as which the graph knows it
         self.stream = current_stream_id(tensor)
         self.is_copy = is_small(tensor) or (dtype is not None and dtype is not tensor.dtype)
+        self.number: tuple[Any, torch.dtype] | None = None
+        self.tensor: Tensor | None = None
+        if self.is_copy and tensor.dim() == 0 and tensor.device.type == "cpu":
+            self.number = tensor.item(), dtype or tensor.dtype
+            return
         self.tensor = tensor.detach()
         if self.is_copy:
             self.tensor = self.tensor.clone() if dtype is None else self.tensor.to(dtype, copy=True)
         self.version = self.tensor._version
-        self.pre_write_copy: Tensor | None = None
-        self.writes = 0  # untracked writes to the memory before the op
 
     def is_valid_operand(self) -> bool:
-        return self.is_copy or (self.tensor._version == self.version and self.pre_write_copy is None)
+        if self.is_copy or self.tensor is None:
+            return True
+        return self.tensor._version == self.version and self.pre_write_copy is None
 
     def is_sharded_now(self) -> bool:
-        return is_freed(self.tensor)
+        return self.tensor is not None and is_freed(self.tensor)
 
     def nbytes(self) -> int:
-        return self.tensor.nbytes
+        return 0 if self.tensor is None else self.tensor.nbytes
 
     def get_tensor(self) -> Tensor:
         """Returns the tensor as the op read it.
@@ -73,7 +73,10 @@ class PinnedTensor:
         Raises:
             OperandChanged: it was written to, or its memory is freed.
         """
+        if self.number is not None:
+            return torch.tensor(self.number[0], dtype=self.number[1])
         tensor = self.tensor if self.pre_write_copy is None else self.pre_write_copy
+        assert tensor is not None
         if not self.is_copy and self.pre_write_copy is None:
             if tensor._version != self.version:
                 raise OperandChanged(tensor, self.version)
@@ -85,7 +88,8 @@ class PinnedTensor:
 
     def save_pre_write_copy(self) -> None:
         """Copies the memory before a write to it, for the recipes that read it."""
-        if self.pre_write_copy is None and self.is_valid_operand():
+        if not self.is_copy and self.is_valid_operand():
+            assert self.tensor is not None
             self.pre_write_copy = copy_memory(self.tensor)
 
 
@@ -97,7 +101,8 @@ def is_small(tensor: Tensor) -> bool:
 
 def is_freed(tensor: Tensor) -> bool:
     """Returns whether the memory of `tensor` is gone, as where FSDP has sharded a parameter again."""
-    return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
 
 def copy_memory(tensor: Tensor) -> Tensor:

@@ -94,6 +94,7 @@ class Scope:
         self._is_open = False
         for packed in dereference(self._pinned):  # recipes hold the pins that they read
             packed.pin, packed.is_excluded = None, True
+        self._calls.drop_pins()
         self._calls.remove()
         every = []
         while (hooks := current_saved_tensor_hooks()) is not None:
@@ -163,7 +164,7 @@ class Scope:
         if p is not None and tensor.nbytes >= MIN_RECOMPUTE_BYTES and type(tensor) is Tensor:
             # The mask is packed instead of drawn again: drawing random numbers takes ten times as long.
             packed.replace_tensor(masks.dropout_bit_mask(tensor, p))
-        elif tensor.is_floating_point() and is_small(tensor):
+        elif tensor.layout is torch.strided and not tensor.is_nested and is_small(tensor):
             if not any(one is tensor for one in self._calls.not_operands):
                 packed.pin = PinnedTensor(tensor)
                 self._pinned.append(weakref.ref(packed))
@@ -229,11 +230,13 @@ class Scope:
         """Pins the weight that autocast has cast, when the cast is saved first."""
         weight, info = cast.next_functions[0][0], OutputInfo.of_node(cast)
         if info.call is None and weight is not None and weight.name() == LEAF:
-            info.call = CallArgs(leaves=(self._calls.pin(weight.variable),))
+            self._calls.store_call_args(cast, CallArgs(leaves=(self._calls.pin(weight.variable),)))
 
     def plan_pending(self) -> None:
         """Plans all that is pending. Whatever raises, what is pending is kept."""
         pending, self._pending = dereference(self._pending), []
+        self._pinned = [packed for packed in self._pinned if packed() is not None]
+        self._calls.forget_dead()
         if not pending:
             return
         with torch._C.DisableTorchFunction():  # modes would intercept every attribute access

@@ -25,13 +25,14 @@ class WriteTracker:
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = defaultdict(int)  # untracked writes, by storage
-        self._owners: dict[int, OutputInfo] = {}  # of the storages that have an alias without a graph
+        # The outputs that own storages with an alias without a graph.
+        self._owners: weakref.WeakValueDictionary[int, OutputInfo] = weakref.WeakValueDictionary()
         self._operands: dict[int, list[weakref.ref[PackedTensor | PinnedTensor]]] = defaultdict(list)
         self._lent: list[_Lent] = []
 
     def count_of(self, tensor: Tensor) -> int:
         """Returns how many untracked writes to the memory of `tensor` there have been."""
-        return self.counts.get(storage_id(tensor), 0) if self.counts else 0
+        return self.counts.get(storage_id(tensor), 0) if self.counts and has_storage(tensor) else 0
 
     def add_alias(self, alias: Tensor, node: Any) -> None:
         """`alias` has the memory of the output of `node`, and not its graph."""
@@ -39,7 +40,10 @@ class WriteTracker:
 
     def add_operand(self, operand: PackedTensor | PinnedTensor, tensor: Tensor) -> None:
         """A recipe reads `operand`, so it takes a copy before a write to its memory."""
-        self._operands[storage_id(tensor)].append(weakref.ref(operand))
+        if has_storage(tensor):
+            key = storage_id(tensor)
+            self._operands[key] = [one for one in self._operands[key] if one() is not None]
+            self._operands[key].append(weakref.ref(operand))
 
     def find_owner(self, tensor: Tensor) -> OutputInfo | None:
         """Returns the op output that has the memory of `tensor`, as far as it is known."""
