@@ -1,9 +1,10 @@
 """The layers' autograd functions: the ops of forward and backward, the saved tensors, mark_dirty.
 
-A recompute scope reads three members. `rebuilding(ctx)` returns a function that computes the result again, or
+A recompute scope reads four members. `rebuilding(ctx)` returns a function that computes the result again, or
 None where the result must be kept; the function takes the saved tensors in the order of save_for_backward,
 None for an absent one. `ctx.fastvit_unsaved` maps an index in that order to the position of a tensor among
-the arguments, where forward has not saved it. `ctx.fastvit_written` is the version of a result that the
+the arguments, where forward has not saved it. `fastvit_private` has the indices of tensors that the forward
+has made and nobody else knows. `ctx.fastvit_written` is the version of a result that the
 function writes over its input.
 """
 
@@ -101,6 +102,8 @@ class NormOptions(NamedTuple):
 class NormFunction(Function):
     """A normalisation: `apply(x, weight, bias, z, *running, options, transport)`, z None in place."""
 
+    fastvit_private: tuple[int, ...] = (4, 5)
+
     @staticmethod
     def moments(ctx, x, options: NormOptions, transport: Transport):
         """The moments and their tag; None where the op makes its own, or uses the running statistics."""
@@ -181,6 +184,8 @@ class InPlaceABNFunction(NormFunction):
 
 
 class LayerNormFunction(Function):
+    fastvit_private = (3,)
+
     @staticmethod
     def forward(ctx, x, weight, bias, eps, output_dtype):
         y, saved = ops.layer_norm_forward(x, weight, bias, eps, output_dtype)
@@ -209,6 +214,8 @@ def _activated(operands, activation):
 
 class ActFunction(Function):
     """`apply(activation, activation_param, x)`, or with two operands the gate of a GLU."""
+
+    fastvit_private = ()
 
     @staticmethod
     def forward(ctx, activation, activation_param, *operands):

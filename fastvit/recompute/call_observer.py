@@ -30,7 +30,7 @@ from .policy import Policy, RecomputeLevel
 from .recipe import CallArgs, OutputInfo
 from .views import skip_unsafe_view
 from .write_handlers import get_argument
-from .write_tracker import WriteTracker
+from .write_tracker import WriteTracker, storage_id
 
 _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 _len_stack = torch._C._len_torch_function_stack
@@ -57,6 +57,9 @@ class CallObserver(TorchFunctionMode):
         super().__init__()
         self.scope = scope
         self.tracker = WriteTracker()
+        self.biases: dict[
+            int, PinnedTensor
+        ] = {}  # of SyncBatchNorms, by the storage of 1 / std, until it is saved
         self._pinned: list[weakref.ref[OutputInfo]] = []
 
     def push(self) -> None:
@@ -265,6 +268,22 @@ def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: di
     return _store_call_args(observer, y, CallArgs(leaves=leaves), *_SUMS) if leaves else y
 
 
+def _addcmul_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    if "out" in kwargs:
+        return write_handlers.in_place_handler(observer, func, args, kwargs)
+    leaves = _pinned_leaves(observer, args[:1])
+    y = func(*args, **kwargs)
+    return _store_call_args(observer, y, CallArgs(leaves=leaves), "AddcmulBackward0") if leaves else y
+
+
+def _elementwise_norm_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes the normalisation in torch's SyncBatchNorm, a Function, whose node saves all but the bias."""
+    bias, invstd = get_argument(args, kwargs, 2, "bias"), get_argument(args, kwargs, 4, "invstd")
+    if isinstance(bias, Tensor) and isinstance(invstd, Tensor):
+        observer.biases[storage_id(invstd)] = observer.pin(bias)
+    return func(*args, **kwargs)
+
+
 def _join_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes a concatenation, which saves none of its parts."""
     if "out" in kwargs:
@@ -361,6 +380,8 @@ _HANDLERS: dict[Callable, Handler] = {
     F.linear: _linear_handler,
     **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm_handler),
     **dict.fromkeys((Tensor.add, torch.add, Tensor.sub, torch.sub), _sum_handler),
+    **dict.fromkeys((torch.addcmul, Tensor.addcmul), _addcmul_handler),
+    torch.batch_norm_elemt: _elementwise_norm_handler,
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.stack), _join_handler),
     F.batch_norm: _batch_norm_handler(3, 4, 1, 2),
     torch.batch_norm: _batch_norm_handler(1, 2, 3, 4),

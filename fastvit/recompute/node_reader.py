@@ -66,8 +66,12 @@ class NodeReader:
         """Returns an input that the op saved; None where the op did not get it."""
         return self.packed_operand(getattr(self.node, f"_raw_saved_{name}").data)
 
-    def packed_operand(self, packed: object) -> Operand:
-        """Returns the operand for what the op has packed."""
+    def packed_operand(self, packed: object, is_private: bool = False) -> Operand:
+        """Returns the operand for what the op has packed.
+
+        Args:
+            is_private: nobody but the op knows the tensor, so nobody writes to it.
+        """
         if packed is None:
             return None
         if type(packed) is not PackedTensor:
@@ -76,7 +80,7 @@ class NodeReader:
             raise NotRecomputable("saved outside of the scope")
         if packed.environment is not None:
             self.environment = packed.environment
-        if packed.pin is not None:
+        if packed.pin is not None and not is_private:
             return packed.pin
         if type(packed.state) is Pending and packed.info is not None:
             self.planner.plan_output(packed.info)

@@ -103,6 +103,10 @@ def _is_dense(x: Tensor) -> bool:
 
 def sync_batch_norm_rule(reader: NodeReader) -> OpCall:
     """torch.nn.SyncBatchNorm, from the statistics of all ranks, which it saves."""
-    x, weight, mean, invstd, *_ = [reader.packed_operand(one.data) for one in reader.node._raw_saved_tensors]
+    saved = [one.data for one in reader.node._raw_saved_tensors]
+    x, weight, mean, invstd, *_ = map(reader.packed_operand, saved)
+    bias = getattr(saved[3], "bias", None)
+    if bias is None:
+        raise NotRecomputable("the call was not seen")
     elemt: Callable[..., Tensor] = torch.batch_norm_elemt
-    return lambda *tensors: elemt(*tensors, 0.0), (x, weight, reader.bias(2), mean, invstd)
+    return lambda *tensors: elemt(*tensors, 0.0), (x, weight, bias, mean, invstd)

@@ -133,6 +133,7 @@ class PackedTensor:
     info: OutputInfo | None = None  # the op output that the tensor is, or is a view of
     environment: Environment | None = None  # in which the op ran that saved the tensor
     pin: PinnedTensor | None = None  # a small tensor as the op read it, for recipes
+    bias: PinnedTensor | None = None  # of a SyncBatchNorm that has saved the tensor
     pre_write_copy: Tensor | None = None  # of a tensor that was written to after a recipe took it
     make_mask: Callable[[Tensor], BitMask | None] | None = None  # where the op needs no more than a mask
     mask_node: Any = None  # the op that asks for the mask, until the plan

@@ -178,8 +178,8 @@ class RecomputePlanner:
             self.plan_output(info)
         if (packed := self._find_kept(info)) is not None:
             state = packed.state
-            assert isinstance(state, Kept) and info.as_strided_args is not None
-            if AsStridedArgs.of(state.tensor) == info.as_strided_args:
+            assert info.as_strided_args is not None
+            if not isinstance(state, Kept) or AsStridedArgs.of(state.tensor) == info.as_strided_args:
                 return packed
             return View(packed, ((torch.as_strided, *info.as_strided_args),))
         if (recipe := self._existing_recipe(info)) is not None:

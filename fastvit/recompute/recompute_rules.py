@@ -241,12 +241,14 @@ def _copy_slices_rule(reader: NodeReader) -> OpCall:
 
 def _layer_rule(reader: NodeReader) -> OpCall:
     """Recomputes the output of a fastvit layer. Its autograd Function provides `rebuilding(ctx)`."""
-    node = reader.node
-    rebuild, unsaved = node._forward_cls.rebuilding(node), getattr(node, "fastvit_unsaved", {})
+    node, function = reader.node, reader.node._forward_cls
+    rebuild, unsaved = function.rebuilding(node), getattr(node, "fastvit_unsaved", {})
     if rebuild is None:
         raise NotRecomputable("the layer keeps its output")
     return rebuild, tuple(
-        reader.graph_operand(unsaved[i]) if i in unsaved else reader.packed_operand(one.data)
+        reader.graph_operand(unsaved[i])
+        if i in unsaved
+        else reader.packed_operand(one.data, i in function.fastvit_private)
         for i, one in enumerate(node._raw_saved_tensors)
     )
 

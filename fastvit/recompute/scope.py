@@ -43,6 +43,7 @@ from .planner import RecomputePlanner
 from .policy import OpSite, Policy, RecomputeLevel, display_op_name
 from .recipe import CallArgs, OutputInfo, dereference
 from .recompute_rules import RECOMPUTE_RULES
+from .write_tracker import storage_id
 from .views import VIEWS, reaches_through_views, skip_unsafe_view
 
 _NO_OP = "it is not the output of an autograd node (an input, a constant, indices, or compiled code)"
@@ -164,6 +165,8 @@ class Scope:
         if p is not None and tensor.nbytes >= MIN_RECOMPUTE_BYTES and type(tensor) is Tensor:
             # The mask is packed instead of drawn again: drawing random numbers takes ten times as long.
             packed.replace_tensor(masks.dropout_bit_mask(tensor, p))
+        elif self._calls.biases and (bias := self._calls.biases.pop(storage_id(tensor), None)) is not None:
+            packed.bias = bias
         elif tensor.layout is torch.strided and not tensor.is_nested and is_small(tensor):
             if not any(one is tensor for one in self._calls.not_operands):
                 packed.pin = PinnedTensor(tensor)
