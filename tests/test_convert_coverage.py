@@ -74,7 +74,7 @@ def test_an_activation_in_place_after_an_instance_norm(norm, activation, level):
 
 
 VIEWS = {  # a view of a result, an op in place on it, and what is the same out of place
-    "view": lambda h: h.view(-1, D),
+    "view": lambda h: h.unflatten(-1, (8, D // 8)),
     "unsqueeze": lambda h: h.unsqueeze(1),
     "transpose": lambda h: h.transpose(1, 2),
     "permute": lambda h: h.permute(2, 0, 1),
@@ -121,14 +121,13 @@ BOUNDS = {"default": 0.52, "products": 0.3, "least": 0.05}
 @pytest.mark.parametrize("activation", ["silu", "leaky_relu", "elu", "relu"])
 def test_an_activation_in_place_after_a_linear_of_tokens(activation, level):
     """The result of such a Linear is a view of a product."""
-    before = kept(mlp(lambda: ACTIVATIONS[activation](False)), tokens())
-    make = lambda: mlp(lambda: ACTIVATIONS[activation](True))  # noqa: E731
-    outside = share_kept(lambda: mlp(lambda: ACTIVATIONS[activation](False)), tokens(), **LEVELS[level])
-    assert (
-        share_kept(make, tokens(), **LEVELS[level]) * kept(make(), tokens()) <= 1.02 * outside * before + 4096
-    )
+    sizes = []
+    for inplace in (True, False):
+        make = lambda: mlp(lambda: ACTIVATIONS[activation](inplace))  # noqa: B023, E731
+        sizes.append(share_kept(make, tokens(), **LEVELS[level]) * kept(make(), tokens()))
+    assert sizes[0] <= 1.02 * sizes[1] + 4096
     if activation == "silu":
-        assert share_kept(make, tokens(), **LEVELS[level]) <= BOUNDS[level]
+        assert sizes[0] <= BOUNDS[level] * kept(make(), tokens())
 
 
 # --- hooks
@@ -169,8 +168,7 @@ HOOKS = {
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_that_change_nothing(name, level):
     share = share_kept(lambda: hooked(lambda: mlp(nn.GELU), HOOKS[name]), tokens(), **LEVELS[level])
-    if name not in ("retain_grad", "numpy", "asarray") or level == "default":
-        assert share <= BOUNDS[level] + 0.01
+    assert share <= BOUNDS[level] + 0.01
 
 
 @pytest.mark.parametrize("kind", ["full backward", "full backward pre"])
@@ -182,9 +180,8 @@ def test_backward_hooks_of_convolutions(kind):
 
 NAMES = {  # methods whose names end as those of writes do
     "requires_grad_": lambda h: h.detach().requires_grad_(),
-    "requires_grad_ before": lambda h: h.requires_grad_(),
-    "share_memory_": lambda h: h.detach().clone().share_memory_(),
-    "rename_": lambda h: h.detach().rename_(None),
+    "requires_grad_ of the result": lambda h: h.requires_grad_(),
+    "retains_grad": lambda h: h.retain_grad(),
     "unsqueeze_": lambda h: h.detach().unsqueeze_(0),
     "transpose_": lambda h: h.detach().transpose_(0, 1),
 }
@@ -201,9 +198,7 @@ def test_a_name_of_a_write_is_not_a_write(name):
         parts = {"first": nn.Linear(D, D), "norm": nn.LayerNorm(D), "head": nn.Linear(D, D)}
         return Program(function, **parts)
 
-    plain = NAMES["requires_grad_ before"]
-    share = share_kept(make, tokens())
-    assert plain and share <= 0.6
+    assert share_kept(make, tokens()) <= 0.6
 
 
 # --- structures
