@@ -1,0 +1,410 @@
+"""A recipe reads what the op read, whoever writes to it later: eager's bits, or an error that names the op.
+
+Small operands (a bias, a weight of a norm, running statistics) are as they were when the op ran. A large one
+that eager's backward does not read, and that was written to after the forward, may be an error.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from convert_models import (
+    LEVELS,
+    D,
+    Program,
+    assert_eager_bits,
+    assert_eager_bits_or_named_error,
+    gradients,
+    images,
+    make_step,
+    options_that_keep,
+    same_bits,
+    tokens,
+)
+from torch import nn
+
+import fastvit
+
+# --- small operands: parameters, frozen biases and buffers, in the forward and after it
+
+USES = {  # of the vector `c`, by ops whose results other ops save
+    "add": lambda m, h: h + m.c,
+    "subtract": lambda m, h: h - m.c,
+    "multiply": lambda m, h: h * m.c,
+    "addcmul": lambda m, h: torch.addcmul(m.c, h, h, value=0.1),
+    "concatenate": lambda m, h: torch.cat([h, m.c.expand_as(h)], 1),
+    "bias of layer_norm": lambda m, h: F.layer_norm(h, (D,), m.w, m.c),
+    "weight of layer_norm": lambda m, h: F.layer_norm(h, (D,), m.c, m.w),
+    "weight of rms_norm": lambda m, h: F.rms_norm(h, (D,), m.c),
+    "bias of group_norm": lambda m, h: F.group_norm(h.flatten(0, 1), 8, m.w, m.c),
+    "weight of group_norm": lambda m, h: F.group_norm(h.flatten(0, 1), 8, m.c, m.w),
+    "bias of batch_norm": lambda m, h: F.batch_norm(h.flatten(0, 1), None, None, m.w, m.c, True),
+    "weight of batch_norm": lambda m, h: F.batch_norm(h.flatten(0, 1), None, None, m.c, m.w, True),
+    "bias of instance_norm": lambda m, h: F.instance_norm(h.mT, None, None, m.w, m.c).mT,
+    "bias of linear": lambda m, h: F.linear(h, m.first.weight, m.c),
+}
+
+
+def no_grad(write):
+    def run(c):
+        with torch.no_grad():
+            write(c)
+
+    return run
+
+
+WRITES = {
+    "mul_": no_grad(lambda c: c.mul_(0.5)),
+    "lerp_": no_grad(lambda c: c.lerp_(torch.ones_like(c), 0.7)),
+    "foreach": no_grad(lambda c: torch._foreach_mul_([c], 0.5)),
+    "out": no_grad(lambda c: torch.mul(c, 0.5, out=c)),
+    "data": lambda c: c.data.mul_(0.5),
+    "data is replaced": lambda c: setattr(c, "data", c.data * 0.5),
+    "numpy": lambda c: numpy.multiply(c.detach().numpy(), 0.5, out=c.detach().numpy()),
+    "overload": lambda c: torch.ops.aten.mul_.Scalar(c.data, 0.5),
+}
+PLACES = ["in the forward", "after the forward"]
+
+
+def vector(frozen):
+    c = torch.randn(D, generator=torch.Generator().manual_seed(4)) + 2
+    return c if frozen else nn.Parameter(c)
+
+
+def program_of(use, write, place, frozen):
+    """A model that uses a vector, and what runs after its forward."""
+
+    def function(m, x):
+        y = F.gelu(USES[use](m, m.first(x)))
+        if place == "in the forward":
+            WRITES[write](m.c)
+        return m.head(y)
+
+    def make():
+        return Program(
+            function,
+            first=nn.Linear(D, D),
+            head=nn.Linear(D, 3),
+            c=vector(frozen),
+            w=nn.Parameter(torch.ones(D)),
+        )
+
+    return make, (lambda model: WRITES[write](model.c) if place == "after the forward" else None)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["parameter", "buffer"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("use", USES)
+def test_a_small_operand_is_as_its_op_read_it(use, write, place, frozen):
+    make, between = program_of(use, write, place, frozen)
+    assert_eager_bits(make_step(make, tokens(), between=between), products=use == "bias of linear")
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["parameter", "buffer"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("write", ["mul_", "data"])
+def test_the_cast_of_a_bias_is_of_the_bias_that_the_op_read(write, place, frozen):
+    make, between = program_of("bias of linear", write, place, frozen)
+    step = make_step(make, tokens(), lambda: torch.autocast("cpu", torch.bfloat16), between)
+    assert_eager_bits(step, products=True)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_running_centre(level):
+    """A parameter that each forward moves, after its use."""
+
+    def function(m, x):
+        h = m.norm(x)
+        y = F.gelu(h - m.centre)
+        with torch.no_grad():
+            m.centre.lerp_(h.mean((0, 1)), 0.1)
+        return m.head(y)
+
+    def make():
+        centre = nn.Parameter(torch.ones(D))
+        return Program(function, norm=nn.LayerNorm(D), centre=centre, head=nn.Linear(D, D))
+
+    assert_eager_bits(make_step(make, tokens()), **LEVELS[level])
+
+
+# --- running statistics
+
+NORMS = {
+    "BatchNorm2d": lambda: nn.BatchNorm2d(16),
+    "without affine": lambda: nn.BatchNorm2d(16, affine=False),
+    "frozen": lambda: nn.BatchNorm2d(16).requires_grad_(False),
+    "BatchNormAct": lambda: fastvit.BatchNormAct(16, activation="silu", memory="recompute"),
+    "InstanceNorm2d": lambda: nn.InstanceNorm2d(16, affine=True, track_running_stats=True),
+    "BatchNorm1d": lambda: nn.Sequential(nn.Flatten(2), nn.BatchNorm1d(16), nn.Unflatten(2, (14, 14))),
+}
+
+
+def in_training(model, x):
+    return model.train()(2 * x + 1)
+
+
+def refreshed(model, x):
+    with torch.no_grad():
+        model.train()(2 * x + 1)
+    return model.eval()(x)
+
+
+def other_domain(model, x):
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data.mul_(3).add_(0.5)
+    return model.eval()(x)
+
+
+@pytest.mark.parametrize("second", [in_training, refreshed, other_domain])
+@pytest.mark.parametrize("norm", NORMS)
+def test_running_statistics_are_those_of_the_pass(norm, second):
+    """A pass in evaluation, and another that changes them, before one backward."""
+
+    def run(convert):
+        torch.manual_seed(0)
+        model = convert(nn.Sequential(nn.Conv2d(3, 16, 3), NORMS[norm](), nn.SiLU(), nn.Conv2d(16, 8, 3)))
+        x = images()
+        first = model.eval()(x)
+        (first.mean() + second(model, x).square().mean()).backward()
+        return gradients(model)
+
+    assert_eager_bits(run)
+
+
+# --- steps of optimizers between a forward and a backward that does not read what they change
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("last", [lambda: nn.LayerNorm(D), nn.GELU], ids=["norm", "activation"])
+def test_a_critic_after_a_step_of_the_generator(last, level):
+    def run(convert):
+        torch.manual_seed(0)
+        generator = convert(nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D), last()))
+        critic = convert(nn.Sequential(nn.Linear(D, D), nn.SiLU(), nn.Linear(D, 1)))
+        score = critic(generator(tokens())).mean()
+        (-score).backward(inputs=list(generator.parameters()), retain_graph=True)
+        torch.optim.SGD(generator.parameters(), 0.1).step()
+        score.backward(inputs=list(critic.parameters()))
+        return gradients(critic)
+
+    (assert_eager_bits if level == "default" else assert_eager_bits_or_named_error)(run, **LEVELS[level])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_head_after_a_step_of_the_trunk(level):
+    """Two losses, the second of which has its gradients in a head alone."""
+
+    def run(convert):
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.GELU())
+        model = convert(
+            Program(
+                lambda m, x: (m.a(h := m.trunk(x)), m.b(h)), trunk=trunk, a=nn.Linear(D, 3), b=nn.Linear(D, 3)
+            )
+        )
+        first, second = model(tokens())
+        first.square().sum().backward(inputs=list(trunk.parameters()), retain_graph=True)
+        torch.optim.Adam(trunk.parameters(), 0.1).step()
+        second.square().sum().backward(inputs=list(model.b.parameters()))
+        return gradients(model)
+
+    (assert_eager_bits if level == "default" else assert_eager_bits_or_named_error)(run, **LEVELS[level])
+
+
+@pytest.mark.parametrize(
+    "weights", [lambda m: [m[1].weight], lambda m: [m[1].bias], lambda m: m[1].parameters()]
+)
+@pytest.mark.parametrize("write", ["data", "data is replaced", "numpy"])
+def test_a_norm_whose_weights_are_exchanged_without_a_version(write, weights):
+    """By optimizers that write to `.data`, and for an average of weights."""
+    between = lambda m: [WRITES[write](one) for one in weights(m)]  # noqa: E731
+    assert_eager_bits(
+        make_step(
+            lambda: nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)),
+            tokens(),
+            between=between,
+        )
+    )
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_weight_that_is_cast_again(place):
+    def write(model):
+        with torch.no_grad():
+            model.b.weight.mul_(0.5)
+
+    def function(m, x):
+        y = m.b(F.gelu(m.a(x)))
+        if place == "in the forward":
+            write(m)
+        return y
+
+    step = make_step(
+        lambda: Program(function, a=nn.Linear(D, D), b=nn.Linear(D, D)),
+        tokens(),
+        lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        write if place == "after the forward" else lambda model: None,
+    )
+    (assert_eager_bits if place == "in the forward" else assert_eager_bits_or_named_error)(
+        step, weight_casts=True
+    )
+
+
+# --- large tensors that are written to in the forward by what counts no version
+
+
+def name_is_gone(m, x):
+    h = m.norm(x)
+    alias = h.data
+    h = F.gelu(h)
+    alias.zero_()
+    return m.head(h)
+
+
+def written_after_use(write):
+    def function(m, x):
+        h = m.norm(x)
+        y = F.gelu(h)
+        write(h)
+        return m.head(y)
+
+    return function
+
+
+ALIASES = {
+    "data whose tensor has no name": name_is_gone,
+    "overload": written_after_use(lambda h: torch.ops.aten.mul_.Scalar(h.data, 0.0)),
+    "overload of fill": written_after_use(lambda h: torch.ops.aten.fill_.Scalar(h.detach(), 0.5)),
+    "dlpack": written_after_use(lambda h: torch.from_dlpack(h.detach()).zero_()),
+    "storage": written_after_use(lambda h: h.untyped_storage().fill_(0)),
+    "tensor of the storage": written_after_use(
+        lambda h: torch.empty(0).set_(h.untyped_storage(), 0, h.shape, h.stride()).zero_()
+    ),
+    "view of data": written_after_use(lambda h: h.data[1:].view(-1)[::2].zero_()),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_what_an_alias_writes_in_the_forward(alias):
+    def make():
+        return Program(ALIASES[alias], norm=nn.LayerNorm(D), head=nn.Linear(D, D))
+
+    assert_eager_bits(make_step(make, tokens()))
+
+
+# --- large tensors that eager's backward does not read, written to after the forward
+
+
+class Outputs(nn.Module):
+    """Two results, and one of its intermediate tensors, which recipes of both may read."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 8)
+
+    def forward(self, x):
+        h = self.a(x)
+        w = h + 1
+        return h, self.b(F.gelu(h)), self.c(w * w)
+
+
+def free(h):
+    h.untyped_storage().resize_(0)
+
+
+AFTER = {
+    "clamp_": no_grad(lambda h: h.clamp_(0, 1)),
+    "detach": lambda h: h.detach().div_(2),
+    "view": no_grad(lambda h: h[1:].zero_()),
+    "foreach": no_grad(lambda h: torch._foreach_mul_([h], 2.0)),
+}
+
+
+def outputs(write):
+    def run(convert):
+        torch.manual_seed(0)
+        model = convert(Outputs())
+        h, _, y = model(tokens().flatten(0, 1))
+        write(h)
+        return list(torch.autograd.grad(y.sum(), list(model.c.parameters())))
+
+    return run
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("write", AFTER)
+def test_a_result_that_is_written_to_after_the_forward(write, level):
+    assert_eager_bits_or_named_error(outputs(AFTER[write]), **LEVELS[level])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_result_whose_reader_is_not_in_the_loss(level):
+    def function(m, x):
+        y = m.a(m.norm(x))
+        return y, y * m.w, m.head(F.gelu(y + m.c))
+
+    def run(convert):
+        torch.manual_seed(0)
+        parts = {"norm": nn.LayerNorm(D), "a": nn.Linear(D, D), "head": nn.Linear(D, 3)}
+        model = convert(
+            Program(function, **parts, c=nn.Parameter(torch.randn(D)), w=nn.Parameter(torch.randn(D)))
+        )
+        y, _product, t = model(tokens())
+        y.detach().div_(2)
+        t.sum().backward()
+        return gradients(model)
+
+    assert_eager_bits_or_named_error(run, **LEVELS[level])
+
+
+class WritesGradient(torch.autograd.Function):
+    """Its backward writes the gradient over what it has saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        return x.copy_(s * (1 - s) * dy)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_backward_that_writes_over_what_it_saved(level):
+    def function(m, x):
+        h = m.a(x)
+        y = h + 1
+        return m.b(y * y) + WritesGradient.apply(h)
+
+    step = make_step(lambda: Program(function, a=nn.Linear(D, D), b=nn.Linear(D, D)), tokens())
+    assert_eager_bits_or_named_error(step, **LEVELS[level])
+
+
+def free_a_result(level):
+    """In a process of its own."""
+    run, options = outputs(free), LEVELS[level]
+    expected = run(lambda model: model)
+    try:
+        same_bits(run(lambda model: fastvit.convert(model, **options)), expected)
+    except RuntimeError as error:
+        options_that_keep(str(error), options)
+    print("right")
+
+
+@pytest.mark.parametrize("level", ["default", "products"])
+def test_a_result_whose_memory_is_freed_after_the_forward(level):
+    """An error or eager's bits, and no crash of the process."""
+    code = f"import test_convert_pins as tests; tests.free_a_result({level!r})"
+    folder, package = Path(__file__).parent, Path(fastvit.__file__).parents[1]
+    code = f"import sys; sys.path[:0] = {[str(folder), str(package)]!r}; {code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "right\n", (done.returncode, done.stderr[-2000:])
