@@ -1,0 +1,393 @@
+"""The kinds of random programs: tables of source from which tests/programs.py draws.
+
+To add a case, add a line to a table. Values are tensors of 8 x 8 x 6 x 6, in the list `v`; a line may append
+one, replace one or write to one. In a line:
+
+{i}, {j}           numbers of a recent value and of any value
+<<nn.GELU()>>      a module, parameter or buffer of the model, made by this expression, or made so before
+{norm}, {activation}, {mask}, {sum}   an entry of NORMS, ACTIVATIONS, MASKS, SUMS
+{small}, {bias}, {large}   vectors of channels, those of them that no backward reads, and matrices that the
+                   module whose forward this is, or before a backward the model, has; without one the line is
+                   not taken
+{batch_norm}       a BatchNorm that the module has
+{number}           a number that no other line has
+
+Where an error of the engine that names a site and `skip` is right, because the line writes to a large tensor
+that a backward may not read, the line ends in LARGE. The engine cannot know of writes to a large tensor that no
+version counts and that happen after a forward: no table has them. Lines that end in UNCOUNTED would be such
+writes if a step had a second forward, and are left out there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+LARGE = "  # writes to a large tensor"
+UNCOUNTED = "  # writes to a large tensor, uncounted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Where programs of this kind may differ from plain ones."""
+
+    lines: tuple[str, ...] = ()  # statements of a forward
+    around_lines: tuple[str, ...] = ()  # context managers around a statement
+    around_forward: tuple[str, ...] = ()
+    around_backward: tuple[str, ...] = ()
+    around_step: tuple[str, ...] = ()
+    forwards: tuple[str, ...] = ()  # statements that set `outputs`
+    between: tuple[str, ...] = ()  # statements between the forward and the backward
+    backwards: tuple[str, ...] = ()  # statements that read `losses`
+    set_up: tuple[str, ...] = ()  # statements after the model is made
+    inputs: tuple[str, ...] = ()  # expressions of the model's input
+    options: tuple[str, ...] = ()  # of tests/programs.py, drawn as often as all others together
+
+
+NORMS = (
+    "<<nn.BatchNorm2d(8)>>({})", "<<nn.GroupNorm(2, 8)>>({})", "<<nn.LayerNorm(6)>>({})",
+    "<<nn.InstanceNorm2d(8, affine=True)>>({})", "<<nn.RMSNorm(6)>>({})", "<<nn.InstanceNorm2d(8)>>({})",
+    "<<nn.LayerNorm(36)>>({}.flatten(2)).view(8, 8, 6, 6)",
+)  # fmt: skip
+ACTIVATIONS = (
+    "nn.ReLU()", "nn.GELU()", "nn.Hardswish()", "nn.SiLU()", "nn.ReLU(inplace=True)", "nn.SiLU(inplace=True)",
+    "nn.LeakyReLU(0.2)", "nn.LeakyReLU(0.2, inplace=True)", "nn.ELU(inplace=True)", "nn.ReLU6()",
+    "nn.ReLU6(inplace=True)", "nn.Threshold(0.1, 0.2)", "nn.Sigmoid()", "nn.Tanh()", "nn.GELU('tanh')",
+)  # fmt: skip
+MASKS = (
+    "nn.ReLU()", "nn.LeakyReLU(0.2)", "nn.ReLU6()", "nn.Hardtanh()", "nn.Hardtanh(-0.7, 0.7)",
+    "nn.Hardtanh(-0.1, 0.1)", "nn.Hardtanh(0.0, 6.0)", "nn.Hardtanh(0.1, 0.1001)", "nn.Hardtanh(0.0, 1e-8)",
+    "nn.Hardtanh(-1e-3, 1e-3)", "nn.Hardtanh(-0.7, 0.7, inplace=True)", "nn.ReLU(inplace=True)",
+    "nn.LeakyReLU(0.01, inplace=True)", "nn.Threshold(0.1, 0.0)", "nn.Hardtanh(0.3, 1.1)",
+)  # fmt: skip
+SUMS = ("t = t + v[{j}]", "t = v[{j}] + t", "t += v[{j}]", "t = torch.add(t, v[{j}])", "t = t.add_(v[{j}])",
+        "z = v[{j}]; z += t; t = z")  # fmt: skip
+
+PLAIN = Kind(
+    lines=(
+        *("t = <<nn.Conv2d(8, 8, 1, bias=False)>>(v[{i}]); t = {norm}; t = <<{activation}>>(t); v.append(t)",) * 6,
+        *("t = <<nn.Conv2d(8, 8, 1)>>(v[{i}]); t = {norm}; {sum}; t = <<{activation}>>(t); v.append(t)",) * 6,
+        "t = <<nn.Conv2d(8, 8, 1)>>(v[{i}]); v.append(t); t = {norm}; {sum}; v.append(t)",
+        "v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<nn.Linear(6, 12)>>(v[{i}]))))",
+        "v.append(<<nn.Linear(6, 6)>>(<<{activation}>>(v[{i}])))",
+        "v.append(v[{i}] + v[{j}])", "v.append(v[{i}] * v[{j}])", "v.append(v[{i}].view(v[{i}].shape))",
+        "t = v[{i}]; t += v[{j}]; v.append(t)", "v.append(torch.cat([v[{i}], v[{j}]], 1)[:, 4:12])",
+        "v[{i}][:, :2].mul_(1.5)", "v.append(<<nn.MaxPool2d(3, 1, 1)>>(v[{i}]))", "v[{i}].relu_()",
+        "v.append(<<nn.Conv2d(8, 8, 3, padding=1)>>(v[{i}]))", "v[{i}].mul_(1.5)",
+        "v.append(torch.sigmoid(v[{i}]))", "v[{i}] = <<nn.Conv2d(8, 8, 1)>>(v[{j}])",
+        "v.append(F.dropout(v[{i}], 0.1))", "v.append(<<nn.Dropout(0.3)>>(v[{i}]))",
+        "v.append(<<nn.Linear(6, 12)>>(v[{i}])[..., :6])", "v.append(v[{i}] - 0.5)",
+        "v.append(F.silu(<<nn.Linear(6, 12)>>(v[{i}]).chunk(2, -1)[0]) * v[{j}])",
+        "q = v[{i}].flatten(2).mT; k = v[{j}].flatten(2); v.append(((q @ k).softmax(-1) @ q).mT.reshape(8, 8, 6, 6))",
+        "v.append(F.scaled_dot_product_attention(v[{i}], v[{j}], <<nn.Linear(6, 6)>>(v[{j}])))",
+        "with torch.no_grad(): v[{i}].mul_(1.5)",
+    ),
+)  # fmt: skip
+
+_COUNTED = (  # writes to {} that a version counts
+    "with torch.no_grad(): {}.mul_(1.5)", "{}.detach().add_(0.1)", "with torch.no_grad(): {}[:2] = 0.5",
+    "with torch.no_grad(): torch._foreach_add_([{}], 0.1)", "nn.init.normal_({})",
+    "with torch.no_grad(): {}.lerp_(torch.ones_like({}), 0.1)", "with torch.no_grad(): {}.copy_({} * 0.9)",
+    "with torch.no_grad(): torch.mul({}, 0.9, out={})",
+)  # fmt: skip
+_UNCOUNTED = (
+    "{}.data.mul_(1.5)", "{}.data = {}.data * 0.5", "torch._foreach_mul_([{}.data], 1.5)",
+    "torch.mul({}.data, 1.5, out={}.data)", "torch.ops.aten.mul_.Scalar({}.data, 1.5)",
+    "{}.detach().view(torch.uint8).numpy()[...] = 0", "torch.from_dlpack({}.detach()).mul_(1.5)",
+    "{}.untyped_storage().fill_(0)", "{}.data.copy_({}.data.flip(0))", "{}.data[:2] = 0.5",
+    "nn.utils.vector_to_parameters(torch.ones({}.numel(), dtype={}.dtype), [{}])",
+)  # fmt: skip
+
+
+def _each(statements: tuple[str, ...], target: str, ending: str = "") -> tuple[str, ...]:
+    return tuple(line.replace("{}", target) + ending for line in statements)
+
+
+SMALL_WRITES = (*_each(_COUNTED, "{bias}"), *_each(_UNCOUNTED, "{small}"))
+WRITES = Kind(
+    lines=(
+        *SMALL_WRITES,
+        *_each(_COUNTED, "v[{i}]"),
+        *_each(_UNCOUNTED[:-1], "v[{i}]"),
+        *_each(_UNCOUNTED[:-1], "{large}", UNCOUNTED),
+        "with torch.no_grad(): {large}.mul_(0.9)" + LARGE,
+        "v[{i}].data.clamp_(-1, 1)", "F.relu(v[{i}].data, inplace=True)", "v[{i}].data[:, :2] = 0",
+        "d = v[{i}].data; v[{i}] = F.gelu(v[{i}]); d.zero_()", "x.detach().mul_(0.9)" + LARGE,
+        "held.append(v[{i}].data)", "held.append(v[{i}].detach().view(-1))",
+        "held.append(v[{i}].detach()[:, 2:4])", "if held: held[-1].mul_(0.9)", "if held: held[0].zero_()",
+        "t = torch.relu(v[{i}]); v.append(F.max_pool2d(t, 3, 1, 1)); t.data.clamp_(max=0.0)",
+        # What reads small operands, which autograd does not save.
+        *(
+            "v.append(<<{activation}>>(v[{i}] - <<shift(8, 1, 1)>>))",
+            "v.append(<<{activation}>>(v[{i}] + <<shift_buffer(8, 1, 1)>>))",
+            "v.append(<<{activation}>>(<<shift(6)>> - v[{i}]))",
+            "v.append(<<{activation}>>(v[{i}] * <<scale(8, 1, 1)>>))",
+            "v.append(<<{activation}>>(v[{i}] * <<frozen_scale(8, 1, 1)>>))",
+            "v.append(torch.addcmul(<<frozen_shift(6)>>, v[{i}], <<scale(6)>>).sigmoid())",
+            "v.append(F.gelu(torch.cat([v[{i}], <<shift(8, 1, 1)>>.expand(8, 8, 6, 6)], 1)[:, 4:12]))",
+            "v.append(F.gelu(torch.stack([v[{i}], <<shift(6)>>.expand(8, 8, 6, 6)]).mean(0)))",
+            "v.append(v[{j}] + <<frozen_scale(8, 1, 1)>> * {norm_i})",
+            "v.append(F.gelu(F.linear(v[{i}], <<matrix(6, 6)>>, <<frozen_shift(6)>>)))",
+            "v.append(F.gelu(F.linear(v[{i}], <<matrix(6, 6)>>, <<shift_buffer(6)>>)))",
+            "v.append(F.gelu(F.conv2d(v[{i}], <<matrix(8, 8, 1, 1)>>, <<frozen_shift(8)>>)))",
+            "v.append(F.gelu(F.batch_norm(v[{i}], None, None, <<scale(8)>>, <<frozen_shift(8)>>, True)))",
+            "v.append(F.gelu(F.batch_norm(v[{i}], <<shift_buffer(8)>>, <<shift_buffer(8)>>.exp(), <<scale(8)>>, "
+            "<<shift_buffer(8)>>)))",
+            "v.append(F.silu(F.group_norm(v[{i}], 2, <<scale(8)>>, <<frozen_shift(8)>>)))",
+            "v.append(F.gelu(F.group_norm(v[{i}], 2, <<scale(8)>>, <<shift_buffer(8)>>)))",
+            "v.append(F.gelu(F.layer_norm(v[{i}], (6,), <<scale(6)>>, <<shift_buffer(6)>>)))",
+            "v.append(F.gelu(F.instance_norm(v[{i}], weight=<<scale(8)>>, bias=<<shift_buffer(8)>>)))",
+        )
+        * 2,
+    ),
+    between=(
+        *SMALL_WRITES,
+        "with torch.no_grad(): {large}.mul_(0.9)" + LARGE,
+        "with torch.no_grad(): {large}.add_(torch.ones_like({large}), alpha=-0.01)" + LARGE,
+        "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + LARGE,
+        "outputs[0].detach().mul_(0.5)" + LARGE,
+    ),
+)  # fmt: skip
+
+_FLAGS = (
+    "torch.backends.mkldnn.flags(enabled=False)", "matmul_precision('medium')", "deterministic()",
+    "torch.autocast('cpu', torch.bfloat16)", "torch.autocast('cpu', enabled=False)",
+    "torch.autocast('cpu', torch.bfloat16, cache_enabled=False)",
+)  # fmt: skip
+FLAGS = Kind(
+    lines=(
+        "v.append(<<nn.Linear(12, 6)>>(F.gelu(<<nn.Linear(6, 12)>>(v[{i}]))))",
+        "v.append(<<nn.Conv2d(8, 8, 3, padding=1)>>(F.gelu(<<nn.Conv2d(8, 8, 3, padding=1)>>(v[{i}]))))",
+        "v.append(F.gelu({norm_i}))",
+        "v.append((v[{i}].flatten(2) @ <<matrix(36, 36)>>).softmax(-1).view(8, 8, 6, 6))",
+    ),
+    around_lines=_FLAGS,
+    around_forward=(*_FLAGS[:4], _FLAGS[5]),
+    around_backward=_FLAGS,
+    around_step=_FLAGS[:4],
+)  # fmt: skip
+
+STATISTICS = Kind(
+    lines=(
+        "t = v[{i}].flatten(1, 2).mT; v.append(<<nn.BatchNorm1d(6, affine=False)>>(t).mT.reshape(8, 8, 6, 6))",
+        "v.append(<<nn.Linear(6, 6)>>(<<nn.BatchNorm1d(6, affine=False)>>(<<nn.Linear(6, 6)>>(v[{i}]).flatten(1, 2)"
+        ".transpose(1, 2)).transpose(1, 2)).view(8, 8, 6, 6))",
+        "v.append(<<nn.Linear(6, 6)>>(<<nn.BatchNorm1d(6)>>(<<nn.Linear(6, 6)>>(v[{i}]).flatten(1, 2).mT).mT)"
+        ".view(8, 8, 6, 6))",
+        "v.append(F.gelu(<<nn.BatchNorm2d(8, momentum=None)>>(v[{i}])))",
+        "v.append(F.gelu(<<nn.BatchNorm2d(8, affine=False)>>(v[{i}])))",
+        "v.append(F.gelu(<<nn.BatchNorm2d(8, track_running_stats=False)>>(v[{i}])))",
+        "v.append(F.leaky_relu_(<<nn.InstanceNorm2d(8, affine=True)>>(v[{i}]), 0.1))",
+        "v.append(F.relu_(<<nn.InstanceNorm2d(8, track_running_stats=True)>>(v[{i}])))",
+        "v.append(<<nn.Conv2d(8, 8, 1)>>(<<nn.BatchNorm2d(8)>>(v[{i}])))",
+        "v.append(<<nn.Conv2d(8, 8, 1)>>(F.silu(<<nn.BatchNorm2d(8).requires_grad_(False)>>(v[{i}]))))",
+        "v.append(F.gelu(<<nn.BatchNorm2d(8).eval()>>(v[{i}])))",
+        "{batch_norm}.eval()", "{batch_norm}.train()", "{batch_norm}.train(not {batch_norm}.training)",
+        "{batch_norm}.reset_running_stats()", "{batch_norm}.momentum = 0.3",
+        "with torch.no_grad(): v.append(<<nn.BatchNorm2d(8)>>(v[{j}]))",
+        "v.append(<<nn.BatchNorm2d(8)>>(v[{i}])); v.append(F.gelu(<<nn.BatchNorm2d(8)>>(v[{i}])))",
+    ),
+    between=(
+        "with torch.no_grad(): model(x * 3)",
+        "model.train()\nwith torch.no_grad(): model(x * 3)\nmodel.eval()",
+        "{small}.data.mul_(1.5)",
+    ),
+    forwards=(
+        "model.eval(); outputs = model(x); model.train(); outputs += model(x * 2 + 1)",
+        "model.train(); outputs = model(x); model.eval(); outputs += model(x * 2 + 1)",
+        "outputs = model(x); outputs += model(x * 2 + 1)",
+        "with torch.no_grad(): model(x * 3)\noutputs = model(x)",
+        "model.eval(); outputs = model(x); model.train()\nwith torch.no_grad(): model(x * 3)\nmodel.eval()",
+    ),
+)  # fmt: skip
+
+LOSSES = Kind(
+    lines=("extra.append(v[{i}])", "extra.append(v[{i}] * v[{j}])", "extra.append(<<nn.Linear(6, 6)>>(v[{i}]))",
+           "v.append(F.gelu(v[{i}] - <<shift(8, 1, 1)>>)); extra.append(v[{i}] * <<scale(8, 1, 1)>>)"),
+    between=(
+        "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + LARGE, "outputs[-1].detach().div_(2)" + LARGE,
+        "if len(losses) > 1: del outputs[-1], losses[-1]", "{small}.data.mul_(1.5)",
+    ),
+    backwards=(
+        "losses[0].backward(retain_graph=True); sum(losses).backward()",
+        "losses[0].backward()",
+        "losses[-1].backward()",
+        "for loss in losses: loss.backward(retain_graph=True)\nsum(losses).backward()",
+        "losses[0].backward(inputs=first, retain_graph=True); losses[-1].backward(inputs=last)",
+        "losses[-1].backward(inputs=first, retain_graph=True); sgd(first); losses[-1].backward(inputs=last)" + LARGE,
+        "losses[0].backward(inputs=last, retain_graph=True); sgd(last); losses[0].backward(inputs=first)" + LARGE,
+        "losses[0].backward(retain_graph=True); sgd([p for p in first if p.dim() < 2]); losses[-1].backward()",
+        "(-losses[0]).backward(inputs=first[:4], retain_graph=True); sgd(first[:4]); "
+        "losses[0].backward(inputs=last)" + LARGE,
+        "for g in torch.autograd.grad(sum(losses), last, allow_unused=True): RUN.note(g is None or g.sum().item())",
+        "g, = torch.autograd.grad(losses[0], last[-1:], create_graph=True); (g.square().sum() + sum(losses)).backward()",
+    ),
+)  # fmt: skip
+
+_HOOKS = ("torch.autograd.graph.save_on_cpu()", "copy_on_save()",
+          "torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)",
+          "torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t.to(RUN.dtype))")  # fmt: skip
+HOOKS = Kind(
+    lines=(
+        "v[{i}].requires_grad and v[{i}].register_hook(lambda g: g * 0.5)",
+        "v[{i}].requires_grad and v[{i}].register_hook(lambda g: RUN.note(g.float().sum().item()))",
+        "v[{i}].requires_grad and v[{i}].retain_grad()", "RUN.note(v[{i}].detach().float().numpy().sum().item())",
+        "RUN.note(v[{i}].detach().flatten()[:4].tolist())", "RUN.note(v[{i}].float().std().item())",
+        "v.append(checkpoint(<<{activation_out_of_place}>>, v[{i}], use_reentrant=False))",
+        "v.append(checkpoint(<<nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.GELU())>>, v[{i}], "
+        "use_reentrant=False))",
+        "v.append(checkpoint(<<nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU())>>, v[{i}], "
+        "use_reentrant=True))",
+        "m = <<nn.LayerNorm(6)>>; v.append(checkpoint(lambda t, m=m: F.gelu(m(t)), v[{i}], use_reentrant=False))",
+    ),
+    around_lines=_HOOKS,
+    around_forward=_HOOKS,
+    around_step=_HOOKS[:2],
+    set_up=(
+        "for m in leaves(model): m.register_full_backward_hook(lambda m, given, g: None)",
+        "for m in leaves(model, 2): m.register_full_backward_pre_hook(lambda m, g: None)",
+        "for m in leaves(model, 3): m.register_full_backward_pre_hook(lambda m, g: [t * 0.5 for t in g])",
+        "for m in leaves(model, 3): m.register_full_backward_hook(lambda m, given, g: "
+        "[t if t is None else t * 2 for t in given])",
+        "for m in leaves(model): m.register_forward_hook(lambda m, a, o: "
+        "RUN.note(o.detach().float().numpy().sum().item()))",
+        "for m in leaves(model): m.register_forward_hook(lambda m, a, o: RUN.note(o.detach().flatten()[:4].tolist()))",
+        "for m in leaves(model, 2): m.register_forward_hook(lambda m, a, o: o * 0.5)",
+        "for m in leaves(model, 2): m.register_forward_hook(lambda m, a, o: o.clone())",
+        "for m in leaves(model, 2): m.register_forward_hook(lambda m, a, o: F.silu(o, inplace=True))",
+        "for m in leaves(model, 2): m.register_forward_pre_hook(lambda m, a: (a[0] * 1.1,))",
+        "for p in model.parameters(): p.requires_grad and p.register_hook(lambda g: g * 0.5)",
+        "for m in model.parts: m.register_full_backward_hook(lambda m, given, g: None)",
+    ),
+)  # fmt: skip
+
+_MODES = ("LargeEpsMode()", "DropoutNoise()", "AddedNumber()", "RUN.noted_mode()", "torch.device('cpu')",
+          "torch._C.DisableTorchFunctionSubclass()")  # fmt: skip
+SUBCLASSES = Kind(
+    lines=(
+        "v.append(v[{i}].as_subclass(Image))", "v.append(v[{i}].as_subclass(torch.Tensor))",
+        "v.append(v[{i}].as_subclass(LargeEps))", "v.append(v[{i}].as_subclass(RUN.noted_type))",
+        "v.append(F.gelu(v[{i}] + 0.5))", "v.append(<<nn.Linear(6, 6)>>(F.dropout(v[{i}], 0.3)))",
+        "v.append(<<nn.Linear(6, 6)>>(<<nn.LayerNorm(6)>>(v[{i}] * 0.1)))", "v.append(F.gelu(0.5 + v[{i}]))",
+        "v.append(<<nn.Linear(6, 6)>>(F.layer_norm(v[{i}] * 0.1, (6,), <<scale(6)>>, <<frozen_shift(6)>>, eps=1e-5)))",
+        "v.append(F.gelu(v[{i}] * <<image_scale(8, 1, 1)>>))", "v.append(<<nn.Linear(6, 6)>>(F.silu(v[{i}])))",
+    ),
+    around_lines=_MODES,
+    around_forward=_MODES,
+    around_backward=("torch.device('cpu')", "RUN.noted_mode()"),
+    around_step=_MODES[:5],
+    inputs=("x.as_subclass(Image)", "x.as_subclass(RUN.noted_type)", "x.as_subclass(LargeEps)"),
+)  # fmt: skip
+
+MASKED = Kind(
+    lines=(
+        "v.append(F.max_pool2d(<<{mask}>>(<<nn.Conv2d(8, 8, 1)>>(v[{i}])), 3, 1, 1))",
+        "v.append(F.max_pool2d(<<{mask}>>({norm_i}), 3, 1, 1))",
+        "v.append(<<freeze(nn.Conv2d(8, 8, 1))>>(<<{mask}>>(<<nn.Conv2d(8, 8, 1)>>(v[{i}]))))",
+        "v.append(<<freeze(nn.Conv2d(8, 8, 1))>>(<<{mask}>>({norm_i})))",
+        "v.append(<<freeze(nn.Linear(6, 6))>>(<<{mask}>>(<<nn.Linear(6, 6)>>(v[{i}]))))",
+        "v.append(<<freeze(nn.Linear(6, 6))>>(<<{mask}>>(v[{i}] * 1.0)))",
+        "v.append(<<{mask}>>(v[{i}] * 1.0)); v.append(F.max_pool2d(v[-1], 3, 1, 1))",
+        "v.append(<<{mask}>>(<<freeze(nn.Conv2d(8, 8, 1))>>(v[{i}])))",
+        "v.append((v[{i}] * 10).round() / 10)",
+        "v.append(torch.where(v[{i}] > 2, float('inf'), v[{i}]))",
+        "v.append(F.max_pool2d(<<{mask}>>(torch.where(v[{i}] > 2, float('nan'), v[{i}])), 3, 1, 1))",
+        "v.append(F.max_pool2d(<<{mask}>>(torch.where(v[{i}] > 2, -float('inf'), v[{i}])), 3, 1, 1))",
+        "t = <<{mask}>>(v[{i}] * 1.0); v.append(F.max_pool2d(t, 3, 1, 1)); t.data.clamp_(max=0.0)",
+        "v.append(F.avg_pool2d(<<{mask}>>(<<nn.Conv2d(8, 8, 1)>>(v[{i}])), 3, 1, 1))",
+    ),
+    inputs=("poison(x)", "(x * 10).round() / 10"),
+)  # fmt: skip
+
+FROZEN = Kind(
+    lines=(
+        "t = v[{i}].detach().flatten(2); v.append(<<encoder(36)>>.eval()(t, src_key_padding_mask=padding(t))"
+        ".to(v[{i}].dtype).view(8, 8, 6, 6))",
+        "with torch.no_grad(): t = v[{i}].flatten(2); v.append(<<encoder(36)>>.eval()(t, "
+        "src_key_padding_mask=padding(t)).to(v[{i}].dtype).view(8, 8, 6, 6))",
+        "t = v[{i}].flatten(2); v.append(<<encoder(36)>>.eval()(t, src_key_padding_mask=padding(t))"
+        ".to(v[{i}].dtype).view(8, 8, 6, 6))",
+        *("v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<freeze(nn.Linear(6, 12))>>(v[{i}]))))",
+        "v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<freeze(nn.Linear(6, 12), 'bias')>>({norm_i}))))",
+        "v.append(<<freeze(nn.Linear(12, 6))>>(<<{activation}>>(<<freeze(nn.Linear(6, 12))>>({norm_i}))))",
+        "v.append(<<freeze(nn.Linear(6, 6))>>(v[{i}]) + "
+        "<<nn.Linear(2, 6, bias=False)>>(<<nn.Linear(6, 2, bias=False)>>(v[{i}])) * 0.5)",
+        "v.append(F.gelu(<<freeze(nn.Conv2d(8, 8, 1), 'bias')>>(v[{i}])))",
+        "v.append(F.gelu(<<freeze(nn.Conv2d(8, 8, 1))>>({norm_i})))",
+        "v.append(<<{activation}>>(<<freeze(nn.BatchNorm2d(8), 'bias')>>(v[{i}])))",
+        "v.append(<<{activation}>>(<<freeze(nn.GroupNorm(2, 8), 'bias')>>(v[{i}])))",
+        "v.append(<<{activation}>>(<<freeze(nn.LayerNorm(6), 'weight')>>(v[{i}])))",
+        "with torch.no_grad(): v.append(<<nn.Conv2d(8, 8, 1)>>(v[{i}]))") * 2,
+    ),
+    around_lines=("torch.no_grad()",),
+    around_forward=("torch.autocast('cpu', torch.bfloat16)",),
+    set_up=("train_norms_only(model)", "train_biases_only(model)", "train_second_half(model)",
+            "for p in model.parameters(): p.requires_grad_(p.dim() > 1)"),
+    options=("products", "least", "weight_casts"),
+)  # fmt: skip
+
+LAYOUTS = Kind(
+    lines=(
+        "v.append(v[{i}].to(memory_format=torch.channels_last))", "v.append(v[{i}].contiguous())",
+        "v.append(v[{i}].to(torch.bfloat16, memory_format=torch.channels_last).to(v[{i}].dtype))",
+        "t = {norm_i}.transpose(1, 2).to(torch.bfloat16, memory_format=torch.contiguous_format).view(8, -1); "
+        "v.append(F.gelu(t + 1.0).view(8, 6, 8, 6).transpose(1, 2).to(v[{i}].dtype))",
+        "t = v[{i}].mT.to(torch.float64, memory_format=torch.contiguous_format).view(-1); "
+        "v.append(t.sigmoid().view(8, 8, 6, 6).to(v[{i}].dtype))",
+        "t = v[{i}].transpose(1, 3).clone(memory_format=torch.contiguous_format).view(-1); "
+        "v.append(F.gelu(t).view(8, 6, 6, 8).transpose(1, 3))",
+        "t = v[{i}] * 1.0; F.silu(t.view(8, -1), inplace=True); v.append(t)",
+        "t = <<nn.Linear(6, 6)>>(v[{i}]); F.silu(t.view(8, -1), inplace=True); v.append(t)",
+        "t = {norm_i}; F.silu(t.view(8, -1), inplace=True); v.append(t)",
+        "v.append(F.silu(<<nn.Linear(6, 6)>>(v[{i}]), inplace=True))",
+        "v[{i}].flatten(2).relu_()", "v[{i}].transpose(1, 2).mul_(0.9)", "v[{i}][:, :2].relu_()",
+        "v[{i}][..., 0] = 0", "v[{i}][:, 2:5] = v[{j}][:, 1:4]", "v[{i}].permute(0, 2, 3, 1)[..., 0].sigmoid_()",
+        "t = {norm_i}; F.leaky_relu(t, 0.1, inplace=True); v.append(t)",
+        "t = {norm_i}; t.unsqueeze(0).relu_(); v.append(t)",
+        "t = <<nn.GroupNorm(2, 8)>>(v[{i}].transpose(2, 3)); t.relu_(); v.append(t.transpose(2, 3))",
+        "v.append(v[{i}].mean(1, keepdim=True).expand(8, 8, 6, 6))", "v.append(v[{i}].flip(3))",
+        "v.append(v[{i}].mean(1, keepdim=True).expand(8, 8, 6, 6) * v[{j}])", "v.append(v[{i}].roll(1, 2))",
+        "a, b = v[{i}].chunk(2, 1); v.append(torch.cat([b, F.gelu(a)], 1))", "v.append(v[{i}].mT.relu().mT)",
+        "a, b = v[{i}].split(4, 1); v.append(torch.cat([b.sigmoid() * a, a], 1))",
+        "v.append(<<nn.LayerNorm(8)>>(v[{i}].permute(0, 2, 3, 1)).permute(0, 3, 1, 2))",
+        "v.append(<<nn.Linear(8, 8)>>(v[{i}].permute(0, 2, 3, 1)).permute(0, 3, 1, 2))",
+        "v.append(torch.as_strided(v[{i}] * 1.0, (8, 8, 6, 6), (288, 1, 48, 8)).sigmoid())",
+        "v.append(v[{i}].permute(0, 3, 1, 2).reshape(8, 8, 6, 6).tanh())", 
+        "v.append((v[{i}] * 1.0).transpose_(1, 2).mul_(2).transpose_(1, 2).sigmoid())",
+        "v.append(v[{i}][..., ::2].repeat_interleave(2, 3))", "v.append(v[{i}].unflatten(1, (2, 4)).mul(2).flatten(1, 2))",
+    ),
+    set_up=("model.to(memory_format=torch.channels_last)",),
+    inputs=("x.to(memory_format=torch.channels_last)", "x.transpose(2, 3)", "x[:1].expand(8, 8, 6, 6)",
+            "torch.cat([x, x], 3)[..., ::2]", "x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)"),
+)  # fmt: skip
+
+EXCEPTIONS = Kind(
+    lines=(
+        *("RUN.fail_once({number}, ValueError)", "RUN.fail_once({number}, Stop)") * 3,
+        *("v.append(v[{i}])\nif RUN.depth < 1: RUN.depth += 1; v[-1] = single(self(v[{i}])); RUN.depth -= 1",
+        "if RUN.depth < 2: RUN.depth += 2; v[{i}] = single(self(v[{j}])); RUN.depth -= 2") * 2,
+        "with torch.autograd.graph.save_on_cpu(): v.append(F.gelu(v[{i}])); RUN.fail_once({number}, ValueError)",
+        "with torch.no_grad(): v.append(F.gelu(v[{i}])); RUN.fail_once({number}, Stop)",
+    ),
+    forwards=(
+        *(f"RUN.attempt_and_rewind(model, x, SCOPE, Failing({n}))\noutputs = model(x)" for n in (0, 1, 2, 4, 8)),
+        "RUN.attempt_and_rewind(model, x, SCOPE, torch.autocast('cpu', torch.bfloat16))\noutputs = model(x)",
+    ),
+)  # fmt: skip
+
+STATE = Kind(
+    lines=(
+        "v.append(v[{i}] * RUN.next_number())", "RUN.note(len(v))", "v.append(F.gelu(v[{i}] + RUN.next_number()))",
+        "v.append(v[{i}] * torch.rand(8, 1, 1, generator=RUN.generator).to(v[{i}].dtype))",
+        "v.append(v[{i}] * torch.bernoulli(torch.full((8, 8, 1, 1), 0.9), generator=RUN.generator).to(v[{i}].dtype))",
+        "v.append(v[{i}] * torch.rand(8, 1, 1).to(v[{i}].dtype))",
+        "self.calls = getattr(self, 'calls', 0) + 1; v.append(v[{i}] / self.calls)",
+    ),
+    forwards=("outputs = model((x * 1.0).relu_())", "outputs = model(x[:2].repeat(4, 1, 1, 1)); outputs += model(x)"),
+    options=("share",),
+)  # fmt: skip
+
+KINDS = {
+    "plain": PLAIN, "writes": WRITES, "flags": FLAGS, "statistics": STATISTICS, "losses": LOSSES, "hooks": HOOKS,
+    "subclasses": SUBCLASSES, "masks": MASKED, "frozen": FROZEN, "layouts": LAYOUTS, "exceptions": EXCEPTIONS,
+    "state": STATE,
+}  # fmt: skip
