@@ -114,11 +114,15 @@ class ForwardWriter:
         if name == "Program":
             other = self.choose.randrange(-self.values, 0)
             start = self.draw("v = [<<nn.Conv2d(8, 8, 1)>>(x)]")
-            end = self.draw(f"return [<<nn.Conv2d(8, 8, 1)>>(v[-1]) + <<nn.Conv2d(8, 8, 1)>>(v[{other}]), *extra]")
+            end = self.draw(
+                f"return [<<nn.Conv2d(8, 8, 1)>>(v[-1]) + <<nn.Conv2d(8, 8, 1)>>(v[{other}]), *extra]"
+            )
         forward = textwrap.indent("\n".join([start, "held, extra = [], []", *lines, end]), " " * 8)
         made = "".join(f"        self.{name} = {expression}\n" for name, expression in self.modules.items())
         if name == "Program":
-            made += f"        self.parts = nn.ModuleList([{', '.join(f'Part{i}()' for i in range(num_parts))}])\n"
+            made += (
+                f"        self.parts = nn.ModuleList([{', '.join(f'Part{i}()' for i in range(num_parts))}])\n"
+            )
         return (
             f"class {name}(nn.Module):\n    def __init__(self):\n        super().__init__()\n{made}\n"
             f"    def forward(self, x):\n{forward}\n"
@@ -243,7 +247,9 @@ def draw_program(seed: int, kinds: Sequence[str] | None = None) -> Program:
         for name, paths in operands.items():
             paths += [f"{owner}.{path}" for path in find_operands(writer.modules)[name]]
     filled = {name: choose.choice(paths) for name, paths in operands.items() if paths}
-    between = [line.format(**filled) for line in between if set(re.findall(r"{(\w+)}", line)) <= filled.keys()]
+    between = [
+        line.format(**filled) for line in between if set(re.findall(r"{(\w+)}", line)) <= filled.keys()
+    ]
     around = ["torch.autocast('cpu', torch.bfloat16)"] * (dtype == "autocast") + some("around_forward", 0.5)
     statements = {
         "input": (some("inputs", 0.5) or ["x"])[0],
@@ -341,7 +347,9 @@ class Execution:
         self.x = torch.randn(8, 8, 6, 6).to(self.run.dtype).requires_grad_(program.seed % 3 == 0)
         work = [lambda: names["set_up"](self.model)]
         if is_converted:
-            work.insert(program.is_set_up_first, lambda: convert_program(self.model, program.option, program.seed))
+            work.insert(
+                program.is_set_up_first, lambda: convert_program(self.model, program.option, program.seed)
+            )
         for each in work:
             each()
 

@@ -256,11 +256,3 @@ def test_least_keeps_no_more_than_the_default_with_a_module_round_a_norm(module)
     assert least <= default <= 0.4
 
 
-def jagged():
-    return torch.nested.nested_tensor([torch.randn(40, D), torch.randn(20, D)], layout=torch.jagged)
-
-
-def test_jagged_tensors():
-    make = lambda: nn.Sequential(nn.Linear(D, 2 * D), nn.LayerNorm(2 * D), nn.GELU(), nn.Linear(2 * D, D))  # noqa: E731
-    x, eager = jagged(), make()
-    assert kept(fastvit.convert(copy.deepcopy(eager)), x) <= 0.7 * kept(eager, x)

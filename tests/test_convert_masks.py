@@ -107,7 +107,7 @@ def test_a_mask_that_is_skipped(name):
             lambda model: fastvit.convert(model, skip=[("", op) for op in ops]),
         )
     )
-    assert masked < before == skipped
+    assert masked < skipped <= before
     assert_eager_bits(make_step(make, images()), skip=[("", op) for op in ops])
 
 

@@ -18,7 +18,7 @@ from convert_models import (
 )
 from torch import nn
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
-from torch.overrides import TorchFunctionMode, has_torch_function, is_tensor_like
+from torch.overrides import TorchFunctionMode, is_tensor_like
 from vit_models import kept
 
 import fastvit
@@ -78,9 +78,8 @@ def test_the_fast_path_of_a_frozen_encoder(name, kind):
 
 
 ASKS = {
-    "has_torch_function": lambda x: has_torch_function((x,)),
-    "of several": lambda x: has_torch_function((x, None, 3.0)),
-    "by its private name": lambda x: torch._C._has_torch_function_unary(x),
+    "has_torch_function": lambda x: torch.overrides.has_torch_function((x,)),
+    "of several": lambda x: torch.overrides.has_torch_function((x, None, 3.0)),
     "is enabled": lambda x: not torch._C._is_torch_function_enabled(),
     "is_tensor_like": lambda x: not is_tensor_like(x),
 }

@@ -41,12 +41,15 @@ class Plans(Protocol):
 
     policy: Policy
 
+    def check_open(self) -> None: ...
+
     def replace_by_mask(self, packed: PackedTensor) -> None: ...
 
 
 class CallObserver(TorchFunctionMode):
     """Observes calls of torch functions for a scope. Handlers tell the pack hook of a call by attributes."""
 
+    is_closed = False
     running_dropout_p: float | None = None  # the probability of the dropout that runs
     shape_only_size: torch.Size | None = None  # of an input that the op's backward does not read
     not_operands: tuple[Any, ...] = ()  # tensors that the op saves and its recipe does not read
@@ -68,18 +71,25 @@ class CallObserver(TorchFunctionMode):
         for mode in [self, *reversed(above)]:
             _push(mode)
 
-    def remove(self) -> None:
-        """Takes the mode off, wherever it lies."""
+    def remove(self) -> bool:
+        """Takes the mode off, wherever it lies. Returns False inside of a call that it observes: torch puts it back.
+
+        From then on it only passes calls on.
+        """
+        self.is_closed = True
         every = [_pop() for _ in range(_len_stack())]
         for mode in reversed(every):
             if mode is not self:
                 _push(mode)
+        return self in every
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if is_compiling():
             name = getattr(func, "__name__", "")
             if name in _PYTHON_METHODS and args and isinstance(args[0], Tensor):
                 return getattr(args[0], name)(*args[1:], **kwargs or {})
+            return func(*args, **kwargs or {})
+        if self.is_closed:
             return func(*args, **kwargs or {})
         if types and (own := _find_overrides(types)) and torch._C._is_torch_function_enabled():
             return self._call_subclasses(func, own, types, args, kwargs or {})
@@ -88,6 +98,7 @@ class CallObserver(TorchFunctionMode):
         )
         if handler is None:
             return func(*args, **kwargs) if kwargs else func(*args)
+        self.scope.check_open()
         return handler(self, func, args, kwargs or {})
 
     def _call_subclasses(self, func: Callable, own: tuple, types: tuple, args: tuple, kwargs: dict) -> Any:

@@ -12,7 +12,7 @@ from .packed_tensor import PackedShape, PackedTensor, Pending, Recomputed
 from .pins import PinnedTensor
 from .policy import Policy
 from .recipe import CallArgs, Operand, OutputInfo, View
-from .views import PASS_THROUGH_NODES, VIEWS, as_signed, as_strided_in
+from .views import PASS_THROUGH_NODES, VIEWS, as_signed, as_strided_in, as_strided_of_write
 
 if TYPE_CHECKING:
     from .planner import RecomputePlanner
@@ -105,6 +105,9 @@ class NodeReader:
         while node is not None:
             if (view := VIEWS.get(name := node.name())) is not None:
                 views = (view(node, number), *views)
+                node, number = node.next_functions[0]
+            elif (written := as_strided_of_write(node)) is not None:
+                views = (written, *views)
                 node, number = node.next_functions[0]
             elif name in PASS_THROUGH_NODES:
                 node, number = node.next_functions[number]

@@ -27,6 +27,7 @@ class InPlaceCall(NamedTuple):
 
     write: Callable[[Tensor], Any]
     view: AsStridedArgs
+    base: AsStridedArgs
     copies: list[weakref.ref[PackedTensor]]  # that the op has saved of the view, before it wrote
 
 

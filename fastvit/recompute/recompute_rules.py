@@ -22,7 +22,7 @@ from . import norm_rules
 from .node_reader import LEAF, NodeReader, NotRecomputable
 from .planner import OpCall, Rule, Rules
 from .policy import RecomputeLevel
-from .views import as_strided_in, identity
+from .views import WRITE_TO_VIEW, as_strided_in, identity
 
 _aten = torch.ops.aten
 
@@ -216,15 +216,15 @@ def _convolution_rule(reader: NodeReader) -> OpCall:
 
 def _copy_slices_rule(reader: NodeReader) -> OpCall:
     """Recomputes the base of a view to which an op in place has written."""
-    call, info = reader.call_args(), reader.info
-    if call.in_place is None or info is None or info.as_strided_args is None:
+    call = reader.call_args().in_place
+    if call is None:
         raise NotRecomputable("a part of it was written to")
-    write, (size, stride, offset), copies = call.in_place
-    base, copy = info.as_strided_args, next((copy for one in copies if (copy := one()) is not None), None)
+    write, (size, stride, offset), base, copies = call
+    copy = next((copy for one in copies if (copy := one()) is not None), None)
 
     def written(tensor: Tensor) -> Tensor:
         memory = torch.empty_strided(base.size, base.stride, dtype=tensor.dtype, device=tensor.device)
-        view = as_strided_in(memory, size, stride, offset - base.storage_offset)
+        view = as_strided_in(memory, size, stride, offset)
         if copy is None:
             memory.copy_(tensor)
         else:
@@ -303,7 +303,7 @@ _CHEAP: dict[str, Rule] = {
     "CloneBackward0": _clone_rule,
     "UnsafeViewBackward0": _unsafe_view_rule,
     "ToCopyBackward0": _to_copy_rule,
-    "torch::autograd::CopySlices": _copy_slices_rule,
+    WRITE_TO_VIEW: _copy_slices_rule,
     **dict.fromkeys((f"{name}FunctionBackward" for name in ("BatchNorm", "LayerNorm", "Act")), _layer_rule),
 }
 

@@ -52,7 +52,6 @@ _peek_transform = torch._C._functorch.peek_interpreter_stack
 _len_modes = torch._C._len_torch_function_stack
 _is_autocast_on = torch._C._is_any_autocast_enabled
 MAX_PENDING = 512  # tensors without a plan
-_CHECK_EVERY = 16  # saved tensors
 
 Hooks = tuple[Callable, Callable]
 
@@ -73,7 +72,6 @@ class Scope:
     ):
         self._close_dead_scopes = close_dead_scopes
         self._is_open = True
-        self._num_packed = 0
         self._pinned: list[weakref.ref[PackedTensor]] = []
         self._calls = CallObserver(self)
         self._tracker = self._calls.tracker
@@ -87,8 +85,12 @@ class Scope:
         _autograd._push_saved_tensors_default_hooks(self.pack, unpack_hook)
         self._calls.push()
 
+    def remove_observer(self) -> bool:
+        """Takes the call observer off. Returns False where that has to be tried again, after the call that runs."""
+        return self._calls.remove()
+
     def leave(self) -> None:
-        """Removes the hooks and the mode, wherever they lie: an exception may have left others above them.
+        """Removes the hooks, wherever they lie: an exception may have left others above them.
 
         Where something has popped the scope's hooks in place of its own, those are removed.
         """
@@ -96,7 +98,6 @@ class Scope:
         for packed in dereference(self._pinned):  # recipes hold the pins that they read
             packed.pin, packed.is_excluded = None, True
         self._calls.drop_pins()
-        self._calls.remove()
         every = []
         while (hooks := current_saved_tensor_hooks()) is not None:
             every.append(hooks)
@@ -106,6 +107,12 @@ class Scope:
             every.remove(stale)
         for hooks in reversed(every):
             _autograd._push_saved_tensors_default_hooks(*hooks)
+
+    def check_open(self) -> None:
+        """Closes the scope if it is dead, and something has popped its hooks in place of its own."""
+        hooks = current_saved_tensor_hooks()
+        if hooks is None or hooks[0] != self.pack:
+            self._close_dead_scopes()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -139,9 +146,7 @@ class Scope:
 
     def _pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
         node, calls = tensor.grad_fn, self._calls
-        self._num_packed += 1
-        if not self._num_packed % _CHECK_EVERY:
-            self._close_dead_scopes()  # this one may be, and then it keeps what other models save
+        self._close_dead_scopes()  # this one may be, and then it keeps what other models save
         if calls.shape_only_size is not None and node is not None and calls.shape_only_size == tensor.size():
             return PackedShape(tensor)
         if node is None:
@@ -162,7 +167,7 @@ class Scope:
         packed = PackedTensor(Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version))
         packed.reason = _NO_OP
         p = self._calls.running_dropout_p
-        if p is not None and tensor.nbytes >= MIN_RECOMPUTE_BYTES and type(tensor) is Tensor:
+        if p is not None and type(tensor) is Tensor and self._may_pack_dropout_mask(packed, tensor):
             # The mask is packed instead of drawn again: drawing random numbers takes ten times as long.
             packed.replace_tensor(masks.dropout_bit_mask(tensor, p))
         elif self._calls.biases and (bias := self._calls.biases.pop(storage_id(tensor), None)) is not None:
@@ -172,6 +177,10 @@ class Scope:
                 packed.pin = PinnedTensor(tensor)
                 self._pinned.append(weakref.ref(packed))
         return packed
+
+    def _may_pack_dropout_mask(self, packed: PackedTensor, tensor: Tensor) -> bool:
+        packed.mask_site = self._next_site(self.block, "Dropout")
+        return tensor.nbytes >= MIN_RECOMPUTE_BYTES and not self.policy.reason_to_keep(packed.mask_site)
 
     def _pack_output(self, tensor: Tensor, node: Any) -> PackedTensor:
         """Packs an output of a node, or a view of one. Without a plan where it is kept for certain."""

@@ -98,6 +98,8 @@ class _Entry(NamedTuple):
         finally:
             if self.before is None:
                 scope.leave()
+                if not scope.remove_observer():
+                    _stack.closed_in_calls.append(scope)
                 torch_patches.remove_open_scope()
             else:
                 scope.policy, scope.block = self.before
@@ -109,6 +111,7 @@ class _Stack(threading.local):
     def __init__(self):
         self.entries: list[_Entry] = []
         self.observer: SavedTensorObserver | None = None
+        self.closed_in_calls: list[Scope] = []  # of which the call observers are still there
 
 
 _stack = _Stack()
@@ -155,6 +158,8 @@ def close_dead_scopes() -> None:
     entries = _stack.entries
     while entries and entries[-1].is_dead():
         entries.pop().close(None)
+    if _stack.closed_in_calls:
+        _stack.closed_in_calls = [scope for scope in _stack.closed_in_calls if not scope.remove_observer()]
 
 
 @contextlib.contextmanager

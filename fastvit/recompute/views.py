@@ -57,6 +57,15 @@ def _slice(node, _: int) -> ViewOp:
     return torch.ops.aten.slice.Tensor, *as_signed(integers)
 
 
+def as_strided_of_write(node) -> ViewOp | None:
+    """Returns the view to which an op in place has written. Such a base begins where its storage does."""
+    if node.name() != "AsStridedBackward0" or node.next_functions[0][0].name() != WRITE_TO_VIEW:
+        return None
+    size, stride = as_signed(node._saved_size), as_signed(node._saved_stride)
+    return as_strided_in, size, stride, node._saved_storage_offset or 0
+
+
+WRITE_TO_VIEW = "torch::autograd::CopySlices"
 VIEWS: dict[str, Callable[..., ViewOp]] = {
     "ViewBackward0": _of_shape,
     "ReshapeAliasBackward0": _of_shape,

@@ -40,6 +40,8 @@ def in_place_handler(observer: CallObserver, func: Callable, args: tuple, kwargs
     if targets is None:
         targets = get_argument(args, kwargs, 0, "input")
     if isinstance(targets, Tensor):
+        if getattr(func, "__name__", "") in _VIEWING and targets.is_leaf:
+            return _observe_viewing(observer, targets, call)
         return _observe_write(observer, targets, call, partial(_repeat, func, args[1:], kwargs))
     for x in targets if isinstance(targets, (list, tuple)) else ():
         if isinstance(x, Tensor):
@@ -68,8 +70,8 @@ def _observe_write(
             if base.grad_fn is None and x._version != version:
                 tracker.add_write(x)
     is_tracked = before == (OutputInfo.of_node(node).expected_version or 0) and torch.is_grad_enabled()
-    args = AsStridedArgs.of(x) if is_tracked and base is not x else None
-    copies: list = []
+    is_view = is_tracked and base is not x and not base.storage_offset()
+    args, copies = (AsStridedArgs.of(x), AsStridedArgs.of(base)) if is_view else None, []
     if args is not None:
         call = partial(observer.with_attribute, "in_place_copies", copies, call)
     try:
@@ -83,7 +85,16 @@ def _observe_write(
                 info = OutputInfo.of_node(after)
                 info.expected_version = before + 1
                 if args is not None and (function := repeat()) is not None:
-                    info.call = CallArgs(in_place=InPlaceCall(function, args, copies))
+                    info.call = CallArgs(in_place=InPlaceCall(function, *args, copies))
+
+
+def _observe_viewing(observer: CallObserver, x: Tensor, call: Callable) -> Any:
+    """Runs an op that raises the version counter of a tensor without a graph, and writes nothing."""
+    info, before = observer.tracker.find_owner(x), x._version
+    result = call()
+    if info is not None and x._version == before + 1 and (info.expected_version or 0) == before:
+        info.expected_version = before + 1
+    return result
 
 
 def _repeat(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor], Any] | None:
@@ -152,6 +163,11 @@ def find_inplace_options() -> Iterator[Callable]:
 _WRITING = frozenset(
     f"__{name}__"
     for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+)
+# They change a tensor that is no output of the graph, and not its memory.
+_VIEWING = frozenset(
+    f"{name}_"
+    for name in "as_strided detach requires_grad rename share_memory squeeze swapaxes swapdims t transpose unsqueeze".split()
 )
 _IN_PLACE = "relu sigmoid tanh mul div add sub neg clamp clamp_min clamp_max abs exp square sqrt"
 _REPEATABLE: set[Callable] = {
