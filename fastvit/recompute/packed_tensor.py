@@ -198,7 +198,10 @@ class PackedTensor:
         state = self.state
         if isinstance(state, Kept) and not state.is_unwritten():
             raise OperandChanged(state.tensor, state.version)
-        tensor = state.unpack()
+        if isinstance(state, Replaced) and isinstance(state.replacement, OuterPackedTensor):
+            tensor = state.replacement.unpack_in_layout()
+        else:
+            tensor = state.unpack()
         if is_freed(tensor):
             raise OperandChanged(tensor, None)
         if current_stream_id(tensor) != self.stream:
@@ -277,18 +280,23 @@ class OuterPackedTensor:
         self.tensor: Tensor | None = None
 
     def unpack(self) -> Tensor:
-        """Returns the tensor in its own layout. Unpacked once, since a hook may drop what it has returned."""
+        """Returns what the outer hook returns. Called once, since a hook may drop what it has returned."""
         if self.tensor is None:
-            tensor = self.unpack_hook(self.packed)
-            if tensor.stride() != self.stride:
-                like: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
-                tensor = torch.empty_strided(self.size, self.stride, **like).copy_(tensor)
-            self.tensor, self.packed = tensor, None
+            self.tensor, self.packed = self.unpack_hook(self.packed), None
         return self.tensor
+
+    def unpack_in_layout(self) -> Tensor:
+        """Returns the tensor in the layout in which the op read it, for a recipe."""
+        tensor = self.unpack()
+        if tensor.stride() == self.stride:
+            return tensor
+        like: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+        return torch.empty_strided(self.size, self.stride, **like).copy_(tensor)
 
 
 def unpack_hook(packed: PackedTensor | PackedShape) -> Tensor:
-    return packed.unpack()
+    with torch._C.DisableTorchFunction():  # of modes and subclasses, which autograd does not call either
+        return packed.unpack()
 
 
 def run_without_grad_or_autocast(function: Callable[[], Tensor]) -> Tensor:

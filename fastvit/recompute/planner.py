@@ -101,8 +101,10 @@ class RecomputePlanner:
         info.packed_tensors.append(weakref.ref(packed))
         # The values of a conjugate or negative view differ from those in memory.
         is_plain = state.base is None or not (tensor.is_neg() or tensor.is_conj())
+        # Hooks around the scope may return another layout, as save_on_cpu does, but of a contiguous tensor.
+        is_plain = is_plain and (self.keeps_bases or tensor.is_contiguous())
         if recipe is None or not is_plain or packed.is_excluded:
-            packed.holds_base = is_plain and (state.base is None or self.keeps_bases)
+            packed.holds_base = state.base is None or (is_plain and self.keeps_bases)
             packed.state = Kept(tensor, state.version)
             return
         recipe.add_consumer()

@@ -257,6 +257,11 @@ class Scope:
             finally:
                 _keep(pending)
 
+    def prepare_write(self) -> None:
+        """Called before a write. Hooks around the scope may copy what they pack, so they get it as the op read it."""
+        if self._outer is not None:
+            self.plan_pending()
+
     def abandon(self) -> None:
         """Keeps all that is pending, without a plan."""
         pending, self._pending = dereference(self._pending), []
@@ -280,7 +285,7 @@ class Scope:
         for packed in pending:
             if packed.make_mask is not None:
                 self._replace_by_mask(packed)
-            if self._outer is not None and type(packed.state) is Kept:
+            if self._outer is not None and type(packed.state) is Kept and packed.state.is_unwritten():
                 packed.pack_by_outer_hooks(*self._outer)
 
     def _next_site(self, block: str, node_name: str) -> OpSite:

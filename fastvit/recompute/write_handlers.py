@@ -62,6 +62,7 @@ def _observe_write(
     base = x if x._base is None else x._base
     tracker, node = observer.tracker, base.grad_fn
     before, version = base._version, x._version
+    observer.scope.prepare_write()
     tracker.save_pre_write_copies(x)
     if node is None:
         try:
@@ -108,6 +109,7 @@ def _repeat(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor], Any
 def _set_data_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes `tensor.data = other`: the tensor has other memory, and both count as written to."""
     x, tracker = args[0], observer.tracker
+    observer.scope.prepare_write()
     tracker.save_pre_write_copies(x)
     node: Any = x.grad_fn if x._base is None else x._base.grad_fn
     if has_storage(x):
