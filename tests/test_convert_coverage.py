@@ -254,5 +254,3 @@ def test_least_keeps_no_more_than_the_default_with_a_module_round_a_norm(module)
 
     default, least = (share_kept(make, squares(), **LEVELS[level]) for level in ("default", "least"))
     assert least <= default <= 0.4
-
-

@@ -1,9 +1,9 @@
-"""Chooses which tensors to rebuild, so that a training forward keeps no more than given bytes.
+"""Chooses which tensors to recompute, so that a training forward keeps no more than given bytes.
 
 A site is an op in a block. Sites are ordered by the bytes that they free for their work: the bytes that
-rebuilding moves, and the operations of matrix products. The numbers come from a forward that rebuilds every
-site. The number of sites is found by bisection over measured forwards, because sites are not independent: two
-may save views of one storage.
+recomputing moves, and the operations of matrix products. The numbers come from a forward that recomputes every
+site. With example inputs the number of sites is found by bisection over measured forwards, because sites are
+not independent: two may save views of one storage. Without them it is summed up from the records of a step.
 """
 
 from __future__ import annotations
@@ -13,21 +13,86 @@ import dataclasses
 import math
 import re
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ..recompute import OpSite, Policy, RecomputeLevel, observe_saved_tensors
-from .copy_runner import Arguments, CopyRunner
+from ..recompute import OpSite, Policy, RecomputeLevel, SavedMemory, observe_saved_tensors
+from .copy_runner import CopyRunner
+from .nested_values import Arguments
 
-__all__ = ["Budget", "parse_budget", "plan_budget"]
+__all__ = [
+    "Budget",
+    "SiteCost",
+    "describe_least",
+    "order_sites",
+    "parse_budget",
+    "plan_budget",
+    "sum_site_costs",
+]
 
 # Operations of a matrix product in the time of moving a byte: 10 to 20 in fp32 on CPUs and GPUs, 200 in half
 # precision on a GPU.
 _OPERATIONS_A_BYTE = 16
-Budget = tuple[float, int]  # a share of the original's bytes, or 0, and then bytes
+
+
+class Budget(NamedTuple):
+    """What may be kept: a fraction of the bytes that the original keeps, or, where that is 0, bytes."""
+
+    fraction: float
+    nbytes: int
+
+    def allowed_bytes(self, original_bytes: int) -> int:
+        return int(self.fraction * original_bytes) if self.fraction else self.nbytes
+
+    def __str__(self) -> str:
+        return str(self.fraction or self.nbytes)
+
+
+class SiteCost(NamedTuple):
+    """What recomputing the results of a site frees, and the work: bytes moved, and matrix products in their time."""
+
+    freed_bytes: int = 0
+    work: int = 0
+    has_products: bool = False
+
+    @property
+    def gain(self) -> float:
+        return self.freed_bytes / max(self.work, 1)
+
+
+def sum_site_costs(decisions: Iterable[SavedMemory]) -> dict[OpSite, SiteCost]:
+    """Returns the sites of what a forward recomputes, in its order."""
+    costs: dict[OpSite, SiteCost] = {}
+    for one in decisions:
+        if one.site is not None:
+            before = costs.get(one.site, SiteCost())
+            costs[one.site] = SiteCost(
+                before.freed_bytes + one.freed,
+                before.work + one.moved + one.flops // _OPERATIONS_A_BYTE,
+                before.has_products or one.flops > 0,
+            )
+    return costs
+
+
+def order_sites(costs: dict[OpSite, SiteCost], level: int, chosen: Iterable[OpSite] = ()) -> list[OpSite]:
+    """Returns the sites of a forward at `level` in the order in which a budget takes them.
+
+    Args:
+        costs: of these sites, in the order of the forward.
+        level: above all others ACROSS_BLOCKS adds the outputs of blocks.
+        chosen: the order of the sites of the level below. These come first.
+    """
+    # EVERY_OP keeps block inputs and outputs, so sites of block outputs that a lower level recomputed are
+    # dropped here.
+    first = [site for site in chosen if site in costs or level == RecomputeLevel.ACROSS_BLOCKS]
+    added = [site for site in costs if site not in set(first)]
+    if level == RecomputeLevel.ACROSS_BLOCKS:
+        # Every second one first: the backward makes all between two kept ones at once.
+        return [*first, *added[1::2], *added[::2]]
+    return first + sorted(added, key=lambda site: (costs[site].has_products, -costs[site].gain))
 
 
 def plan_budget(
@@ -47,60 +112,58 @@ def plan_budget(
     Raises:
         ValueError: none meets it.
     """
-    share, allowed = budget
-    trial = CopyRunner("convert", model, arguments)
-    before = trial.measure_original_bytes(revert)
-    if share:
-        allowed = int(share * before)
-    if allowed >= before:
+    runner = CopyRunner("convert", model, arguments)
+    original = runner.measure_original_bytes(revert)
+    allowed = budget.allowed_bytes(original)
+    if allowed >= original:
         return dataclasses.replace(policy, sites=frozenset())
-    copied = trial.training_copy()
+    copied = runner.training_copy()
 
-    def kept(policy: Policy) -> int:
+    def measure_kept_bytes(policy: Policy) -> int:
         apply(copied, policy)
-        return trial.kept_bytes(copied)
+        return runner.measure_kept_bytes(copied)
 
-    def first(count: int) -> Policy:
-        return dataclasses.replace(policy, sites=frozenset(sites[:count]), share=allowed / before)
+    def choose_first(count: int) -> Policy:
+        return dataclasses.replace(policy, sites=frozenset(sites[:count]), share=allowed / original)
 
     sites: list[OpSite] = []
-    least = before
-    # Products take an order of magnitude more arithmetic. Several blocks that are made from one input need
-    # more memory in backward.
-    for level in (
-        RecomputeLevel.CHEAP,
-        RecomputeLevel.MATMULS,
-        RecomputeLevel.EVERY_OP,
-        RecomputeLevel.ACROSS_BLOCKS,
-    ):
+    least = original
+    # The levels are tried in the order of their cost: matmuls take ten times the arithmetic, and recomputing
+    # several blocks from one input raises the peak in backward.
+    for level in RecomputeLevel:
         policy = dataclasses.replace(policy, level=level, sites=None)
         apply(copied, policy)
-        found = _sites(trial, copied)
-        new = [site for site in found if site not in sites]
-        if (
-            level == RecomputeLevel.ACROSS_BLOCKS
-        ):  # every second one first: the backward makes all between two kept ones at once
-            new = [*new[1::2], *new[::2]]
-        else:
-            new.sort(key=found.__getitem__, reverse=True)
-            sites = [site for site in sites if site in found]  # deep, not those of blocks' outputs
-        cheaper, sites = len(sites), sites + new
-        least = min(least, kept(policy))
+        with observe_saved_tensors(lambda _: None) as observer, runner.holding_output(copied):
+            costs = sum_site_costs(observer.decisions())
+        cheaper = (
+            len(sites) if level == RecomputeLevel.ACROSS_BLOCKS else sum(site in costs for site in sites)
+        )
+        sites = order_sites(costs, level, sites)
+        least = min(least, measure_kept_bytes(policy))
         if least <= allowed:
             enough = bisect_left(
-                range(len(sites)), True, lo=cheaper, key=lambda count: kept(first(count)) <= allowed
+                range(len(sites)),
+                True,
+                lo=cheaper,
+                key=lambda count: measure_kept_bytes(choose_first(count)) <= allowed,
             )
-            return first(enough)
-    casts = any(torch.is_autocast_enabled(device.type) for device in trial.devices)
-    raise ValueError(
-        f"convert: a budget of {share or allowed} cannot be met; the least is {least} bytes, "
-        f"{least / before:.3f} of the {before} that the original keeps"
-        + ("; weight_casts=True frees copies of weights too" if casts and not policy.weight_casts else "")
+            return choose_first(enough)
+    casts = any(torch.is_autocast_enabled(device.type) for device in runner.devices)
+    raise ValueError(f"convert: {describe_least(budget, least, original, casts and not policy.weight_casts)}")
+
+
+def describe_least(budget: Budget, least: int, original: int, has_casts: bool) -> str:
+    """Returns what to say of a budget that cannot be met."""
+    fraction = least / (original or 1)
+    return (
+        f"a budget of {budget} cannot be met; the least is {least} bytes, {fraction:.3f} of the {original} "
+        f"that the original keeps; pass budget='least' or a budget above {fraction:.3f}"
+        + ("; weight_casts=True frees copies of weights too" if has_casts else "")
     )
 
 
 def parse_budget(budget: object) -> Budget:
-    """The share or the bytes that a budget says.
+    """Returns the share or the bytes that a budget says.
 
     Raises:
         ValueError: it is neither.
@@ -112,24 +175,12 @@ def parse_budget(budget: object) -> Budget:
             number *= (1024 if "i" in found[2] else 1000) ** ("KMGT".index(found[2][0]) + 1)
             number //= 1
         elif 0 < number <= 1:
-            return number, 0
+            return Budget(number, 0)
         elif not str(budget).strip().isdecimal():  # 2.0 is neither a share nor a number of bytes
             number = math.nan
         if number > 1:
-            return 0.0, int(number)
+            return Budget(0.0, int(number))
     raise ValueError(
         "budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', or 'least', "
         f"got {budget!r}"
     )
-
-
-def _sites(trial: CopyRunner, model: nn.Module) -> dict[OpSite, float]:
-    """The sites of what a forward rebuilds, in its order, and the bytes that each frees for its work."""
-    freed: Counter[OpSite] = Counter()
-    work: Counter[OpSite] = Counter()  # bytes that rebuilding moves, and matrix products in their time
-    with observe_saved_tensors(lambda _: None) as watcher, trial.held(model):
-        for one in watcher.decisions():
-            if one.site is not None:
-                freed[one.site] += one.freed
-                work[one.site] += one.moved + one.flops // _OPERATIONS_A_BYTE
-    return {site: freed[site] / work[site] for site in freed}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import random
 import sys
 import time
@@ -12,17 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from .._checks import check_module
 from .._norm import SharesGroup
 from ..memory import live_bytes
 from ..recompute import active_scope
+from .nested_values import Arguments, copy_arguments, refuse_iterators, tensor_leaves
 
-__all__ = ["Arguments", "CopyRunner", "as_arguments", "tensor_leaves"]
-
-Arguments = tuple[tuple, dict[str, object]]
+__all__ = ["CopyRunner", "as_arguments"]
 
 _QUIET = 3.0  # seconds before progress is shown, and between its lines
 
@@ -36,13 +33,10 @@ def as_arguments(inputs: Tensor | Sequence | Mapping) -> Arguments:
     return (inputs,), {}
 
 
-def tensor_leaves(values: object) -> list[Tensor]:
-    """The tensors in a structure, which may be a dataclass, as in transformers, or a mapping."""
-    if dataclasses.is_dataclass(values):
-        values = vars(values)
-    elif isinstance(values, Mapping):
-        values = dict(values)
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+def copy_input(tensor: Tensor) -> Tensor:
+    """Copies an input. The copy of a result of an op is one too, which the model may overwrite as in training."""
+    copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return copied if tensor.is_leaf else copied.clone()
 
 
 _HOLDERS = (
@@ -63,7 +57,8 @@ class CopyRunner:
 
     def __init__(self, caller: str, model: nn.Module, arguments: Arguments):
         self.caller, self.model, self.arguments = caller, model, arguments
-        self._refuse()
+        self._check_supported()
+        refuse_iterators(caller, model, arguments)
         tensors = [*model.parameters(), *model.buffers(), *tensor_leaves(arguments)]
         self.devices = list(dict.fromkeys(tensor.device for tensor in tensors)) or [torch.device("cpu")]
         if any(device.type not in ("cpu", "cuda") for device in self.devices):
@@ -72,7 +67,7 @@ class CopyRunner:
         self._begun = self._shown = time.monotonic()
         self._forwards = 0
 
-    def _refuse(self) -> None:
+    def _check_supported(self) -> None:
         check_module(self.caller, self.model)
         if active_scope() is not None:
             raise RuntimeError(f"{self.caller}: call it outside of recompute_scope()")
@@ -88,8 +83,8 @@ class CopyRunner:
                     f"{self.caller}: the forward of {name} cannot run without its backward; pass its .module"
                 )
 
-    def copy(self) -> nn.Module:
-        """A copy of the model, hooks included."""
+    def copy_model(self) -> nn.Module:
+        """Returns a copy of the model, hooks included."""
         try:
             return copy.deepcopy(self.model)
         except Exception as error:
@@ -99,68 +94,76 @@ class CopyRunner:
             ) from error
 
     def measure_original_bytes(self, revert: Callable[[nn.Module], nn.Module]) -> int:
-        """`kept_bytes` of a copy that `revert` makes the original."""
+        """Returns the kept bytes of a copy that `revert` makes the original."""
         original = revert(self.training_copy())
-        with self.held(original):  # allocations of caches do not count
+        with self.holding_output(original):  # allocations of caches do not count
             pass
-        return self.kept_bytes(original)
+        return self.measure_kept_bytes(original)
 
     def training_copy(self) -> nn.Module:
-        """A copy that is in training; modules that are not, in a model that is, stay so."""
-        copied = self.copy()
+        """Returns a copy in training mode.
+
+        If the model is in training mode, submodules in evaluation mode stay in it.
+        """
+        copied = self.copy_model()
         if not copied.training:
             copied.train()
         if distributed.is_available() and distributed.is_initialized():
-            # Other ranks may not run this, so no exchange may. In evaluation such a layer keeps as much.
+            # Synchronised layers are set to evaluation, because other ranks may not run this forward and an
+            # exchange would wait for them. They keep as many bytes in evaluation.
             for module in copied.modules():
                 if isinstance(module, (nn.SyncBatchNorm, SharesGroup)):
                     module.training = False
         return copied
 
-    def inputs(self) -> Arguments:
-        """Copies of the inputs, since a forward may overwrite them."""
+    def copy_inputs(self, copy_tensor: Callable[[Tensor], Tensor] = copy_input) -> Arguments:
+        """Copies the inputs, since a forward may overwrite them or change objects among them."""
+        return copy_arguments(self.caller, self.model, self.arguments, copy_tensor)
 
-        def copied(tensor: Tensor) -> Tensor:
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-        return pytree.tree_map_only(Tensor, copied, self.arguments)
-
-    def forward(self, model: nn.Module, arguments: Arguments) -> object:
+    def run_forward(self, model: nn.Module, arguments: Arguments) -> object:
         """Runs a copy.
 
         Raises:
             TypeError: it failed, and an argument is the size of a tensor, or holds the arguments.
         """
+        self._show_progress()
+        args, kwargs = arguments
+        try:
+            return model(*args, **kwargs)
+        except Exception as error:
+            self._explain_failure(error, arguments)
+            raise
+
+    def _show_progress(self) -> None:
         self._forwards += 1
         if (now := time.monotonic()) - self._shown > _QUIET:
             self._shown = now
             done = f"forward {self._forwards}, after {now - self._begun:.0f} s"
             print(f"fastvit.{self.caller}: runs a copy of the model: {done}", file=sys.stderr)
-        args, kwargs = arguments
-        try:
-            return model(*args, **kwargs)
-        except Exception as error:
-            for value in (args, *args, *kwargs.values()):
-                if isinstance(value, (tuple, list)) and value and all(type(n) is int for n in value):
-                    size = tuple(value)
-                    raise TypeError(
-                        f"{self.caller}: a tensor expected, such as torch.zeros{size}, got the size {size}"
-                    ) from error
-            for kind, instead in _HOLDERS:
-                if len(args) == 1 and isinstance(args[0], kind):
-                    given = type(args[0]).__name__
-                    raise TypeError(
-                        f"{self.caller}: the model failed with a {given} ({error}); {instead}"
-                    ) from error
-            raise
 
-    def kept_bytes(self, model: nn.Module) -> int:
+    def _explain_failure(self, error: Exception, arguments: Arguments) -> None:
+        """Raises TypeError where an argument shows why a forward has failed."""
+        args, kwargs = arguments
+        for value in (args, *args, *kwargs.values()):
+            if isinstance(value, (tuple, list)) and value and all(type(n) is int for n in value):
+                size = tuple(value)
+                raise TypeError(
+                    f"{self.caller}: a tensor expected, such as torch.zeros{size}, got the size {size}"
+                ) from error
+        for kind, instead in _HOLDERS:
+            if len(args) == 1 and isinstance(args[0], kind):
+                given = type(args[0]).__name__
+                raise TypeError(
+                    f"{self.caller}: the model failed with a {given} ({error}); {instead}"
+                ) from error
+
+    def measure_kept_bytes(self, model: nn.Module) -> int:
         """Bytes that a forward keeps for backward, its result included."""
-        with self.untouched():
-            arguments = self.inputs()
+        with self.preserving_random_state():
+            arguments = self.copy_inputs()
 
             def work() -> object:
-                result = self.forward(model, arguments)
+                result = self.run_forward(model, arguments)
                 torch.clear_autocast_cache()  # it holds casts of weights, which a backward may not need
                 return result
 
@@ -168,11 +171,12 @@ class CopyRunner:
             return live_bytes(work, *self.devices)[0]
 
     @contextlib.contextmanager
-    def held(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the result of a forward is held."""
-        with self.untouched():
-            result = self.forward(model, self.inputs())
-            yield
+    def holding_output(self, model: nn.Module) -> Iterator[Arguments]:
+        """Runs a forward, holds its result, and yields the copies of the inputs."""
+        with self.preserving_random_state():
+            arguments = self.copy_inputs()
+            result = self.run_forward(model, arguments)
+            yield arguments
             del result
             torch.clear_autocast_cache()
 
@@ -180,14 +184,14 @@ class CopyRunner:
     def _gpus(self) -> list[int]:
         return sorted({device.index or 0 for device in self.devices if device.type == "cuda"})
 
-    def seed(self) -> None:
-        """Seeds the random states that `untouched` restores, and no other GPU's."""
+    def seed_all(self) -> None:
+        """Seeds the random states that `preserving_random_state` restores, and no other GPU's."""
         for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in self._gpus)):
             generator.manual_seed(0)
 
     @contextlib.contextmanager
-    def untouched(self) -> Iterator[None]:
-        """With gradients; random states are restored."""
+    def preserving_random_state(self) -> Iterator[None]:
+        """Enables gradients, and restores random states at the end."""
         numpy = sys.modules.get("numpy.random")
         states = random.getstate(), numpy.get_state() if numpy else None
         with torch.random.fork_rng(self._gpus), torch.inference_mode(False), torch.enable_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -10,11 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..recompute import SavedMemory, SavedTensorObserver, active_scope, observe_saved_tensors, reason_no_scope
-from .convert_model import ensure_converted, has_scope_hook, is_converted, revert
+from .budget_hook import freeze_budgets, has_budget_hook
+from .convert_model import ensure_converted, revert
 from .copy_runner import CopyRunner
+from .nested_values import tensor_leaves
+from .scope_hooks import has_scope_hook, is_converted
 
 __all__ = ["Report", "TensorReport", "report"]
 
@@ -158,20 +162,34 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
             the CPU nor on CUDA.
         RuntimeError: inside `recompute_scope()`.
     """
-    trial = CopyRunner("report", model, (inputs, kwinputs))
-    before = trial.measure_original_bytes(revert)
-    copied = ensure_converted(trial.training_copy())
+    runner = CopyRunner("report", model, (inputs, kwinputs))
+    kept_before = runner.measure_original_bytes(revert)
+    copied = ensure_converted(runner.training_copy())
+    if has_budget_hook(copied):
+        for _ in range(2):  # forwards that plan
+            with runner.holding_output(copied):
+                pass
+        freeze_budgets(copied)
     notes: dict[str, None] = {}
-    with _watched(copied, notes) as watcher, trial.held(copied):
-        rows = _rows(watcher.decisions([*copied.parameters(), *copied.buffers()]))
+    with _observe_modules(copied, notes) as observer:
+        existing = _find_tensors()  # a forward keeps none of these, even if an op saves one
+        with runner.holding_output(copied) as arguments:
+            held = [vars(module) for module in copied.modules()]
+            others = [*copied.parameters(), *copied.buffers(), *tensor_leaves((arguments, held))]
+            rows = _group_rows(observer.decisions([*existing, *others]))
     if any(module._compiled_call_impl is not None for module in model.modules()):
         notes["measured without Module.compile, which is not copied; pass torch.compile(model)"] = None
-    return Report(before, trial.kept_bytes(copied), rows, list(notes), is_converted(model))
+    return Report(kept_before, runner.measure_kept_bytes(copied), rows, list(notes), is_converted(model))
+
+
+def _find_tensors() -> list[Tensor]:
+    """Returns the tensors that there are."""
+    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, notes: dict[str, None]) -> Iterator[SavedTensorObserver]:
-    """Inside, of what an op saves the module whose forward runs is noted."""
+def _observe_modules(model: nn.Module, notes: dict[str, None]) -> Iterator[SavedTensorObserver]:
+    """Yields an observer that annotates every saved tensor with the name of the module whose forward is running."""
     running = ["the model"]  # inner ones last
 
     def entering(name: str) -> Callable[[nn.Module, object], None]:
@@ -197,8 +215,8 @@ def _watched(model: nn.Module, notes: dict[str, None]) -> Iterator[SavedTensorOb
         yield hooks.enter_context(observe_saved_tensors(lambda _: running[-1]))
 
 
-def _rows(decisions: list[SavedMemory]) -> list[TensorReport]:
-    """Those of the same modules and the same reason in one row; largest first."""
+def _group_rows(decisions: list[SavedMemory]) -> list[TensorReport]:
+    """Groups entries with the same modules and reason into rows, largest first."""
     groups: dict[tuple[tuple[str, ...], str], list[SavedMemory]] = defaultdict(list)
     for one in decisions:
         groups[tuple(sorted({module for module, _ in one.saved})), one.reason].append(one)

@@ -9,20 +9,23 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .._checks import check_dtype, is_number
 from ..fuse import is_fused
 from ..recompute import SavedMemory, observe_saved_tensors, skip_key
+from .budget_hook import freeze_budgets
 from .convert_model import ensure_converted, revert
-from .copy_runner import CopyRunner, tensor_leaves
+from .copy_runner import CopyRunner
+from .nested_values import Arguments, tensor_leaves
 
 __all__ = ["Verification", "verify"]
 
 # Layers of fastvit round otherwise than torch's, and depth multiplies it.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
 _HALF_PRECISION = 0.2
-_UNSTEADY = 4.0  # times the difference between two runs of the original that a difference may have
+_NONDETERMINISM_FACTOR = (
+    4.0  # times the difference between two runs of the original that a difference may have
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Verification:
         return {
             name: value
             for name, value in self.differences.items()
-            if not value <= max(self.limit, _UNSTEADY * self.unsteady.get(name, 0.0))
+            if not value <= max(self.limit, _NONDETERMINISM_FACTOR * self.unsteady.get(name, 0.0))
         }
 
     @property
@@ -94,8 +97,8 @@ def verify(
     evaluation) that they are in. Neither the model nor random states change.
 
     Gradients of inputs are left out where the model sets requires_grad on its inputs, as some do for
-    checkpointing. Where the original differs from itself in a second run (atomic additions on CUDA, for
-    example), so may the converted model.
+    checkpointing. If two runs of the original differ (atomic additions on CUDA, for example), the converted
+    model may differ by four times as much.
 
     Args:
         model: converted or not. One more copy of it at a time must fit in memory.
@@ -116,7 +119,7 @@ def verify(
         ValueError: the model cannot be copied, is wrapped for data parallelism or sharded, is neither on the
             CPU nor on CUDA, or returns no tensor; `dtype` or `limit` is of another kind.
     """
-    trial = CopyRunner("verify", model, (inputs, kwinputs))
+    runner = CopyRunner("verify", model, (inputs, kwinputs))
     check_dtype("verify", "dtype", dtype)
     if limit is not None and not is_number(limit, 0, math.inf):
         raise ValueError(f"verify: limit is {limit!r}; a number of at least 0, or None, expected")
@@ -125,114 +128,172 @@ def verify(
         limit = _TOLERANCES.get(computed, _HALF_PRECISION) if is_fused(model) else 0.0
     marks_inputs = False
     try:
-        want, _ = _step(trial, revert, dtype, marks_inputs)
+        expected, _ = _run_step(runner, revert, dtype, marks_inputs)
     except RuntimeError as error:
         if "requires_grad flags of leaf" not in str(error):
             raise
         marks_inputs = True  # the model sets requires_grad on its inputs, which only a leaf allows
-        want, _ = _step(trial, revert, dtype, marks_inputs)
-    got, sites = _step(trial, ensure_converted, dtype, marks_inputs)
-    found = Verification(_differences(got, want), limit, sites)
+        expected, _ = _run_step(runner, revert, dtype, marks_inputs)
+    actual, sites = _run_step(runner, ensure_converted, dtype, marks_inputs)
+    found = Verification(_differences(actual, expected), limit, sites)
     if found.wrong:
-        again, _ = _step(trial, revert, dtype, marks_inputs)
-        unsteady = {name: value for name, value in _differences(again, want).items() if value}
+        again, _ = _run_step(runner, revert, dtype, marks_inputs)
+        unsteady = {name: value for name, value in _differences(again, expected).items() if value}
         found = dataclasses.replace(found, unsteady=unsteady)
     return found
 
 
-def _wrong(decisions: list[SavedMemory]) -> tuple[tuple[str, str], ...]:
+def _mismatched_sites(decisions: list[SavedMemory]) -> tuple[tuple[str, str], ...]:
     """The sites whose results differ when they are rebuilt."""
     found: dict[tuple[str, str], None] = {}
     for one in decisions:
         if one.site is not None and not one.is_mask:
             # autograd refuses what was written to since
             unwritten = [(unpack, t) for (t, version), unpack in one.saved if t._version == version]
-            if not all(_agrees(*each) for each in unwritten):
+            if not all(_recomputes_same_bits(*each) for each in unwritten):
                 found[skip_key(one.site)] = None
             one.forget()
     return tuple(found)
 
 
-def _agrees(unpack: Callable[[], Tensor], tensor: Tensor) -> bool:
+def _recomputes_same_bits(unpack: Callable[[], Tensor], tensor: Tensor) -> bool:
     """Whether the rebuilt tensor has the bits of `tensor`. One that cannot be rebuilt has not."""
     try:
-        got = unpack()
+        actual = unpack()
     except Exception:
         return False
-    bits = [one.contiguous().flatten().view(torch.uint8) for one in (got, tensor)]
-    return got.dtype == tensor.dtype and torch.equal(*bits)
+    bits = [
+        one.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8) for one in (actual, tensor)
+    ]
+    return actual.dtype == tensor.dtype and torch.equal(*bits)
 
 
-def _step(
-    trial: CopyRunner, change: Callable[[nn.Module], nn.Module], dtype: torch.dtype | None, marks_inputs: bool
-) -> tuple[dict[str, Tensor], tuple[tuple[str, str], ...]]:
-    """Outputs, gradients and buffers of a step of a copy, by name; the sites that are rebuilt wrong."""
-    model = change(trial.copy().to(dtype))
+Step = tuple[dict[str, Tensor], tuple[tuple[str, str], ...]]
+
+
+def _run_step(
+    runner: CopyRunner,
+    change: Callable[[nn.Module], nn.Module],
+    dtype: torch.dtype | None,
+    marks_inputs: bool,
+) -> Step:
+    """Returns outputs, gradients and buffers of a step of a copy, by name; the sites that are recomputed wrong."""
+    model = change(_cast_model(runner.copy_model(), dtype))
+    freeze_budgets(model)
     model.zero_grad(set_to_none=True)
-
-    def leaf(tensor: Tensor) -> Tensor:
-        copied = tensor.detach().clone()
-        return copied.to(dtype).requires_grad_(not marks_inputs) if copied.is_floating_point() else copied
-
-    leaves = pytree.tree_map_only(Tensor, leaf, trial.arguments)
-    with trial.untouched():
-        trial.seed()
-        # Results of an op, not leaves, so that the model may overwrite its inputs where the original does.
-        given = pytree.tree_map_only(Tensor, torch.clone, leaves)
-        with observe_saved_tensors(lambda tensor: (tensor.detach(), tensor._version)) as watcher:
-            try:
-                outputs = tensor_leaves(trial.forward(model, given))
-            except RuntimeError as error:
-                if dtype is None or not any(
-                    word in str(error) for word in ("dtype", "type Double", "Double and")
-                ):
-                    raise
-                raise RuntimeError(
-                    f"verify: the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
-                ) from error
-        sites = _wrong(watcher.decisions())
-        del watcher  # and what it has noted, before the backward
-        if not outputs:
-            raise ValueError("verify: a forward that returns tensors expected; the model returned none")
+    with runner.preserving_random_state():
+        runner.seed_all()
+        leaves, given = _copy_leaves(runner, dtype, marks_inputs)
+        outputs, sites = _forward_and_check(runner, model, given, dtype)
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
         result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(tensor_leaves(given))}
-        # Weights of both signs, since a plain sum has no gradient through a normalisation.
-        losses = [
-            (t * torch.randn(t.shape, dtype=torch.float64).to(t)).sum() for t in outputs if t.requires_grad
-        ]
-        if losses:
-            torch.stack([loss.double() for loss in losses]).sum().backward()
-    gradients = [(f"input {i}", t.grad) for i, t in enumerate(tensor_leaves(leaves))]
+        _run_backward(outputs)
+    gradients = [(f"input {i}", t.grad) for i, t in enumerate(leaves)]
     gradients += [(name, p.grad) for name, p in model.named_parameters()]
     result |= {f"gradient of {name}": g.detach() for name, g in gradients if g is not None}
     return result | {f"buffer {name}": b.detach() for name, b in model.named_buffers()}, sites
+
+
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.float16: torch.complex32}
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if tensor.is_complex() and dtype is not None:
+        return tensor.to(_COMPLEX.get(dtype, tensor.dtype))
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _cast_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    if any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
+        return model._apply(lambda tensor: _cast(tensor, dtype))  # Module.to drops imaginary parts
+    return model.to(dtype)
+
+
+def _copy_leaves(
+    runner: CopyRunner, dtype: torch.dtype | None, marks_inputs: bool
+) -> tuple[list[Tensor], Arguments]:
+    """Returns copies of the inputs that require gradients, and results of ops on them.
+
+    The model may overwrite results of ops where the original does.
+    """
+    leaves = []
+
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        leaf = _cast(tensor.detach().clone(), dtype)
+        if leaf.is_floating_point() or leaf.is_complex():
+            leaf.requires_grad_(not marks_inputs)
+        leaves.append(leaf)
+        return leaf.clone()
+
+    given = runner.copy_inputs(copy_tensor)
+    return leaves, given
+
+
+def _forward_and_check(
+    runner: CopyRunner, model: nn.Module, given: Arguments, dtype: torch.dtype | None
+) -> tuple[list[Tensor], tuple[tuple[str, str], ...]]:
+    """Returns the outputs of a forward, and the sites that are recomputed wrong at its end."""
+    with observe_saved_tensors(lambda tensor: (tensor.detach(), tensor._version)) as observer:
+        try:
+            outputs = tensor_leaves(runner.run_forward(model, given))
+        except RuntimeError as error:
+            if dtype is None or not any(
+                word in str(error) for word in ("dtype", "type Double", "Double and")
+            ):
+                raise
+            raise RuntimeError(
+                f"verify: the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
+            ) from error
+    if not outputs:
+        raise ValueError("verify: a forward that returns tensors expected; the model returned none")
+    return outputs, _mismatched_sites(observer.decisions())
+
+
+def _run_backward(outputs: list[Tensor]) -> None:
+    # The loss weights outputs by random numbers of both signs, because the gradient of a plain sum through a
+    # normalisation is zero.
+    losses = []
+    for output in outputs:
+        if output.requires_grad:
+            output = torch.view_as_real(output) if output.is_complex() else output
+            losses.append((output * torch.randn(output.shape, dtype=torch.float64).to(output)).sum().double())
+    if losses:
+        torch.stack(losses).sum().backward()
 
 
 # A tensor of these kinds that is zero up to rounding (a mean after a normalisation) has no scale of its own.
 _WITHOUT_SCALE = ("gradient of ", "buffer ")
 
 
-def _differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+def _differences(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Relative differences by name, largest first."""
     largest = {
-        kind: max((_largest(t) for name, t in want.items() if name.startswith(kind)), default=0.0)
+        kind: max((_largest(t) for name, t in expected.items() if name.startswith(kind)), default=0.0)
         for kind in _WITHOUT_SCALE
     }
-    differences = dict.fromkeys(want.keys() ^ got.keys(), math.inf)
-    for name in want.keys() & got.keys():
+    differences = dict.fromkeys(expected.keys() ^ actual.keys(), math.inf)
+    for name in expected.keys() & actual.keys():
         least = next((1e-4 * largest[kind] for kind in _WITHOUT_SCALE if name.startswith(kind)), 0.0)
-        differences[name] = _difference(got[name].double(), want[name].double(), least)
+        differences[name] = _difference(actual[name], expected[name], least)
     return dict(sorted(differences.items(), key=lambda item: (-item[1], item[0])))
 
 
+def _to_float64(tensor: Tensor) -> Tensor:
+    """Returns the numbers of a tensor, of a complex one the real and imaginary parts."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.to(torch.complex128).resolve_conj())
+    return tensor.double()
+
+
 def _largest(tensor: Tensor) -> float:
-    """The largest finite value."""
-    return tensor.double().nan_to_num(0, 0, 0).abs().max().item() if tensor.numel() else 0.0
+    """Returns the largest finite absolute value."""
+    return _to_float64(tensor).nan_to_num(0, 0, 0).abs().max().item() if tensor.numel() else 0.0
 
 
-def _difference(got: Tensor, want: Tensor, least: float) -> float:
-    if got.shape != want.shape:
+def _difference(actual: Tensor, expected: Tensor, least: float) -> float:
+    if actual.shape != expected.shape or actual.is_complex() != expected.is_complex():
         return math.inf
-    if any(not torch.equal(kind(got), kind(want)) for kind in (torch.isnan, torch.isposinf, torch.isneginf)):
+    a, b = _to_float64(actual), _to_float64(expected)
+    if any(not torch.equal(kind(a), kind(b)) for kind in (torch.isnan, torch.isposinf, torch.isneginf)):
         return math.inf
-    return _largest(got.nan_to_num(0, 0, 0) - want.nan_to_num(0, 0, 0)) / max(_largest(want), least, 1e-30)
+    return _largest(a.nan_to_num(0, 0, 0) - b.nan_to_num(0, 0, 0)) / max(_largest(b), least, 1e-30)

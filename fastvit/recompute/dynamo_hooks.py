@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -30,34 +31,56 @@ from .joint_graph import MARK, ScopeOptions, scope_options
 from .policy import Policy, RecomputeLevel
 
 _FLAG = "_fastvit_compiled"
+_OWN_REFERENCES = 3  # the module, a local variable, and the argument of getrefcount
 _MARGIN = 0.95  # the partitioner counts no padding and no views, and exceeds its budget by some percent
 # For each graph with an open scope: the nodes that it had before, and how many scopes are open.
 _open: weakref.WeakKeyDictionary[Graph, tuple[set[str], int]] = weakref.WeakKeyDictionary()
+# Modules whose forward is compiled, or what remains of it after a graph break.
+_compiled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def enable(module: nn.Module, policy: Policy) -> None:
     """Prepares a module whose hooks call `begin_traced_scope` and `end_traced_scope`.
 
     Code that Dynamo compiled for a module without hooks would run for this one, because Dynamo does not guard
-    on hooks. It guards on the type of the dictionary of submodules. And Dynamo does not trace the hooks of
-    the module that is compiled itself, so one of its submodules gets a hook that tells of it.
+    on hooks. It guards on the type of the dictionary of submodules, so another one takes its place, if nobody
+    else holds the dictionary: it then stays, and such code may keep more for backward. And Dynamo does not
+    trace the hooks of the module that is compiled itself, so one of its submodules gets a hook that announces
+    it.
     """
-    # By __dict__, since the result of torch.compile passes attributes on to the module inside.
-    module.__dict__[_FLAG] = policy.level >= RecomputeLevel.MATMULS, policy.weight_casts, policy.share
-    module.__dict__["_modules"] = OrderedDict(module._modules)
+    set_options(module, policy)
+    _change_modules_type(module, OrderedDict)
     inner = _inner(module)
     if inner is not None and announce_compiled_module not in inner._forward_pre_hooks.values():
         inner.register_forward_pre_hook(announce_compiled_module)
 
 
+def set_options(module: nn.Module, policy: Policy) -> None:
+    """Sets what `enable` has told of the policy of a module."""
+    # Set through `__dict__`: an OptimizedModule forwards `setattr` to the module that it wraps.
+    module.__dict__[_FLAG] = policy.level >= RecomputeLevel.MATMULS, policy.weight_casts, policy.share
+
+
 def disable(module: nn.Module) -> None:
-    """Takes `enable` back, except for the hook that tells of it."""
+    """Undoes `enable`, but leaves the announcing pre-hook in place."""
     if module.__dict__.pop(_FLAG, None) is not None:
-        module.__dict__["_modules"] = dict(module._modules)
+        _change_modules_type(module, dict)
+    _compiled_modules.discard(module)
+
+
+def _change_modules_type(module: nn.Module, kind: type[dict]) -> None:
+    modules = module.__dict__["_modules"]
+    if type(modules) is not kind and sys.getrefcount(modules) <= _OWN_REFERENCES:
+        module.__dict__["_modules"] = kind(modules)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether torch.compile has compiled the forward of `module` since `enable`."""
+    return module in _compiled_modules
 
 
 def _inner(module: nn.Module) -> nn.Module | None:
-    """A submodule that the module calls, most likely: the first with parameters."""
+    """Returns the first submodule that has parameters, because the module most likely calls it."""
     lists = (nn.ModuleList, nn.ModuleDict)
     inner = [m for m in module.modules() if m is not module and not isinstance(m, lists)]
     return next((m for m in inner if next(m.parameters(), None) is not None), None)
@@ -118,6 +141,7 @@ def _scope_options_compiled_module(variables: dict[str, object]) -> ScopeOptions
         module = value[0] if type(value) is tuple and value else value  # *args of a decorated forward
         code = getattr(module.forward, "__code__", None) if isinstance(module, nn.Module) else None
         if code is not None and name == code.co_varnames[0] and hasattr(module, _FLAG):
+            _compiled_modules.add(module)
             return getattr(module, _FLAG)
     return None
 

@@ -1,0 +1,160 @@
+"""`BudgetHook`: meets a budget from what a training step itself saves. Nothing else is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..recompute import (
+    OpSite,
+    Policy,
+    RecomputeLevel,
+    SavedMemory,
+    SavedTensorObserver,
+    active_scope,
+    dynamo_hooks,
+    observe_saved_tensors,
+)
+from .budget import Budget, describe_least, order_sites, sum_site_costs
+from .nested_values import tensor_leaves
+from .scope_hooks import ScopeHook, get_scope_hook
+
+__all__ = ["BudgetHook", "freeze_budgets", "has_budget_hook"]
+
+
+class _Planning(NamedTuple):
+    """A forward from whose records a plan is made."""
+
+    observer: SavedTensorObserver
+    input_bytes: int
+
+
+class BudgetHook(ScopeHook):
+    """The hook of a module that a user calls, with a budget.
+
+    The first training forward recomputes all that can be, and its records say what each site frees. From the
+    next forward on the fewest sites are recomputed that meet the budget. Inputs of more bytes plan again. If
+    recomputing inside of blocks is not enough, the next forward recomputes across blocks and plans again.
+
+    Args:
+        policy: until the first plan, outside of training; shared with the hooks of the blocks.
+        block: the name of the module.
+        budget: to be met.
+        planned: the level, the bytes of the inputs, and the sites of the level below, of the last plan; and
+            whether a warning was given.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        block: str,
+        budget: Budget,
+        planned: tuple[int, int, tuple[OpSite, ...], bool] = (RecomputeLevel.EVERY_OP, -1, (), False),
+    ):
+        super().__init__(policy, block)
+        self.budget = budget
+        self.level, self.input_bytes, self.sites_of_blocks, self.has_warned = planned
+        self._plannings: dict[int, _Planning] = {}  # of the forwards that run now, by thread
+
+    def __reduce__(self):
+        planned = self.level, self.input_bytes, self.sites_of_blocks, self.has_warned
+        return BudgetHook, (self.policy, self.block, self.budget, planned)
+
+    def open_scope(self, module: nn.Module, args: tuple, kwargs: dict, frame: FrameType) -> None:
+        # A scope around has an observer of its own, so a forward inside of one is not planned from.
+        if module.training and not torch.jit.is_tracing():
+            input_bytes = sum(one.numel() * one.element_size() for one in tensor_leaves((args, kwargs)))
+            if input_bytes > self.input_bytes and not _is_compiled(module):
+                self._replace_policies(module, self.level, None)
+                if active_scope() is None:
+                    with observe_saved_tensors(lambda _: None) as observer:
+                        super().open_scope(module, args, kwargs, frame)
+                    self._plannings[threading.get_ident()] = _Planning(observer, input_bytes)
+                    return
+        super().open_scope(module, args, kwargs, frame)
+
+    def close_scope(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> None:
+        super().close_scope(module, args, kwargs, result)
+        if not self._plannings or active_scope() is not None:
+            return
+        planning = self._plannings.pop(threading.get_ident(), None)
+        if planning is None or result is None or _is_compiled(module):  # None after an exception
+            return
+        inputs = tensor_leaves((args, kwargs))
+        decisions = planning.observer.decisions([*module.parameters(), *module.buffers(), *inputs])
+        if decisions:
+            self._plan(module, decisions, planning.input_bytes)
+
+    def _plan(self, module: nn.Module, decisions: list[SavedMemory], input_bytes: int) -> None:
+        """Chooses sites for the forwards to come."""
+        least = sum(one.kept for one in decisions)
+        costs = sum_site_costs(decisions)
+        original = least + sum(one.freed for one in decisions)
+        allowed = self.budget.allowed_bytes(original)
+        sites = order_sites(costs, self.level, self.sites_of_blocks)
+        kept, chosen = least + sum(cost.freed_bytes for cost in costs.values()), 0
+        while kept > allowed and chosen < len(sites):
+            kept -= costs[sites[chosen]].freed_bytes if sites[chosen] in costs else 0
+            chosen += 1
+        if kept > allowed and self.level < RecomputeLevel.ACROSS_BLOCKS:
+            self.level, self.sites_of_blocks = RecomputeLevel.ACROSS_BLOCKS, tuple(sites)
+            self._replace_policies(module, self.level, None)  # and the next forward plans
+            return
+        self.input_bytes = input_bytes
+        is_met = kept <= allowed
+        share = allowed / original if self.budget.fraction == 0 and is_met else None
+        self._replace_policies(module, self.level, frozenset(sites[:chosen]) if is_met else None, share)
+        if not is_met and not self.has_warned:
+            self.has_warned = True
+            casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+            message = describe_least(self.budget, least, original, casts and not self.policy.weight_casts)
+            warnings.warn(
+                f"convert: {message}. Until then the least is kept, with inputs of {input_bytes} bytes",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _replace_policies(
+        self, module: nn.Module, level: int, sites: frozenset[OpSite] | None, share: float | None = None
+    ) -> None:
+        """Gives the hooks that share this hook's policy another one."""
+        before = self.policy
+        policy = dataclasses.replace(before, level=RecomputeLevel(level), sites=sites)
+        if share is not None:
+            policy = dataclasses.replace(policy, share=share)
+        if policy == before:
+            return
+        for inner in module.modules():
+            hook = get_scope_hook(inner)
+            if hook is not None and (hook is self or hook.policy is before):
+                hook.policy = policy
+                if share is not None:
+                    hook.share = str(share)
+                    dynamo_hooks.set_options(inner, policy)
+        self.policy = policy
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Returns whether torch.compile has compiled scopes of `module`, to whose code it gives the budget."""
+    return any(map(dynamo_hooks.is_compiled, module.modules()))
+
+
+def has_budget_hook(model: nn.Module) -> bool:
+    """Returns whether forwards of `model` may plan."""
+    return any(isinstance(get_scope_hook(module), BudgetHook) for module in model.modules())
+
+
+def freeze_budgets(model: nn.Module) -> None:
+    """Ends planning: each module keeps the policy that its next training forward begins with."""
+    for module in model.modules():
+        hook = get_scope_hook(module)
+        if isinstance(hook, BudgetHook):
+            if hook.input_bytes < 0:
+                hook._replace_policies(module, hook.level, None)
+            hook.input_bytes = 2**63

@@ -1,0 +1,111 @@
+"""The hooks that open a recompute scope round the forwards of a model and of its blocks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+from torch import nn
+
+from .._checks import Model
+from ..recompute import Policy, RecomputeLevel, close_scope, dynamo_hooks, open_scope
+from .blocks import find_entry_modules, name_scoped_modules
+from .hook_visibility import EncoderLayerHook, OwnHook, is_own_hook, reveal_hooks
+from .nested_values import find_block_tensors
+
+__all__ = ["ScopeHook", "add_scope_hooks", "get_scope_hook", "has_scope_hook", "is_converted", "remove_hooks"]
+
+_HOOK_DICTIONARIES = (
+    *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"),
+)
+
+
+class ScopeHook(OwnHook):
+    """Opens a recompute scope as a forward pre-hook; closes it as a forward hook, after an exception too."""
+
+    def __init__(self, policy: Policy, block: str):
+        super().__init__()
+        self.policy = policy
+        self.share = str(policy.share)  # Dynamo would make a number a symbol
+        self.block = block
+        self.products = policy.level >= RecomputeLevel.MATMULS  # a constant to Dynamo, as an int need not be
+
+    def __reduce__(self):
+        return type(self), (self.policy, self.block)
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, *result: object) -> None:
+        if torch.compiler.is_compiling():
+            if result:
+                dynamo_hooks.end_traced_scope(self.products, self.policy.weight_casts, self.share)
+            else:
+                dynamo_hooks.begin_traced_scope()
+        elif result:
+            self.close_scope(module, args, kwargs, result[0])
+        elif torch.is_grad_enabled():
+            self.open_scope(module, args, kwargs, sys._getframe(1))
+
+    def open_scope(self, module: nn.Module, args: tuple, kwargs: dict, frame: FrameType) -> None:
+        """`frame` is that of the module's call."""
+        sites = self.policy.sites
+        if sites is None or sites:
+            inputs = find_block_tensors((*args, kwargs) if kwargs else args)
+            open_scope(module, self.policy, self.block, inputs, frame)
+
+    def close_scope(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> None:
+        close_scope(module, find_block_tensors(result))
+
+
+def add_scope_hooks(
+    model: Model, policy: Policy, make_entry_hook: Callable[[Policy, str], ScopeHook] = ScopeHook
+) -> Model:
+    """Adds hooks in place of those that there are. A policy without sites needs none.
+
+    Args:
+        model: changed in place.
+        policy: of all hooks.
+        make_entry_hook: returns the hook of a module that the user calls.
+    """
+    remove_hooks(model)
+    if policy.sites is not None and not policy.sites:
+        return model
+    entry_modules = find_entry_modules(model)
+    for module, name in name_scoped_modules(model).items():
+        # Registered before all other hooks, so that the block ends before FSDP reshards its parameters.
+        hook = (make_entry_hook if module in entry_modules else ScopeHook)(policy, name)
+        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True)
+        if isinstance(module, nn.TransformerEncoderLayer):
+            layer_hook = EncoderLayerHook()
+            module.register_forward_pre_hook(layer_hook, prepend=True)
+            module.register_forward_hook(layer_hook, prepend=True, always_call=True)
+        dynamo_hooks.enable(module, policy)
+    return model
+
+
+def get_scope_hook(module: nn.Module) -> ScopeHook | None:
+    """Returns the hook by which the forward of `module` runs in a scope of its own."""
+    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ScopeHook)), None)
+
+
+def has_scope_hook(module: nn.Module) -> bool:
+    """Returns whether the forward of `module` runs in a scope of its own."""
+    return get_scope_hook(module) is not None
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Returns whether there are scopes in `model`."""
+    return any(map(has_scope_hook, model.modules()))
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Removes what `add_scope_hooks` has added, and no hook of others."""
+    for module in model.modules():
+        reveal_hooks(module)
+        every = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
+        for key in [key for key, hook in every if is_own_hook(hook)]:
+            for name in _HOOK_DICTIONARIES:
+                getattr(module, name).pop(key, None)
+        dynamo_hooks.disable(module)
