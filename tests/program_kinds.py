@@ -13,9 +13,9 @@ one, replace one or write to one. In a line:
 {number}           a number that no other line has
 
 Where an error of the engine that names a site and `skip` is right, because the line writes to a large tensor
-that a backward may not read, the line ends in LARGE. The engine cannot know of writes to a large tensor that no
-version counts and that happen after a forward: no table has them. Lines that end in UNCOUNTED would be such
-writes if a step had a second forward, and are left out there.
+that a backward may not read, the line ends in LARGE. The engine cannot know of writes to a large tensor that
+no version counts and that happen after a forward: no table has them. Lines that end in UNCOUNTED would be
+such writes if a step had a second forward, and are left out there.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class _ScriptPatch:
             self.num_hooks -= 1
             # A later replacement by other code calls this one, which then stays.
             if not self.num_hooks and torch.jit._recursive.get_hook_stubs is self.replacement:
-                torch.jit._recursive.get_hook_stubs = self.original
+                torch.jit._recursive.get_hook_stubs = self.original  # type: ignore[assignment]
                 self.replacement = self.original = None
 
 

@@ -1,10 +1,10 @@
 """`CallObserver` is a torch function mode that stores on autograd nodes what the graph lacks.
 
-A node lacks the eps of a normalisation, an added number, and the operands that its op does not save. A handler
-runs the call and takes these from its arguments, at the time of the call. The mode lies below all other modes,
-and it lets subclasses of Tensor handle a call first: so it sees the calls that go straight to torch, and stores
-only what torch has been given. It changes no call. It does not see calls from TorchScript and from compiled
-code: what they make is recomputed only where the graph has all.
+A node lacks the eps of a normalisation, an added number, and the operands that its op does not save. A
+handler runs the call and takes these from its arguments, at the time of the call. The mode lies below all
+other modes, and it lets subclasses of Tensor handle a call first: so it sees the calls that go straight to
+torch, and stores only what torch has been given. It changes no call. It does not see calls from TorchScript
+and from compiled code: what they make is recomputed only where the graph has all.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class CallObserver(TorchFunctionMode):
         ] = {}  # of SyncBatchNorms, by the storage of 1 / std, until it is saved
         self._pinned: list[weakref.ref[OutputInfo]] = []
 
-    def push(self) -> None:
+    def push_below(self) -> None:
         """Puts the mode below all others."""
         above = [_pop() for _ in range(_len_stack())]
         for mode in [self, *reversed(above)]:
             _push(mode)
 
     def remove(self) -> bool:
-        """Takes the mode off, wherever it lies. Returns False inside of a call that it observes: torch puts it back.
+        """Takes the mode off. Returns False inside of a call that it observes, after which torch puts it back.
 
         From then on it only passes calls on.
         """

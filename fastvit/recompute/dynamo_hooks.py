@@ -1,9 +1,10 @@
 """What a recompute scope does under torch.compile, where there is no graph of autograd to read.
 
-Dynamo records ops in a graph. `begin_traced_scope` and `end_traced_scope` run while it does (torch._dynamo.comptime), and mark the
-ops between them. AOTAutograd carries the marks to the joint graph of forward and backward, and calls `_joint_graph_pass`
-before it divides that graph. The pass tags ops like a policy of selective checkpointing (joint_graph.py), and
-torch's partitioner recomputes or saves them. No op is added or replaced.
+Dynamo records ops in a graph. `begin_traced_scope` and `end_traced_scope` run while it does
+(torch._dynamo.comptime), and mark the ops between them. AOTAutograd carries the marks to the joint graph of
+forward and backward, and calls `_joint_graph_pass` before it divides that graph. The pass tags ops like a
+policy of selective checkpointing (joint_graph.py), and torch's partitioner recomputes or saves them. No op is
+added or replaced.
 
 A budget is left to torch's partitioner alone (activation_memory_budget), without tags.
 
@@ -132,15 +133,16 @@ def _wrap_backend(context) -> None:
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     if not isinstance(output.compiler_fn, _ScopeBackend):
         output.compiler_fn = _ScopeBackend(output.compiler_fn)
-    output.compiler_fn.options = _scope_options_compiled_module(output.root_tx.f_locals)
+    output.compiler_fn.options = _options_of_compiled_module(output.root_tx.f_locals)
 
 
-def _scope_options_compiled_module(variables: dict[str, object]) -> ScopeOptions | None:
+def _options_of_compiled_module(variables: dict[str, object]) -> ScopeOptions | None:
     """The options of the module whose forward is compiled, also in the rest of it after a graph break."""
     for name, value in variables.items():
         module = value[0] if type(value) is tuple and value else value  # *args of a decorated forward
         code = getattr(module.forward, "__code__", None) if isinstance(module, nn.Module) else None
         if code is not None and name == code.co_varnames[0] and hasattr(module, _FLAG):
+            assert isinstance(module, nn.Module)
             _compiled_modules.add(module)
             return getattr(module, _FLAG)
     return None

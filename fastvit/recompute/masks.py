@@ -19,7 +19,7 @@ _SPREAD = sum(1 << 9 * i for i in range(8)) - (1 << 64)  # as a signed integer
 
 
 class BitMask:
-    """Stands for a tensor by one bit an element: `true_value` where the bit is set, elsewhere `false_value`."""
+    """One bit an element in place of a tensor: `true_value` where it is set, elsewhere `false_value`."""
 
     __slots__ = ("dtype", "false_value", "packed", "reason", "size", "stride", "true_value")
 

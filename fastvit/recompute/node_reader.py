@@ -22,7 +22,7 @@ SHARDED = "a parameter that FSDP has sharded again when the block ends"
 
 
 class NotRecomputable(Exception):
-    """Raised when a tensor cannot be recomputed. The message, where there is one, is the reason in a report."""
+    """Raised when a tensor cannot be recomputed. The message, if there is one, is a reason in reports."""
 
 
 class NodeReader:
@@ -125,7 +125,7 @@ class NodeReader:
             return View(operand.base, operand.views + views)
         return View(operand, views)
 
-    def pinned_leaf(self, leaf: Tensor) -> PinnedTensor:
+    def pinned_leaf(self, leaf: Tensor) -> Operand:
         """Returns a leaf that the op did not save, as it was pinned when the op ran."""
         found = (one for one in self.call_args().leaves if one.source is leaf)
         pinned = next(found, None)

@@ -48,7 +48,7 @@ def cudnn_batch_norm_rule(reader: NodeReader) -> OpCall:
 
 
 def _batch_norm_op_call(reader: NodeReader, eps: float, norm: Callable[..., Tensor]) -> OpCall:
-    """Recomputes BatchNorm by `norm`, from saved mean and 1 / std, or in evaluation running mean and variance."""
+    """Recomputes BatchNorm by `norm`, from saved mean and 1 / std, or from running statistics."""
     names, training = ("result1", "result2"), reader.attribute("training")
     if not training:
         names = "running_mean", "running_var"
@@ -90,7 +90,7 @@ def _from_statistics(
         scale = invstd if w is None else invstd * w
         return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
     # The dtype of the running statistics chooses the one in which the kernel computes.
-    running = [torch.zeros_like(mean), torch.ones_like(mean)] if w is None else [None, None]
+    running = (torch.zeros_like(mean), torch.ones_like(mean)) if w is None else (None, None)
     return torch.native_batch_norm(x, w, b, *running, True, 0.0, eps)[0]
 
 

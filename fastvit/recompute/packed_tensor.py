@@ -46,7 +46,7 @@ class AsStridedArgs(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> AsStridedArgs:
-        return cls(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return cls(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 class Kept:
@@ -163,7 +163,7 @@ class PackedTensor:
         return isinstance(state, Replaced)
 
     def is_sharded_now(self) -> bool:
-        """Returns whether FSDP has freed the tensor, a parameter or a view of one, until it is gathered again."""
+        """Returns whether FSDP has freed the tensor, a parameter or a view of one, for now."""
         state = self.state
         if not isinstance(state, Kept) or (
             state.tensor.grad_fn is None and type(state.tensor) is not Parameter
@@ -206,7 +206,7 @@ class PackedTensor:
             raise OperandChanged(tensor, None)
         if current_stream_id(tensor) != self.stream:
             is_mask = isinstance(state, Replaced) and isinstance(state.replacement, BitMask)
-            record_current_stream(state.replacement.packed if is_mask else tensor)
+            record_current_stream(state.replacement.packed if is_mask else tensor)  # type: ignore[union-attr]
         return tensor
 
     def save_pre_write_copy(self) -> None:
@@ -228,7 +228,7 @@ class PackedTensor:
         return None
 
     def keep(self, tensor: Tensor) -> None:
-        """Holds `tensor`, the memory that autograd would have kept, which was written to without a version."""
+        """Holds `tensor`, the memory that autograd would have kept, and that was written to."""
         self.state, self.is_excluded = Kept(tensor, tensor._version), True
 
     def replace_tensor(self, replacement: OuterPackedTensor | BitMask) -> None:

@@ -25,8 +25,8 @@ class OperandChanged(Exception):
             super().__init__(f"the memory of its operand {shape} has been freed, or is sharded now")
         else:
             super().__init__(
-                f"its operand {shape} has been modified by an inplace operation after the op read it: it is at "
-                f"version {tensor._version}; expected version {version}"
+                f"its operand {shape} has been modified by an inplace operation after the op read it: it is "
+                f"at version {tensor._version}; expected version {version}"
             )
 
 

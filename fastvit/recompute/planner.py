@@ -71,8 +71,9 @@ class RecomputePlanner:
         self._built: list[Recipe] = []  # held, so that none is built twice
 
     def plan(self) -> None:
-        # autograd numbers the nodes of a thread in the order of the calls, so the producers of a node's inputs
-        # have lower numbers. But an op in place that saves a copy of its input makes the copy's node second.
+        # autograd numbers the nodes of a thread in the order of the calls, so the producers of a node's
+        # inputs have lower numbers. But an op in place that saves a copy of its input makes the copy's node
+        # second.
         for info in sorted(
             self._waiting, key=lambda info: _pending(self._waiting[info]).producer._sequence_nr()
         ):
@@ -112,7 +113,7 @@ class RecomputePlanner:
         view = None
         if state.base is not None:
             offset = tensor.storage_offset() - base.storage_offset
-            view = AsStridedArgs(tensor.size(), tensor.stride(), offset)
+            view = AsStridedArgs(tensor.size(), tensor.stride(), int(offset))
             if view == (base.size, base.stride, 0):
                 view = None
         packed.state = Recomputed(recipe, view, tensor)
@@ -224,7 +225,8 @@ class RecomputePlanner:
         """Returns `recipe`, which may be of another block, if its operands are available.
 
         Raises:
-            NotRecomputable: FSDP has sharded a parameter that it reads, and gathers it too late for a consumer
+            NotRecomputable: FSDP has sharded a parameter that it reads, and gathers it too late for a
+            consumer
                 outside of that block.
         """
         if recipe not in self._unsharded:

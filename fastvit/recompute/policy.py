@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 
 class OpSite(NamedTuple):
-    """One op call in a block: which one of the calls of this op that the block's forward makes."""
+    """One op call in the forward of a block."""
 
     block: str
     node_name: str  # of the autograd node of the op
-    index: int
+    number: int  # among the calls of this op in the block's forward
 
 
 class RecomputeLevel(IntEnum):

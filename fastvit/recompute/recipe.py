@@ -23,7 +23,7 @@ _OUTPUT_INFO_KEY = "fastvit.output_info"  # in an autograd node's metadata
 
 
 class InPlaceCall(NamedTuple):
-    """An op in place on a view, of which the graph shows nothing but that a part of the base was written to."""
+    """An op in place on a view, of which the graph shows only that a part of the base was written to."""
 
     write: Callable[[Tensor], Any]
     view: AsStridedArgs
@@ -34,7 +34,7 @@ class InPlaceCall(NamedTuple):
 class CallArgs(NamedTuple):
     """What the call observer saw of an op's call that the op's node lacks."""
 
-    scalar: float | None = None  # eps, or an added number
+    scalar: Any = None  # eps, or an added number
     bias: PinnedTensor | None = None
     leaves: tuple[
         PinnedTensor, ...

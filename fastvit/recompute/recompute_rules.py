@@ -79,7 +79,7 @@ def _pad_rule(reader: NodeReader) -> OpCall:
 
 def _native_dropout_rule(reader: NodeReader) -> OpCall:
     """Recomputes `input * mask * scale`."""
-    reader.call_args()  # raises unless the observed call was in training; the node of an evaluation looks the same
+    reader.call_args()  # raises unless the call was in training; the node of an evaluation looks the same
     mask, output = reader.saved_operand("result1"), reader.metadata()
     on_gpu = output.device.type == "cuda"
     if not on_gpu and output.dtype.itemsize == 2:  # where some versions round the scale
@@ -130,7 +130,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _unsafe_view_rule(reader: NodeReader) -> OpCall:
-    """Recomputes `aten._unsafe_view`, which follows a clone (a reshape that copies) or a matmul of more dimensions."""
+    """Recomputes `aten._unsafe_view`, which follows a clone that a reshape makes, or a matmul."""
     producer = reader.edges[0][0]
     if producer is None:
         raise NotRecomputable
@@ -163,7 +163,7 @@ def _mm_rule(reader: NodeReader) -> OpCall:
 
 
 def _require_no_narrowing(reader: NodeReader, weight: str) -> None:
-    """Raises NotRecomputable for a product whose result is narrower than its input: it takes too much arithmetic.
+    """Raises NotRecomputable for a matmul whose output is narrower than its input: too much arithmetic.
 
     A budget may ask for it.
     """
@@ -202,7 +202,7 @@ def _attention_rule(op: Callable[..., tuple], *masks: str, **options: bool) -> R
 
 
 def _convolution_rule(reader: NodeReader) -> OpCall:
-    """Recomputes a convolution by the same kernel, which operands and settings choose; cuDNN's benchmark does not."""
+    """Recomputes a convolution by the kernel that operands and settings choose, without cuDNN's benchmark."""
     if reader.metadata().device.type == "cuda" and torch.backends.cudnn.benchmark:
         raise NotRecomputable("cuDNN may choose another kernel, in its benchmark mode")
     x, weight = reader.operand("input", 0), reader.operand("weight", 1)

@@ -1,13 +1,13 @@
 """A `Scope` owns the saved-tensor hooks and the call observer of one recompute scope.
 
-The pack hook returns a `PackedTensor` for every saved tensor and adds it to the pending list. It plans nothing.
-At the end of a block, or after so many pending tensors, one plan over them (planner.py) chooses what is kept,
-recomputed or replaced by a mask. By then all that the block saves is known: queries and keys are saved before
-the values with which they share memory.
+The pack hook returns a `PackedTensor` for every saved tensor and adds it to the pending list. It plans
+nothing. At the end of a block, or after so many pending tensors, one plan over them (planner.py) chooses what
+is kept, recomputed or replaced by a mask. By then all that the block saves is known: queries and keys are
+saved before the values with which they share memory.
 
 What a recipe reads is taken when the op runs: the pack hook pins small tensors, and the call observer those
-that the op does not save. No tensor is kept only for a recipe, except pinned copies and masks. Pending tensors
-are referred to weakly: a scope holds no tensors.
+that the op does not save. No tensor is kept only for a recipe, except pinned copies and masks. Pending
+tensors are referred to weakly: a scope holds no tensors.
 
 After Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
 arXiv:1604.06174.
@@ -43,8 +43,8 @@ from .planner import RecomputePlanner
 from .policy import OpSite, Policy, RecomputeLevel, display_op_name
 from .recipe import CallArgs, OutputInfo, dereference
 from .recompute_rules import RECOMPUTE_RULES
-from .write_tracker import storage_id
 from .views import VIEWS, reaches_through_views, skip_unsafe_view
+from .write_tracker import storage_id
 
 _NO_OP = "it is not the output of an autograd node (an input, a constant, indices, or compiled code)"
 _autograd = torch._C._autograd
@@ -83,10 +83,10 @@ class Scope:
     def enter(self) -> None:
         self._outer = current_saved_tensor_hooks()
         _autograd._push_saved_tensors_default_hooks(self.pack, unpack_hook)
-        self._calls.push()
+        self._calls.push_below()
 
     def remove_observer(self) -> bool:
-        """Takes the call observer off. Returns False where that has to be tried again, after the call that runs."""
+        """Takes the call observer off. Returns False inside of a call: try again after it."""
         return self._calls.remove()
 
     def leave(self) -> None:
@@ -194,7 +194,8 @@ class Scope:
             packed = PackedTensor(Kept(held, version))
             packed.reason = _NO_OP
             return packed
-        # An op's own output refers to its node, and the node to what is packed: only detached it makes no cycle.
+        # An op's own output refers to its node, and the node to what is packed: only detached it makes no
+        # cycle.
         held = tensor.detach()
         if not self._is_open:
             return PackedTensor(Kept(held, version))
@@ -258,7 +259,7 @@ class Scope:
                 _keep(pending)
 
     def prepare_write(self) -> None:
-        """Called before a write. Hooks around the scope may copy what they pack, so they get it as the op read it."""
+        """Lets hooks around the scope pack, who may copy a tensor, before a write to it."""
         if self._outer is not None:
             self.plan_pending()
 
@@ -302,7 +303,7 @@ class Scope:
         return self.policy.reason_to_keep(info.site)
 
     def replace_by_mask(self, packed: PackedTensor) -> None:
-        """Replaces a tensor that is planned already by the mask that is asked for, if nothing else reads it."""
+        """Replaces a tensor that is planned already by a mask, if nothing else reads it."""
         if type(packed.state) is not Pending:
             if packed.make_mask is not None and not self._reason_against_mask(packed):
                 self._replace_by_mask(packed)

@@ -1,8 +1,8 @@
 """Each thread has a stack of open scopes. An entry's scope is None where no scope could be opened.
 
-A scope is open as long as its owner runs. No hook of a module runs after a KeyboardInterrupt, so an entry holds
-the frame of its owner's call: an entry whose frame is no longer on Python's stack is dead, and the next call of
-anything closes it.
+A scope is open as long as its owner runs. No hook of a module runs after a KeyboardInterrupt, so an entry
+holds the frame of its owner's call: an entry whose frame is no longer on Python's stack is dead, and the next
+call of anything closes it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def recompute_scope(products: bool = False, weight_casts: bool = False) -> Itera
 
 
 class _Entry(NamedTuple):
-    """An owner, its scope, the policy and the block of that scope before, and the frame of the owner's call."""
+    """An owner, its scope, that scope's policy and block before, and the frame of the owner's call."""
 
     owner: object
     scope: Scope | None
@@ -164,7 +164,7 @@ def close_dead_scopes() -> None:
 
 @contextlib.contextmanager
 def observe_saved_tensors(annotate: Callable[[Tensor], object]) -> Iterator[SavedTensorObserver]:
-    """Yields an observer of all tensors that are saved in this thread's scopes, with `annotate(tensor)` for each."""
+    """Yields an observer of what is saved in this thread's scopes, with `annotate(tensor)` for each."""
     before, _stack.observer = _stack.observer, SavedTensorObserver(annotate)
     try:
         yield _stack.observer
@@ -178,8 +178,8 @@ def reason_no_scope() -> str:
         return "torch.jit.trace records it"
     hooks = current_saved_tensor_hooks()
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-        # torch.utils.checkpoint saves nothing in its first forward, and compares the number of saved tensors in
-        # the second.
+        # torch.utils.checkpoint saves nothing in its first forward, and compares the number of saved tensors
+        # in the second.
         return "torch.utils.checkpoint runs it"
     if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return ""

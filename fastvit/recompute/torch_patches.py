@@ -1,8 +1,8 @@
 """Two functions of torch that an open scope must not change. They are replaced only while a scope is open.
 
-`torch.overrides.has_torch_function` is true under any function mode, and torch's transformer modules then take
-another path. `torch.autograd.graph.disable_saved_tensors_hooks`, by which torch.func works, raises where there
-are hooks.
+`torch.overrides.has_torch_function` is true under any function mode, and torch's transformer modules then
+take another path. `torch.autograd.graph.disable_saved_tensors_hooks`, by which torch.func works, raises where
+there are hooks.
 """
 
 from __future__ import annotations

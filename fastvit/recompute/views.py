@@ -29,7 +29,7 @@ def _expand(node, _: int) -> ViewOp:
 
 
 def _method(name: str, *integers: str, is_part: bool = False) -> Callable:
-    """Returns the rule of a view by a method of Tensor with these integers; `is_part` where it returns several views."""
+    """Returns the rule of a view by a method of Tensor; `is_part` if it returns several views."""
     saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
 
     def rule(node, number: int) -> ViewOp:
@@ -47,7 +47,7 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def as_strided_in(tensor: Tensor, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+def as_strided_in(tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
     """A view of the memory behind the first element of `tensor`, which may be a view itself."""
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
@@ -94,7 +94,7 @@ def follow_views(node):
 
 
 def skip_unsafe_view(node):
-    """Returns `node`, or the node behind an unsafe view, as of a reshaping copy or of a matmul of many dimensions.
+    """Returns `node`, or the node behind an unsafe view, as of a reshaping copy or of a matmul.
 
     A matmul with a bias has an unsafe view in torch 2.15, and a view in 2.13.
     """

@@ -72,7 +72,7 @@ def _observe_write(
                 tracker.add_write(x)
     is_tracked = before == (OutputInfo.of_node(node).expected_version or 0) and torch.is_grad_enabled()
     is_view = is_tracked and base is not x and not base.storage_offset()
-    args, copies = (AsStridedArgs.of(x), AsStridedArgs.of(base)) if is_view else None, []
+    args, copies = (AsStridedArgs.of(x), AsStridedArgs.of(base)) if is_view else None, list[Any]()
     if args is not None:
         call = partial(observer.with_attribute, "in_place_copies", copies, call)
     try:
@@ -169,7 +169,9 @@ _WRITING = frozenset(
 # They change a tensor that is no output of the graph, and not its memory.
 _VIEWING = frozenset(
     f"{name}_"
-    for name in "as_strided detach requires_grad rename share_memory squeeze swapaxes swapdims t transpose unsqueeze".split()
+    for name in (
+        "as_strided detach requires_grad rename share_memory squeeze swapaxes swapdims t transpose unsqueeze"
+    ).split()
 )
 _IN_PLACE = "relu sigmoid tanh mul div add sub neg clamp clamp_min clamp_max abs exp square sqrt"
 _REPEATABLE: set[Callable] = {

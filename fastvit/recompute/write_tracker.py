@@ -74,7 +74,7 @@ class WriteTracker:
             if dropped is not None:
                 dtype, (size, stride, offset) = dropped
                 memory = torch.empty(0, dtype=dtype, device=tensor.device)
-                packed.keep(memory.set_(storage, offset, size, stride))  # type: ignore[call-overload]
+                packed.keep(memory.set_(storage, offset, size, stride))
 
     def lend(self, tensor: Tensor) -> None:
         """Called before `tensor` gives its memory away, to NumPy for example, which may read or write it."""
@@ -121,7 +121,7 @@ class _Lent:
 def _checksum(tensor: Tensor) -> int:
     """Returns a checksum of the whole storage."""
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return zlib.crc32(storage.numpy())
+    return zlib.crc32(memoryview(storage.numpy()))
 
 
 def storage_id(tensor: Tensor) -> int:
