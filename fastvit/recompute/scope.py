@@ -273,6 +273,8 @@ class Scope:
             state = packed.state
             assert type(state) is Pending
             packed.info = info = OutputInfo.of_node(state.producer)
+            if not state.is_unwritten():
+                info.is_content_known = False
             if info.site is None:
                 info.site = self._next_site(state.block, info.node_name)
         for packed in pending:

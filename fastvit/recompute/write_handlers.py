@@ -38,7 +38,7 @@ def in_place_handler(observer: CallObserver, func: Callable, args: tuple, kwargs
     """Observes an op that writes into its first argument, a tensor or several, or into `out`."""
     call, targets = partial(func, *args, **kwargs), kwargs.get("out")
     if targets is None:
-        targets = get_argument(args, kwargs, 0, "input")
+        targets = args[0] if args else kwargs.get("input", kwargs.get("tensor"))  # torch.nn.init calls it so
     if isinstance(targets, Tensor):
         if getattr(func, "__name__", "") in _VIEWING and targets.is_leaf:
             return _observe_viewing(observer, targets, call)
