@@ -264,3 +264,31 @@ def test_jagged_tensors():
     make = lambda: nn.Sequential(nn.Linear(D, 2 * D), nn.LayerNorm(2 * D), nn.GELU(), nn.Linear(2 * D, D))  # noqa: E731
     x, eager = jagged(), make()
     assert kept(fastvit.convert(copy.deepcopy(eager)), x) <= 0.7 * kept(eager, x)
+
+
+class Holds(nn.Module):
+    """Holds its last result until the next forward, as an optical flow model does with its pyramid."""
+
+    def __init__(self, holds=True):
+        super().__init__()
+        self.holds, self.model = holds, mlp(nn.GELU, 1)
+
+    def forward(self, x):
+        y = self.model(x)
+        self.last = [y] if self.holds else []
+        return y
+
+
+@pytest.mark.parametrize("measurements", [1, 3])
+def test_a_model_that_holds_its_last_result_keeps_what_the_others_keep(measurements):
+    """What a forward frees of the one before counts neither for it nor against it."""
+    sizes = []
+    for options in (None, *LEVELS.values()):
+        row = []
+        for holds in (False, True):
+            torch.manual_seed(0)
+            model = Holds(holds) if options is None else fastvit.convert(Holds(holds), **options)
+            row += [kept(model, tokens()) for _ in range(measurements)]
+        sizes.append(row)
+    assert all(len(set(row)) == 1 for row in sizes), sizes
+    assert sizes[0][0] > sizes[1][0] > sizes[2][0] > sizes[3][0]
