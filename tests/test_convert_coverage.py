@@ -291,4 +291,4 @@ def test_a_model_that_holds_its_last_result_keeps_what_the_others_keep(measureme
             row += [kept(model, tokens()) for _ in range(measurements)]
         sizes.append(row)
     assert all(len(set(row)) == 1 for row in sizes), sizes
-    assert sizes[0][0] > sizes[1][0] > sizes[2][0] > sizes[3][0]
+    assert sizes[0][0] > sizes[1][0] > sizes[2][0] >= sizes[3][0]
