@@ -124,6 +124,10 @@ def test_an_exception_in_a_block_of_blocks(error):
 # --- the decisions at the end of a block raise
 
 
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which would end pytest where hooks that are left raise it once more."""
+
+
 class Full:
     """Hooks round a model, which raise at the n-th pack, or at those of all results of the first Linear."""
 
@@ -148,7 +152,7 @@ class Full:
 
 
 @pytest.mark.parametrize("then", NEXT)
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, Interrupt])
 @pytest.mark.parametrize("n", [1, 4, "large"])
 def test_an_exception_in_the_hooks_around(n, error, then):
     """As of memory or a disk that is full; at the last decision, when the block ends, or before."""
@@ -160,12 +164,13 @@ def test_an_exception_in_the_hooks_around(n, error, then):
     assert is_closed(then)
 
 
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [MemoryError, Interrupt])
 @pytest.mark.parametrize("n", [1, 4, "large"])
 def test_an_exception_in_the_hooks_around_a_scope(n, error):
     model = mlp()
     with contextlib.suppress(error), Full(n, error()).around(), fastvit.recompute_scope():
-        model(tokens())
+        y = model(tokens())  # held, since a scope decides on what is still saved
+        assert y.grad_fn is not None
     assert is_closed()
 
 

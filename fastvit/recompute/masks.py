@@ -76,7 +76,9 @@ def _hardtanh_mask(node, tensor: Tensor) -> BitMask | None:
     inside = ((bounds[0] + bounds[1]) / 2).to(tensor.dtype).to(wide)
     if not bounds.to(wide)[0] < inside < bounds.to(wide)[1] or not math.isfinite(low + high):
         return None
-    if tensor.is_cpu and tensor.isnan().any():  # the layout of the gradient decides whether that of a NaN passes
+    if (
+        tensor.is_cpu and tensor.isnan().any()
+    ):  # the layout of the gradient decides whether that of a NaN passes
         return None
     passes = torch.ops.aten.hardtanh_backward(torch.ones_like(tensor), tensor, low, high) != 0
     return BitMask(passes, tensor.dtype, inside.item(), math.inf)
