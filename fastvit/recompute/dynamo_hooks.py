@@ -1,9 +1,10 @@
 """What a recompute scope does under torch.compile, where there is no graph of autograd to read.
 
-Dynamo records ops in a graph. `begin_traced_scope` and `end_traced_scope` run while it does (torch._dynamo.comptime), and mark the
-ops between them. AOTAutograd carries the marks to the joint graph of forward and backward, and calls `_joint_graph_pass`
-before it divides that graph. The pass tags ops like a policy of selective checkpointing (joint_graph.py), and
-torch's partitioner recomputes or saves them. No op is added or replaced.
+Dynamo records ops in a graph. `begin_traced_scope` and `end_traced_scope` run while it does
+(torch._dynamo.comptime), and mark the ops between them. AOTAutograd carries the marks to the joint graph of
+forward and backward, and calls `_joint_graph_pass` before it divides that graph. The pass tags ops like a
+policy of selective checkpointing (joint_graph.py), and torch's partitioner recomputes or saves them. No op is
+added or replaced.
 
 A budget is left to torch's partitioner alone (activation_memory_budget), without tags.
 
