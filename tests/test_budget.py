@@ -108,14 +108,11 @@ def test_without_inputs_the_first_training_step_plans(x):
             m(x).square().sum().backward()
             gradients.append([p.grad for p in m.parameters()])
         assert all(map(torch.equal, *gradients))
-        assert policy(one) == policy(want) and kept(one, x) == kept(want, x)
+        assert policy(one).sites == policy(want).sites and kept(one, x) == kept(want, x)
     attributes = [set(vars(module)) for module in eager.modules()]
     assert [set(vars(module)) for module in fastvit.revert(model).modules()] == attributes
     pending = fastvit.revert(fastvit.convert(copy.deepcopy(eager), budget=0.4))
     assert not pending._forward_pre_hooks_with_kwargs and not pending._forward_pre_hooks
-    fastvit.convert(pending, budget=0.001)
-    with pytest.raises(ValueError, match=r"a budget of 0.001 cannot be met"):
-        pending(x)
 
 
 def test_attention_by_hand_and_linears_that_narrow(x):

@@ -3,10 +3,11 @@
 convert_model.py   `convert` and `revert`
 blocks.py          which modules have a scope of their own
 scope_hooks.py     the hooks that open and close scopes; hook_visibility.py: who does not see them
-budget.py          the part of a scope's work that a share of the bytes needs; budget_hook.py: in a training
-step memory_report.py   what a training forward keeps verification.py    whether a converted model computes
-the same copy_runner.py     forwards of copies, for these; nested_values.py: their arguments convert.py
-a name in pickles
+budget.py          which sites meet a budget; budget_hook.py: planned in a training step
+memory_report.py   what a training forward keeps
+verification.py    whether a converted model computes the same
+copy_runner.py     forwards of copies, for these; nested_values.py: their arguments
+convert.py         a name in pickles
 """
 
 from . import convert as _name_in_pickles  # noqa: F401  # before the function of that name

@@ -2,9 +2,8 @@
 
 A site is an op in a block. Sites are ordered by the bytes that they free for their work: the bytes that
 recomputing moves, and the operations of matrix products. The numbers come from a forward that recomputes
-every site. With example inputs the number of sites is found by bisection over measured forwards, because
-sites are not independent: two may save views of one storage. Without them it is summed up from the records of
-a step.
+every site. With example inputs the number of sites is found by bisection over measured forwards, because sites
+are not independent: two may save views of one storage. Without them it is summed up from the records of a step.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Budget(NamedTuple):
 
 
 class SiteCost(NamedTuple):
-    """What recomputing the results of a site frees, and the work: bytes moved, and matrix products in their time."""
+    """What recomputing the results of a site frees, and its work in bytes moved, products in their time."""
 
     freed_bytes: int = 0
     work: int = 0

@@ -34,7 +34,7 @@ def as_arguments(inputs: Tensor | Sequence | Mapping) -> Arguments:
 
 
 def copy_input(tensor: Tensor) -> Tensor:
-    """Copies an input. The copy of a result of an op is one too, which the model may overwrite as in training."""
+    """Copies an input. Of a result of an op the copy is one too: the model may overwrite it."""
     copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return copied if tensor.is_leaf else copied.clone()
 

@@ -37,7 +37,7 @@ def is_own_hook(hook: object) -> bool:
 
 
 class _ScriptPatch:
-    """Replaces torch.jit._recursive.get_hook_stubs as long as there is a hook that TorchScript must not see."""
+    """Replaces torch.jit._recursive.get_hook_stubs while there is a hook that TorchScript must not see."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # the garbage collector may release a hook while another is acquired
@@ -83,7 +83,7 @@ _script_patch = _ScriptPatch()
 
 
 class EncoderLayerHook(OwnHook):
-    """Lets an nn.TransformerEncoderLayer in evaluation count the hooks of others alone, during its forward."""
+    """Lets an nn.TransformerEncoderLayer in evaluation count the hooks of others alone, in its forward."""
 
     def __reduce__(self):
         return EncoderLayerHook, ()

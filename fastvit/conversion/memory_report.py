@@ -189,7 +189,7 @@ def _find_tensors() -> list[Tensor]:
 
 @contextlib.contextmanager
 def _observe_modules(model: nn.Module, notes: dict[str, None]) -> Iterator[SavedTensorObserver]:
-    """Yields an observer that annotates every saved tensor with the name of the module whose forward is running."""
+    """Yields an observer that annotates every saved tensor with the module whose forward is running."""
     running = ["the model"]  # inner ones last
 
     def entering(name: str) -> Callable[[nn.Module, object], None]:

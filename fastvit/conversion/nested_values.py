@@ -135,7 +135,7 @@ def _is_of_python_class(value: object) -> bool:
 
 
 def refuse_iterators(caller: str, model: nn.Module, arguments: Arguments) -> None:
-    """Raises TypeError where an argument is an iterator, or a container has one: a copy's forward would end it."""
+    """Raises TypeError where an argument is or has an iterator, which a forward of a copy would use up."""
     args, kwargs = arguments
     names = _argument_names(model, arguments)
     for name, value in zip(names, [*args, *kwargs.values()], strict=True):

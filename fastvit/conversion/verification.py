@@ -23,9 +23,7 @@ __all__ = ["Verification", "verify"]
 # Layers of fastvit round otherwise than torch's, and depth multiplies it.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
 _HALF_PRECISION = 0.2
-_NONDETERMINISM_FACTOR = (
-    4.0  # times the difference between two runs of the original that a difference may have
-)
+_NONDETERMINISM_FACTOR = 4.0  # allowed multiple of the difference between two runs of the original
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,7 @@ def _run_step(
     dtype: torch.dtype | None,
     marks_inputs: bool,
 ) -> Step:
-    """Returns outputs, gradients and buffers of a step of a copy, by name; the sites that are recomputed wrong."""
+    """Returns outputs, gradients and buffers of a copy's step, by name; sites that are recomputed wrong."""
     model = change(_cast_model(runner.copy_model(), dtype))
     freeze_budgets(model)
     model.zero_grad(set_to_none=True)

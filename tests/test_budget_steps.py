@@ -1,0 +1,189 @@
+"""A budget without example inputs: a training step itself gives the plan, and nothing else is run."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from report_models import WIDTH, Net
+from torch import nn
+from vit_models import kept
+
+import fastvit
+from fastvit.memory import live_bytes
+from fastvit.recompute import RecomputeLevel
+from fastvit.recompute.packed_tensor import SMALLEST
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(5)
+    return torch.randn(8, 49, WIDTH)
+
+
+def layers(kind=nn.Sequential):
+    torch.manual_seed(0)
+    return kind(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def policy(model):
+    return next(hook.policy for hook in model._forward_pre_hooks.values())
+
+
+@pytest.mark.parametrize("budget", [0.9, 0.7, 0.5, 0.3, 0.15])
+def test_the_second_step_meets_the_budget(budget, x):
+    model = Net(6)
+    whole = kept(model, x)
+    fastvit.convert(model, budget=budget)
+    model(x).sum().backward()
+    assert budget - 0.06 < (live_bytes(lambda: model(x))[0] - x.nbytes) / whole < budget + 0.005
+    assert fastvit.verify(model, x, dtype=None)
+
+
+def test_the_first_step_keeps_the_least(x):
+    model, least = (fastvit.convert(Net(6), budget=budget) for budget in (0.9, "least"))
+    assert live_bytes(lambda: model(x))[0] == pytest.approx(live_bytes(lambda: least(x))[0], abs=2**15)
+
+
+def test_below_whole_blocks_the_second_step_plans_again(x):
+    model = fastvit.convert(Net(6), budget="least")
+    budget = kept(model, x) - 2 * x.nbytes
+    fastvit.convert(model, budget=budget)
+    for _ in range(2):
+        model(x).sum().backward()
+    assert policy(model).level == RecomputeLevel.ACROSS_BLOCKS and policy(model).sites is not None
+    assert kept(model, x) <= budget + 2**14
+
+
+def test_what_the_caller_gives_is_used_once():
+    class Counts(nn.Sequential):
+        def forward(self, x, given, scales):
+            given["calls"] += 1
+            return super().forward(x) * given["calls"] * next(scales)
+
+    given = {"calls": 0}
+    fastvit.convert(layers(Counts), budget=0.6)(torch.randn(8, 16, WIDTH), given, iter([2.0]))
+    assert given == {"calls": 1}
+
+
+def test_a_generator_of_the_program_draws_the_same():
+    generator, results = torch.Generator(), []
+
+    class Noisy(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) * torch.bernoulli(torch.full(x.shape, 0.9), generator=generator)
+
+    x = torch.randn(8, 16, WIDTH)
+    for change in (lambda m: m, lambda m: fastvit.convert(m, budget=0.6)):
+        model = change(layers(Noisy))
+        generator.manual_seed(0)
+        results.append(model(x))
+    assert torch.equal(*results)
+
+
+def test_a_model_may_overwrite_an_input_that_requires_a_gradient():
+    stem, x = nn.Conv2d(3, 8, 3), torch.randn(2, 3, 12, 12)
+    head = nn.Sequential(nn.ReLU(True), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 4, 1))
+    fastvit.convert(head, budget=0.6)
+    head(stem(x)).sum().backward()
+    report = fastvit.report(head, stem(x))
+    assert report.kept_after <= report.kept_before
+    assert fastvit.verify(head, stem(x))
+
+
+def test_larger_inputs_plan_again():
+    model = fastvit.convert(layers(), budget="100 KiB")
+    assert not model(torch.randn(1, 16, WIDTH)).sum().backward()
+    assert policy(model).sites == frozenset()
+    x = torch.randn(64, 16, WIDTH)
+    for _ in range(2):
+        count, result = live_bytes(lambda: model(x))
+        assert count - result.nbytes <= 100 * 1024
+    plan = policy(model)
+    model(x[:3])
+    assert policy(model) == plan
+
+
+def test_a_first_batch_of_tensors_that_are_too_small_warns_once():
+    model, x = fastvit.convert(layers(), budget=0.5), torch.randn(1, 2, WIDTH)
+    assert x.nbytes < SMALLEST
+    with pytest.warns(
+        UserWarning, match=r"convert: a budget of 0.5 cannot be met; the least is \d+ bytes, .*pass"
+    ):
+        for _ in range(2):
+            model(x).sum().backward()
+    with warnings.catch_warnings(action="error"):
+        model(torch.randn(2, 2, WIDTH)).sum().backward()
+        model(torch.randn(2, 2, WIDTH)).sum().backward()
+    x = torch.randn(64, 16, WIDTH)
+    model(x)
+    assert kept(model, x) < 0.55 * kept(layers(), x)
+
+
+def test_an_exception_in_the_first_step_leaves_the_plan_to_the_next(x):
+    model = fastvit.convert(Net(3), budget=0.5)
+    handle = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    handle.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    model(x)
+    assert policy(model).sites
+
+
+def test_a_budget_in_a_converted_model_and_models_without_gradients(x):
+    inner = fastvit.convert(Net(3), budget=0.5)
+    outer = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner)
+    with fastvit.recompute_scope():
+        outer(x).sum().backward()
+    assert policy(inner).sites is None
+    outer(x).sum().backward()
+    assert policy(inner).sites
+    frozen = fastvit.convert(Net(2).requires_grad_(False), budget=0.5)
+    with warnings.catch_warnings(action="error"):
+        frozen(x)
+
+
+def test_a_part_with_options_of_its_own_keeps_them(x):
+    model = fastvit.convert(Net(3), budget=0.8)
+    fastvit.convert(model.blocks[1], products=True)
+    model(x).sum().backward()
+    assert policy(model.blocks[1]).level == RecomputeLevel.MATMULS and policy(model.blocks[1]).sites is None
+    assert policy(model.blocks[0]).sites is policy(model).sites
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_the_plan(copied, x):
+    model = fastvit.convert(Net(3), budget=0.5)
+    model(x).sum().backward()
+    other = copied(model)
+    other(x).sum().backward()
+    assert policy(other) == policy(model) and policy(other).sites
+
+
+def test_a_budget_that_is_met_adds_no_hook(x):
+    for given in (
+        {"budget": 1.0},
+        {"budget": "1 GiB", "example_inputs": x},
+        {"budget": 1.0, "example_inputs": x},
+    ):
+        model = fastvit.convert(Net(2), **given)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert set(vars(model)) == set(vars(Net(2)))
+
+
+def test_compiled_code_is_left_to_the_partitioner(x):
+    torch._dynamo.reset()
+    model = fastvit.convert(Net(2), budget=0.3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="convert: ")
+        compiled = torch.compile(model, backend="aot_eager")
+        for _ in range(2):
+            compiled(x).sum().backward()
+
+
+def test_reports_show_the_plan(x):
+    report = fastvit.report(fastvit.convert(Net(6), budget=0.5), x)
+    assert report.kept_after <= 0.52 * report.kept_before + x.nbytes
+    assert any(row.reason == "the budget is met without it" for row in report.tensors)
