@@ -9,6 +9,7 @@ one, replace one or write to one. In a line:
 {small}, {bias}, {large}   vectors of channels, those of them that no backward reads, and matrices that the
                    module whose forward this is, or before a backward the model, has; without one the line is
                    not taken
+{subclass}         a subclass of Tensor, one for a program
 {batch_norm}       a BatchNorm that the module has
 {number}           a number that no other line has
 
@@ -264,18 +265,17 @@ _MODES = ("LargeEpsMode()", "DropoutNoise()", "AddedNumber()", "RUN.noted_mode()
           "torch._C.DisableTorchFunctionSubclass()")  # fmt: skip
 SUBCLASSES = Kind(
     lines=(
-        "v.append(v[{i}].as_subclass(Image))", "v.append(v[{i}].as_subclass(torch.Tensor))",
-        "v.append(v[{i}].as_subclass(LargeEps))", "v.append(v[{i}].as_subclass(RUN.noted_type))",
+        "v.append(v[{i}].as_subclass({subclass}))", "v.append(v[{i}].as_subclass(torch.Tensor))",
         "v.append(F.gelu(v[{i}] + 0.5))", "v.append(<<nn.Linear(6, 6)>>(F.dropout(v[{i}], 0.3)))",
         "v.append(<<nn.Linear(6, 6)>>(<<nn.LayerNorm(6)>>(v[{i}] * 0.1)))", "v.append(F.gelu(0.5 + v[{i}]))",
         "v.append(<<nn.Linear(6, 6)>>(F.layer_norm(v[{i}] * 0.1, (6,), <<scale(6)>>, <<frozen_shift(6)>>, eps=1e-5)))",
-        "v.append(F.gelu(v[{i}] * <<image_scale(8, 1, 1)>>))", "v.append(<<nn.Linear(6, 6)>>(F.silu(v[{i}])))",
+        "v.append(F.gelu(v[{i}] * <<scale_of({subclass}, 8, 1, 1)>>))", "v.append(<<nn.Linear(6, 6)>>(F.silu(v[{i}])))",
     ),
     around_lines=_MODES,
     around_forward=_MODES,
     around_backward=("torch.device('cpu')", "RUN.noted_mode()"),
     around_step=_MODES[:5],
-    inputs=("x.as_subclass(Image)", "x.as_subclass(RUN.noted_type)", "x.as_subclass(LargeEps)"),
+    inputs=("x.as_subclass({subclass})",),
 )  # fmt: skip
 
 MASKED = Kind(
@@ -335,9 +335,9 @@ LAYOUTS = Kind(
         "v.append(t.sigmoid().view(8, 8, 6, 6).to(v[{i}].dtype))",
         "t = v[{i}].transpose(1, 3).clone(memory_format=torch.contiguous_format).view(-1); "
         "v.append(F.gelu(t).view(8, 6, 6, 8).transpose(1, 3))",
-        "t = v[{i}] * 1.0; F.silu(t.view(8, -1), inplace=True); v.append(t)",
-        "t = <<nn.Linear(6, 6)>>(v[{i}]); F.silu(t.view(8, -1), inplace=True); v.append(t)",
-        "t = {norm_i}; F.silu(t.view(8, -1), inplace=True); v.append(t)",
+        "t = v[{i}] * 1.0; F.silu(t.flatten(1), inplace=True); v.append(t)",
+        "t = <<nn.Linear(6, 6)>>(v[{i}]); F.silu(t.flatten(1), inplace=True); v.append(t)",
+        "t = {norm_i}; F.silu(t.flatten(1), inplace=True); v.append(t)",
         "v.append(F.silu(<<nn.Linear(6, 6)>>(v[{i}]), inplace=True))",
         "v[{i}].flatten(2).relu_()", "v[{i}].transpose(1, 2).mul_(0.9)", "v[{i}][:, :2].relu_()",
         "v[{i}][..., 0] = 0", "v[{i}][:, 2:5] = v[{j}][:, 1:4]", "v[{i}].permute(0, 2, 3, 1)[..., 0].sigmoid_()",

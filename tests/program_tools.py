@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 __all__ = [
     "AddedNumber", "DropoutNoise", "F", "Failing", "Image", "LargeEps", "LargeEpsMode", "Run", "Stop",
     "checkpoint", "copy_on_save", "deterministic", "encoder", "freeze", "frozen_scale", "frozen_shift",
-    "image_scale", "leaves", "matmul_precision", "matrix", "nn", "padding", "poison", "scale", "sgd", "shift",
+    "leaves", "matmul_precision", "matrix", "nn", "padding", "poison", "scale", "scale_of", "sgd", "shift",
     "shift_buffer", "single", "torch", "train_biases_only", "train_norms_only", "train_second_half", "weigh",
 ]  # fmt: skip
 
@@ -41,8 +42,8 @@ def shift_buffer(*shape: int) -> nn.Buffer:
     return nn.Buffer(torch.randn(shape))
 
 
-def image_scale(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape).as_subclass(Image))
+def scale_of(subclass: type[Tensor], *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape).as_subclass(subclass))
 
 
 def matrix(*shape: int) -> nn.Parameter:
@@ -255,7 +256,7 @@ class Run:
     def note(self, value: object) -> None:
         self.log.append(repr(value))
 
-    @property
+    @functools.cached_property
     def noted_type(self) -> type[Tensor]:
         """A subclass that notes the functions that are called with it."""
         note = self.note
