@@ -73,11 +73,13 @@ class ForwardWriter:
         if name == "Program":
             other = self.choose.randrange(-self.values, 0)
             start = self.draw("v = [<<nn.Conv2d(8, 8, 1)>>(x)]")
-            end = self.draw(f"return [<<nn.Conv2d(8, 8, 1)>>(v[-1]) + <<nn.Conv2d(8, 8, 1)>>(v[{other}]), *extra]")
+            last = f"<<nn.Conv2d(8, 8, 1)>>(v[-1]) + <<nn.Conv2d(8, 8, 1)>>(v[{other}])"
+            end = self.draw(f"return [{last}, *extra]")
         forward = textwrap.indent("\n".join([start, "held, extra = [], []", *lines, end]), " " * 8)
         made = "".join(f"        self.{name} = {expression}\n" for name, expression in self.modules.items())
         if name == "Program":
-            made += f"        self.parts = nn.ModuleList([{', '.join(f'Part{i}()' for i in range(num_parts))}])\n"
+            parts = ", ".join(f"Part{i}()" for i in range(num_parts))
+            made += f"        self.parts = nn.ModuleList([{parts}])\n"
         return (
             f"class {name}(nn.Module):\n    def __init__(self):\n        super().__init__()\n{made}\n"
             f"    def forward(self, x):\n{forward}\n"
@@ -205,7 +207,8 @@ def draw_program(seed: int, kinds: Sequence[str] | None = None) -> Program:
         for name, paths in operands.items():
             paths += [f"{owner}.{path}" for path in find_operands(writer.modules)[name]]
     filled = {name: choose.choice(paths) for name, paths in operands.items() if paths}
-    between = [line.format(**filled) for line in between if set(re.findall(r"{(\w+)}", line)) <= filled.keys()]
+    between = [line for line in between if set(re.findall(r"{(\w+)}", line)) <= filled.keys()]
+    between = [line.format(**filled) for line in between]
     around = ["torch.autocast('cpu', torch.bfloat16)"] * (dtype == "autocast") + some("around_forward", 0.5)
     statements = {
         "input": (some("inputs", 0.5) or ["x"])[0].replace("{subclass}", subclass),

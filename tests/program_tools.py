@@ -1,4 +1,4 @@
-"""What the source of a random program may name beside torch: leaves, subclasses, modes, flags, a run's state."""
+"""What the source of a random program may name beside torch: leaves, subclasses, modes, flags, state."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Random programs against `fastvit.convert`: a model, its options, and a step that must be eager's.
 
 A program is source: the classes of a model and a function `step(model, x)`, drawn from the tables of
-tests/program_kinds.py. It is run as it is and converted, two steps each, and all that a step leaves is compared:
-outputs, gradients, parameters, buffers, the input, random numbers, and what hooks have noted.
+tests/program_kinds.py. It is run as it is and converted, two steps each, and all that a step leaves is
+compared: outputs, gradients, parameters, buffers, the input, random numbers, and what hooks have noted.
 
     python tests/programs.py --programs 500 --first 0 --kinds writes flags
 
@@ -36,6 +36,8 @@ from fastvit.conversion.convert_model import ScopeHook
 from fastvit.recompute import RecomputeLevel
 
 _NORM_CLASSES = nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm
+
+
 class Outcome(enum.Enum):
     """How a converted program ended, compared with eager."""
 
@@ -100,7 +102,9 @@ class Execution:
         self.x = torch.randn(8, 8, 6, 6).to(self.run.dtype).requires_grad_(program.seed % 3 == 0)
         work = [lambda: names["set_up"](self.model)]
         if is_converted:
-            work.insert(program.is_set_up_first, lambda: convert_program(self.model, program.option, program.seed))
+            work.insert(
+                program.is_set_up_first, lambda: convert_program(self.model, program.option, program.seed)
+            )
         for each in work:
             each()
 
@@ -165,17 +169,17 @@ def _close_left_open() -> bool:
 _MISTAKES = NameError, SyntaxError, AttributeError, LookupError  # of a table's source
 
 
-def run_program(program: Program) -> tuple[Outcome, str]:
+def run_program(program: Program, converted_execution: type[Execution] = Execution) -> tuple[Outcome, str]:
     """Runs a program as it is and converted. The outcome, and what to know of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return _run_program(program)
+            return _run_program(program, converted_execution)
         finally:
             _close_left_open()
 
 
-def _run_program(program: Program) -> tuple[Outcome, str]:
+def _run_program(program: Program, converted_execution: type[Execution]) -> tuple[Outcome, str]:
     eager = Execution(program, is_converted=False)
     converted: Execution | None = None
     for number in range(program.steps):
@@ -187,7 +191,7 @@ def _run_program(program: Program) -> tuple[Outcome, str]:
         except Exception as raised:
             error = raised
         try:
-            converted = converted or Execution(program, is_converted=True)
+            converted = converted or converted_execution(program, is_converted=True)
             actual = converted.take_step(number)
         except Exception as raised:
             fault = raised
