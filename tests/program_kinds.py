@@ -9,13 +9,14 @@ one, replace one or write to one. In a line:
 {small}, {bias}, {large}   vectors of channels, those of them that no backward reads, and matrices that the
                    module whose forward this is, or before a backward the model, has; without one the line is
                    not taken
+{subclass}         a subclass of Tensor, one for a program
 {batch_norm}       a BatchNorm that the module has
 {number}           a number that no other line has
 
-Where an error of the engine that names a site and `skip` is right, because the line writes to a large tensor
-that a backward may not read, the line ends in LARGE. The engine cannot know of writes to a large tensor that
-no version counts and that happen after a forward: no table has them. Lines that end in UNCOUNTED would be
-such writes if a step had a second forward, and are left out there.
+A line ends in LARGE if it writes to a large tensor that a backward may not read: an error of the engine that
+names a site and `skip` is right there. The engine cannot know of a write to a large tensor that no version
+counts and that happens after a forward, so no table has such writes. A line ends in UNCOUNTED if it would be
+such a write in a step with a second forward, where it is left out.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ SUMS = ("t = t + v[{j}]", "t = v[{j}] + t", "t += v[{j}]", "t = torch.add(t, v[{
 
 PLAIN = Kind(
     lines=(
-        *("t = <<nn.Conv2d(8, 8, 1, bias=False)>>(v[{i}]); t = {norm}; t = <<{activation}>>(t); v.append(t)",) * 6,
+        *("t = <<nn.Conv2d(8, 8, 1, bias=False)>>(v[{i}]); t = {norm}; t = <<{activation}>>(t); "
+        "v.append(t)",) * 6,
         *("t = <<nn.Conv2d(8, 8, 1)>>(v[{i}]); t = {norm}; {sum}; t = <<{activation}>>(t); v.append(t)",) * 6,
         "t = <<nn.Conv2d(8, 8, 1)>>(v[{i}]); v.append(t); t = {norm}; {sum}; v.append(t)",
         "v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<nn.Linear(6, 12)>>(v[{i}]))))",
@@ -72,12 +74,13 @@ PLAIN = Kind(
         "v.append(v[{i}] + v[{j}])", "v.append(v[{i}] * v[{j}])", "v.append(v[{i}].view(v[{i}].shape))",
         "t = v[{i}]; t += v[{j}]; v.append(t)", "v.append(torch.cat([v[{i}], v[{j}]], 1)[:, 4:12])",
         "v[{i}][:, :2].mul_(1.5)", "v.append(<<nn.MaxPool2d(3, 1, 1)>>(v[{i}]))", "v[{i}].relu_()",
-        "v.append(<<nn.Conv2d(8, 8, 3, padding=1)>>(v[{i}]))", "v[{i}].mul_(1.5)",
+        "v.append(<<nn.Conv2d(8, 8, 3, padding=1)>>(v[{i}]))",
         "v.append(torch.sigmoid(v[{i}]))", "v[{i}] = <<nn.Conv2d(8, 8, 1)>>(v[{j}])",
         "v.append(F.dropout(v[{i}], 0.1))", "v.append(<<nn.Dropout(0.3)>>(v[{i}]))",
         "v.append(<<nn.Linear(6, 12)>>(v[{i}])[..., :6])", "v.append(v[{i}] - 0.5)",
         "v.append(F.silu(<<nn.Linear(6, 12)>>(v[{i}]).chunk(2, -1)[0]) * v[{j}])",
-        "q = v[{i}].flatten(2).mT; k = v[{j}].flatten(2); v.append(((q @ k).softmax(-1) @ q).mT.reshape(8, 8, 6, 6))",
+        "q = v[{i}].flatten(2).mT; k = v[{j}].flatten(2); v.append(((q @ k).softmax(-1) @ "
+        "q).mT.reshape(8, 8, 6, 6))",
         "v.append(F.scaled_dot_product_attention(v[{i}], v[{j}], <<nn.Linear(6, 6)>>(v[{j}])))",
         "with torch.no_grad(): v[{i}].mul_(1.5)",
     ),
@@ -130,7 +133,8 @@ WRITES = Kind(
             "v.append(F.gelu(F.linear(v[{i}], <<matrix(6, 6)>>, <<shift_buffer(6)>>)))",
             "v.append(F.gelu(F.conv2d(v[{i}], <<matrix(8, 8, 1, 1)>>, <<frozen_shift(8)>>)))",
             "v.append(F.gelu(F.batch_norm(v[{i}], None, None, <<scale(8)>>, <<frozen_shift(8)>>, True)))",
-            "v.append(F.gelu(F.batch_norm(v[{i}], <<shift_buffer(8)>>, <<shift_buffer(8)>>.exp(), <<scale(8)>>, "
+            "v.append(F.gelu(F.batch_norm(v[{i}], <<shift_buffer(8)>>, <<shift_buffer(8)>>.exp(), "
+            "<<scale(8)>>, "
             "<<shift_buffer(8)>>)))",
             "v.append(F.silu(F.group_norm(v[{i}], 2, <<scale(8)>>, <<frozen_shift(8)>>)))",
             "v.append(F.gelu(F.group_norm(v[{i}], 2, <<scale(8)>>, <<shift_buffer(8)>>)))",
@@ -168,8 +172,10 @@ FLAGS = Kind(
 
 STATISTICS = Kind(
     lines=(
-        "t = v[{i}].flatten(1, 2).mT; v.append(<<nn.BatchNorm1d(6, affine=False)>>(t).mT.reshape(8, 8, 6, 6))",
-        "v.append(<<nn.Linear(6, 6)>>(<<nn.BatchNorm1d(6, affine=False)>>(<<nn.Linear(6, 6)>>(v[{i}]).flatten(1, 2)"
+        "t = v[{i}].flatten(1, 2).mT; v.append(<<nn.BatchNorm1d(6, affine=False)>>(t).mT.reshape(8, 8, "
+        "6, 6))",
+        "v.append(<<nn.Linear(6, 6)>>(<<nn.BatchNorm1d(6, affine=False)>>(<<nn.Linear(6, "
+        "6)>>(v[{i}]).flatten(1, 2)"
         ".transpose(1, 2)).transpose(1, 2)).view(8, 8, 6, 6))",
         "v.append(<<nn.Linear(6, 6)>>(<<nn.BatchNorm1d(6)>>(<<nn.Linear(6, 6)>>(v[{i}]).flatten(1, 2).mT).mT)"
         ".view(8, 8, 6, 6))",
@@ -201,7 +207,8 @@ STATISTICS = Kind(
 )  # fmt: skip
 
 LOSSES = Kind(
-    lines=("extra.append(v[{i}])", "extra.append(v[{i}] * v[{j}])", "extra.append(<<nn.Linear(6, 6)>>(v[{i}]))",
+    lines=("extra.append(v[{i}])", "extra.append(v[{i}] * v[{j}])", "extra.append(<<nn.Linear(6, "
+        "6)>>(v[{i}]))",
            "v.append(F.gelu(v[{i}] - <<shift(8, 1, 1)>>)); extra.append(v[{i}] * <<scale(8, 1, 1)>>)"),
     between=(
         "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + LARGE, "outputs[-1].detach().div_(2)" + LARGE,
@@ -213,31 +220,38 @@ LOSSES = Kind(
         "losses[-1].backward()",
         "for loss in losses: loss.backward(retain_graph=True)\nsum(losses).backward()",
         "losses[0].backward(inputs=first, retain_graph=True); losses[-1].backward(inputs=last)",
-        "losses[-1].backward(inputs=first, retain_graph=True); sgd(first); losses[-1].backward(inputs=last)" + LARGE,
-        "losses[0].backward(inputs=last, retain_graph=True); sgd(last); losses[0].backward(inputs=first)" + LARGE,
-        "losses[0].backward(retain_graph=True); sgd([p for p in first if p.dim() < 2]); losses[-1].backward()",
+        "losses[-1].backward(inputs=first, retain_graph=True); sgd(first); "
+        "losses[-1].backward(inputs=last)" + LARGE,
+        "losses[0].backward(inputs=last, retain_graph=True); sgd(last); "
+        "losses[0].backward(inputs=first)" + LARGE,
+        "losses[0].backward(retain_graph=True); sgd([p for p in first if p.dim() < 2]); "
+        "losses[-1].backward()",
         "(-losses[0]).backward(inputs=first[:4], retain_graph=True); sgd(first[:4]); "
         "losses[0].backward(inputs=last)" + LARGE,
-        "for g in torch.autograd.grad(sum(losses), last, allow_unused=True): RUN.note(g is None or g.sum().item())",
-        "g, = torch.autograd.grad(losses[0], last[-1:], create_graph=True); (g.square().sum() + sum(losses)).backward()",
+        "for g in torch.autograd.grad(sum(losses), last, allow_unused=True): RUN.note(g is None or "
+        "g.sum().item())",
+        "g, = torch.autograd.grad(losses[0], last[-1:], create_graph=True); (g.square().sum() + "
+        "sum(losses)).backward()",
     ),
 )  # fmt: skip
 
-_HOOKS = ("torch.autograd.graph.save_on_cpu()", "copy_on_save()",
-          "torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)",
-          "torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t.to(RUN.dtype))")  # fmt: skip
+_HOOKS = ("check_on_save(lambda t: t.cpu())", "copy_on_save()",
+          "check_on_save()",
+          "torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)")  # fmt: skip
 HOOKS = Kind(
     lines=(
         "v[{i}].requires_grad and v[{i}].register_hook(lambda g: g * 0.5)",
         "v[{i}].requires_grad and v[{i}].register_hook(lambda g: RUN.note(g.float().sum().item()))",
-        "v[{i}].requires_grad and v[{i}].retain_grad()", "RUN.note(v[{i}].detach().float().numpy().sum().item())",
+        "v[{i}].requires_grad and v[{i}].retain_grad()",
+        "RUN.note(v[{i}].detach().float().numpy().sum().item())",
         "RUN.note(v[{i}].detach().flatten()[:4].tolist())", "RUN.note(v[{i}].float().std().item())",
         "v.append(checkpoint(<<{activation_out_of_place}>>, v[{i}], use_reentrant=False))",
         "v.append(checkpoint(<<nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.GELU())>>, v[{i}], "
         "use_reentrant=False))",
         "v.append(checkpoint(<<nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU())>>, v[{i}], "
         "use_reentrant=True))",
-        "m = <<nn.LayerNorm(6)>>; v.append(checkpoint(lambda t, m=m: F.gelu(m(t)), v[{i}], use_reentrant=False))",
+        "m = <<nn.LayerNorm(6)>>; v.append(checkpoint(lambda t, m=m: F.gelu(m(t)), v[{i}], "
+        "use_reentrant=False))",
     ),
     around_lines=_HOOKS,
     around_forward=_HOOKS,
@@ -250,7 +264,8 @@ HOOKS = Kind(
         "[t if t is None else t * 2 for t in given])",
         "for m in leaves(model): m.register_forward_hook(lambda m, a, o: "
         "RUN.note(o.detach().float().numpy().sum().item()))",
-        "for m in leaves(model): m.register_forward_hook(lambda m, a, o: RUN.note(o.detach().flatten()[:4].tolist()))",
+        "for m in leaves(model): m.register_forward_hook(lambda m, a, o: "
+        "RUN.note(o.detach().flatten()[:4].tolist()))",
         "for m in leaves(model, 2): m.register_forward_hook(lambda m, a, o: o * 0.5)",
         "for m in leaves(model, 2): m.register_forward_hook(lambda m, a, o: o.clone())",
         "for m in leaves(model, 2): m.register_forward_hook(lambda m, a, o: F.silu(o, inplace=True))",
@@ -264,18 +279,19 @@ _MODES = ("LargeEpsMode()", "DropoutNoise()", "AddedNumber()", "RUN.noted_mode()
           "torch._C.DisableTorchFunctionSubclass()")  # fmt: skip
 SUBCLASSES = Kind(
     lines=(
-        "v.append(v[{i}].as_subclass(Image))", "v.append(v[{i}].as_subclass(torch.Tensor))",
-        "v.append(v[{i}].as_subclass(LargeEps))", "v.append(v[{i}].as_subclass(RUN.noted_type))",
+        "v.append(v[{i}].as_subclass({subclass}))", "v.append(v[{i}].as_subclass(torch.Tensor))",
         "v.append(F.gelu(v[{i}] + 0.5))", "v.append(<<nn.Linear(6, 6)>>(F.dropout(v[{i}], 0.3)))",
         "v.append(<<nn.Linear(6, 6)>>(<<nn.LayerNorm(6)>>(v[{i}] * 0.1)))", "v.append(F.gelu(0.5 + v[{i}]))",
-        "v.append(<<nn.Linear(6, 6)>>(F.layer_norm(v[{i}] * 0.1, (6,), <<scale(6)>>, <<frozen_shift(6)>>, eps=1e-5)))",
-        "v.append(F.gelu(v[{i}] * <<image_scale(8, 1, 1)>>))", "v.append(<<nn.Linear(6, 6)>>(F.silu(v[{i}])))",
+        "v.append(<<nn.Linear(6, 6)>>(F.layer_norm(v[{i}] * 0.1, (6,), <<scale(6)>>, "
+        "<<frozen_shift(6)>>, eps=1e-5)))",
+        "v.append(F.gelu(v[{i}] * <<scale_of({subclass}, 8, 1, 1)>>))", "v.append(<<nn.Linear(6, "
+        "6)>>(F.silu(v[{i}])))",
     ),
     around_lines=_MODES,
     around_forward=_MODES,
     around_backward=("torch.device('cpu')", "RUN.noted_mode()"),
     around_step=_MODES[:5],
-    inputs=("x.as_subclass(Image)", "x.as_subclass(RUN.noted_type)", "x.as_subclass(LargeEps)"),
+    inputs=("x.as_subclass({subclass})",),
 )  # fmt: skip
 
 MASKED = Kind(
@@ -335,12 +351,13 @@ LAYOUTS = Kind(
         "v.append(t.sigmoid().view(8, 8, 6, 6).to(v[{i}].dtype))",
         "t = v[{i}].transpose(1, 3).clone(memory_format=torch.contiguous_format).view(-1); "
         "v.append(F.gelu(t).view(8, 6, 6, 8).transpose(1, 3))",
-        "t = v[{i}] * 1.0; F.silu(t.view(8, -1), inplace=True); v.append(t)",
-        "t = <<nn.Linear(6, 6)>>(v[{i}]); F.silu(t.view(8, -1), inplace=True); v.append(t)",
-        "t = {norm_i}; F.silu(t.view(8, -1), inplace=True); v.append(t)",
+        "t = v[{i}] * 1.0; F.silu(t.flatten(1), inplace=True); v.append(t)",
+        "t = <<nn.Linear(6, 6)>>(v[{i}]); F.silu(t.flatten(1), inplace=True); v.append(t)",
+        "t = {norm_i}; F.silu(t.flatten(1), inplace=True); v.append(t)",
         "v.append(F.silu(<<nn.Linear(6, 6)>>(v[{i}]), inplace=True))",
         "v[{i}].flatten(2).relu_()", "v[{i}].transpose(1, 2).mul_(0.9)", "v[{i}][:, :2].relu_()",
-        "v[{i}][..., 0] = 0", "v[{i}][:, 2:5] = v[{j}][:, 1:4]", "v[{i}].permute(0, 2, 3, 1)[..., 0].sigmoid_()",
+        "v[{i}][..., 0] = 0", "v[{i}][:, 2:5] = v[{j}][:, 1:4]", "v[{i}].permute(0, 2, 3, 1)[..., "
+        "0].sigmoid_()",
         "t = {norm_i}; F.leaky_relu(t, 0.1, inplace=True); v.append(t)",
         "t = {norm_i}; t.unsqueeze(0).relu_(); v.append(t)",
         "t = <<nn.GroupNorm(2, 8)>>(v[{i}].transpose(2, 3)); t.relu_(); v.append(t.transpose(2, 3))",
@@ -353,7 +370,8 @@ LAYOUTS = Kind(
         "v.append(torch.as_strided(v[{i}] * 1.0, (8, 8, 6, 6), (288, 1, 48, 8)).sigmoid())",
         "v.append(v[{i}].permute(0, 3, 1, 2).reshape(8, 8, 6, 6).tanh())", 
         "v.append((v[{i}] * 1.0).transpose_(1, 2).mul_(2).transpose_(1, 2).sigmoid())",
-        "v.append(v[{i}][..., ::2].repeat_interleave(2, 3))", "v.append(v[{i}].unflatten(1, (2, 4)).mul(2).flatten(1, 2))",
+        "v.append(v[{i}][..., ::2].repeat_interleave(2, 3))", "v.append(v[{i}].unflatten(1, (2, "
+        "4)).mul(2).flatten(1, 2))",
     ),
     set_up=("model.to(memory_format=torch.channels_last)",),
     inputs=("x.to(memory_format=torch.channels_last)", "x.transpose(2, 3)", "x[:1].expand(8, 8, 6, 6)",
@@ -365,29 +383,36 @@ EXCEPTIONS = Kind(
         *("RUN.fail_once({number}, ValueError)", "RUN.fail_once({number}, Stop)") * 3,
         *("v.append(v[{i}])\nif RUN.depth < 1: RUN.depth += 1; v[-1] = single(self(v[{i}])); RUN.depth -= 1",
         "if RUN.depth < 2: RUN.depth += 2; v[{i}] = single(self(v[{j}])); RUN.depth -= 2") * 2,
-        "with torch.autograd.graph.save_on_cpu(): v.append(F.gelu(v[{i}])); RUN.fail_once({number}, ValueError)",
+        "with check_on_save(): v.append(F.gelu(v[{i}])); RUN.fail_once({number}, "
+        "ValueError)",
         "with torch.no_grad(): v.append(F.gelu(v[{i}])); RUN.fail_once({number}, Stop)",
     ),
     forwards=(
-        *(f"RUN.attempt_and_rewind(model, x, SCOPE, Failing({n}))\noutputs = model(x)" for n in (0, 1, 2, 4, 8)),
+        *(
+            f"RUN.attempt_and_rewind(model, x, SCOPE, Failing({number}))\noutputs = model(x)"
+            for number in (0, 1, 2, 4, 8)
+        ),
         "RUN.attempt_and_rewind(model, x, SCOPE, torch.autocast('cpu', torch.bfloat16))\noutputs = model(x)",
     ),
 )  # fmt: skip
 
 STATE = Kind(
     lines=(
-        "v.append(v[{i}] * RUN.next_number())", "RUN.note(len(v))", "v.append(F.gelu(v[{i}] + RUN.next_number()))",
+        "v.append(v[{i}] * RUN.next_number())", "RUN.note(len(v))", "v.append(F.gelu(v[{i}] + "
+        "RUN.next_number()))",
         "v.append(v[{i}] * torch.rand(8, 1, 1, generator=RUN.generator).to(v[{i}].dtype))",
-        "v.append(v[{i}] * torch.bernoulli(torch.full((8, 8, 1, 1), 0.9), generator=RUN.generator).to(v[{i}].dtype))",
+        "v.append(v[{i}] * torch.bernoulli(torch.full((8, 8, 1, 1), 0.9), "
+        "generator=RUN.generator).to(v[{i}].dtype))",
         "v.append(v[{i}] * torch.rand(8, 1, 1).to(v[{i}].dtype))",
         "self.calls = getattr(self, 'calls', 0) + 1; v.append(v[{i}] / self.calls)",
     ),
-    forwards=("outputs = model((x * 1.0).relu_())", "outputs = model(x[:2].repeat(4, 1, 1, 1)); outputs += model(x)"),
+    forwards=("outputs = model((x * 1.0).relu_())", "outputs = model(x[:2].repeat(4, 1, 1, 1)); outputs "
+        "+= model(x)"),
     options=("share",),
 )  # fmt: skip
 
 KINDS = {
-    "plain": PLAIN, "writes": WRITES, "flags": FLAGS, "statistics": STATISTICS, "losses": LOSSES, "hooks": HOOKS,
-    "subclasses": SUBCLASSES, "masks": MASKED, "frozen": FROZEN, "layouts": LAYOUTS, "exceptions": EXCEPTIONS,
-    "state": STATE,
+    "plain": PLAIN, "writes": WRITES, "flags": FLAGS, "statistics": STATISTICS, "losses": LOSSES,
+    "hooks": HOOKS, "subclasses": SUBCLASSES, "masks": MASKED, "frozen": FROZEN, "layouts": LAYOUTS, 
+    "exceptions": EXCEPTIONS, "state": STATE,
 }  # fmt: skip

@@ -1,8 +1,9 @@
-"""What the source of a random program may name beside torch: leaves, subclasses, modes, flags, a run's state."""
+"""What the source of a random program may name beside torch: leaves, subclasses, modes, flags, state."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 
 import torch
@@ -13,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "AddedNumber", "DropoutNoise", "F", "Failing", "Image", "LargeEps", "LargeEpsMode", "Run", "Stop",
-    "checkpoint", "copy_on_save", "deterministic", "encoder", "freeze", "frozen_scale", "frozen_shift",
-    "image_scale", "leaves", "matmul_precision", "matrix", "nn", "padding", "poison", "scale", "sgd", "shift",
+    "check_on_save", "checkpoint", "copy_on_save", "deterministic", "encoder", "freeze", "frozen_scale", "frozen_shift",
+    "leaves", "matmul_precision", "matrix", "nn", "padding", "poison", "scale", "scale_of", "sgd", "shift",
     "shift_buffer", "single", "torch", "train_biases_only", "train_norms_only", "train_second_half", "weigh",
 ]  # fmt: skip
 
@@ -41,8 +42,8 @@ def shift_buffer(*shape: int) -> nn.Buffer:
     return nn.Buffer(torch.randn(shape))
 
 
-def image_scale(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape).as_subclass(Image))
+def scale_of(subclass: type[Tensor], *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape).as_subclass(subclass))
 
 
 def matrix(*shape: int) -> nn.Parameter:
@@ -180,6 +181,21 @@ def deterministic():
         torch.use_deterministic_algorithms(before)
 
 
+def check_on_save(pack=lambda t: t, unpack=lambda t: t):
+    """Hooks that refuse a tensor that was written to, as autograd does where there are no hooks."""
+
+    def pack_with_version(tensor):
+        return pack(tensor), tensor.detach(), tensor._version
+
+    def unpack_checked(packed):
+        value, tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError("a saved tensor has been modified by an inplace operation")
+        return unpack(value)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_with_version, unpack_checked)
+
+
 def copy_on_save(offset: float = 0.0):
     """Saved-tensor hooks of the program's own."""
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
@@ -255,7 +271,7 @@ class Run:
     def note(self, value: object) -> None:
         self.log.append(repr(value))
 
-    @property
+    @functools.cached_property
     def noted_type(self) -> type[Tensor]:
         """A subclass that notes the functions that are called with it."""
         note = self.note

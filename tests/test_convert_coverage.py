@@ -1,6 +1,5 @@
 """What must be freed: bytes that a training forward keeps, in models of forms that are in use."""
 
-
 import numpy
 import pytest
 import torch
