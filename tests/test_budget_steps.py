@@ -13,7 +13,7 @@ from vit_models import kept
 import fastvit
 from fastvit.memory import live_bytes
 from fastvit.recompute import RecomputeLevel
-from fastvit.recompute.packed_tensor import SMALLEST
+from fastvit.recompute.packed_tensor import MIN_RECOMPUTE_BYTES
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_larger_inputs_plan_again():
 
 def test_a_first_batch_of_tensors_that_are_too_small_warns_once():
     model, x = fastvit.convert(layers(), budget=0.5), torch.randn(1, 2, WIDTH)
-    assert x.nbytes < SMALLEST
+    assert x.nbytes < MIN_RECOMPUTE_BYTES
     with pytest.warns(
         UserWarning, match=r"convert: a budget of 0.5 cannot be met; the least is \d+ bytes, .*pass"
     ):

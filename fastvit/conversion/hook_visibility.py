@@ -7,6 +7,7 @@ another path in evaluation, whose result is zero at padded positions. torch.jit.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
@@ -28,7 +29,8 @@ class OwnHook:
         _script_patch.acquire()
 
     def __del__(self) -> None:
-        _script_patch.release()
+        if not sys.is_finalizing():
+            _script_patch.release()
 
 
 def is_own_hook(hook: object) -> bool:

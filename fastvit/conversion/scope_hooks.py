@@ -36,7 +36,8 @@ class ScopeHook(OwnHook):
     def __reduce__(self):
         return type(self), (self.policy, self.block)
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, *result: object) -> None:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, *result: object, depth: int = 1) -> None:
+        """Opens the scope, or closes it after a `result`. The frame at `depth` is that of the module's call."""
         if torch.compiler.is_compiling():
             if result:
                 dynamo_hooks.end_traced_scope(self.products, self.policy.weight_casts, self.share)
@@ -45,7 +46,7 @@ class ScopeHook(OwnHook):
         elif result:
             self.close_scope(module, args, kwargs, result[0])
         elif torch.is_grad_enabled():
-            self.open_scope(module, args, kwargs, sys._getframe(1))
+            self.open_scope(module, args, kwargs, sys._getframe(depth))
 
     def open_scope(self, module: nn.Module, args: tuple, kwargs: dict, frame: FrameType) -> None:
         """`frame` is that of the module's call."""

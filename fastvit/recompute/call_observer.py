@@ -34,6 +34,7 @@ from .write_tracker import WriteTracker, storage_id
 
 _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 _len_stack = torch._C._len_torch_function_stack
+_get_sequence_nr = torch._C._autograd._get_sequence_nr  # of the next node of this thread
 
 
 class Plans(Protocol):
@@ -135,10 +136,12 @@ class CallObserver(TorchFunctionMode):
         for info in self._pinned:
             if (live := info()) is not None:
                 live.call = None
+        self.tracker.pins_of_calls.clear()
 
     def forget_dead(self) -> None:
         """Forgets the pins of graphs that are gone: a scope may be round a whole training loop."""
         self._pinned = [info for info in self._pinned if info() is not None]
+        del self.tracker.pins_of_calls[:-_MAX_CALLS]
 
     def pin(self, tensor: Tensor, dtype: torch.dtype | None = None) -> PinnedTensor:
         """Pins an operand of the op that runs."""
@@ -155,6 +158,7 @@ def _find_overrides(types: tuple) -> tuple:
     return tuple(cls for cls in types if cls is not Tensor and cls.__torch_function__ is not disabled)
 
 
+_MAX_CALLS = 256  # of composite functions whose pins are remembered
 Handler = Callable[[CallObserver, Callable, tuple, dict], Any]  # runs the call
 
 
@@ -281,6 +285,17 @@ def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: di
     return _store_call_args(observer, y, CallArgs(leaves=leaves), *_SUMS) if leaves else y
 
 
+def _composite_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes a function of several ops, whose own calls are not seen: its leaves are pinned for all of them."""
+    if observer.scope.policy.level < RecomputeLevel.MATMULS:
+        return func(*args, **kwargs)
+    leaves, first = _pinned_leaves(observer, [*args, *kwargs.values()]), _get_sequence_nr()
+    y = func(*args, **kwargs)
+    if leaves:
+        observer.tracker.pins_of_calls.append((range(first, _get_sequence_nr()), leaves))
+    return y
+
+
 def _addcmul_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     if "out" in kwargs:
         return write_handlers.in_place_handler(observer, func, args, kwargs)
@@ -391,6 +406,7 @@ _HANDLERS: dict[Callable, Handler] = {
     **dict.fromkeys((F.group_norm, torch.group_norm), _norm_handler("NativeGroupNormBackward0", 4, bias=3)),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), _norm_handler("FusedRmsNormBackward0", 3, default=None)),
     F.linear: _linear_handler,
+    F.multi_head_attention_forward: _composite_handler,
     **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm_handler),
     **dict.fromkeys((Tensor.add, torch.add, Tensor.sub, torch.sub), _sum_handler),
     **dict.fromkeys((torch.addcmul, Tensor.addcmul), _addcmul_handler),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from .environment import Environment
 from .packed_tensor import PackedShape, PackedTensor, Pending, Recomputed
 from .pins import PinnedTensor
 from .policy import Policy
-from .recipe import CallArgs, Operand, OutputInfo, View
+from .recipe import CallArgs, Operand, OutputInfo, Recipe, View
 from .views import PASS_THROUGH_NODES, VIEWS, as_signed, as_strided_in, as_strided_of_write
-
-if TYPE_CHECKING:
-    from .planner import RecomputePlanner
+from .write_tracker import WriteTracker
 
 LEAF = "torch::autograd::AccumulateGrad"
 SHARDED = "a parameter that FSDP has sharded again when the block ends"
@@ -23,6 +21,27 @@ SHARDED = "a parameter that FSDP has sharded again when the block ends"
 
 class NotRecomputable(Exception):
     """Raised when a tensor cannot be recomputed. The message, if there is one, is a reason in reports."""
+
+
+class Planner(Protocol):
+    """What a reader asks of the planner."""
+
+    policy: Policy
+    tracker: WriteTracker
+
+    def plan_output(self, info: OutputInfo) -> None: ...
+
+    def find_operand(self, node: Any, num_ops_from_target: int) -> Operand: ...
+
+    def find_rule(self, node_name: str) -> Any: ...
+
+    def level_of(self, node_name: str) -> Any: ...
+
+    def is_unsaved_matmul(self, node: Any) -> bool: ...
+
+    def require_intact(self, operand: PackedTensor | PinnedTensor) -> PackedTensor | PinnedTensor: ...
+
+    def require_unsharded(self, recipe: Recipe) -> Recipe: ...
 
 
 class NodeReader:
@@ -36,7 +55,7 @@ class NodeReader:
 
     __slots__ = ("environment", "flops", "info", "node", "num_ops_from_target", "planner")
 
-    def __init__(self, node, planner: RecomputePlanner, info: OutputInfo | None, num_ops_from_target: int):
+    def __init__(self, node, planner: Planner, info: OutputInfo | None, num_ops_from_target: int):
         self.node, self.planner, self.info = node, planner, info
         self.num_ops_from_target = num_ops_from_target
         self.flops = 0
@@ -127,7 +146,9 @@ class NodeReader:
 
     def pinned_leaf(self, leaf: Tensor) -> Operand:
         """Returns a leaf that the op did not save, as it was pinned when the op ran."""
-        found = (one for one in self.call_args().leaves if one.source is leaf)
+        call = OutputInfo.of_node(self.node).call
+        leaves = self.planner.tracker.find_pins(self.node) if call is None else call.leaves
+        found = (one for one in leaves if one.source is leaf)
         pinned = next(found, None)
         if pinned is None:
             raise NotRecomputable("the call was not seen")

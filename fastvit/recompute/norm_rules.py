@@ -1,6 +1,6 @@
 """Normalisations that are repeated, from the input and the statistics that the op has saved.
 
-The eps, and a bias without gradient, are those of the call (calls.py). Running statistics are never written.
+The eps, and a bias without gradient, are those of the call (call_observer.py). Running statistics are never written.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _from_statistics(
         return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
     # The dtype of the running statistics chooses the one in which the kernel computes.
     running = (torch.zeros_like(mean), torch.ones_like(mean)) if w is None else (None, None)
-    return torch.native_batch_norm(x, w, b, *running, True, 0.0, eps)[0]
+    return torch.native_batch_norm(x, w, b, running[0], running[1], True, 0.0, eps)[0]
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -12,7 +12,7 @@ the packed tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from .pins import (
 )
 from .policy import OpSite
 from .views import as_strided_in
-
-if TYPE_CHECKING:
-    from .recipe import OutputInfo, Recipe
 
 MIN_RECOMPUTE_BYTES = 4096  # smaller tensors are kept: they are worth neither a recipe nor a mask
 
@@ -103,8 +100,8 @@ class Recomputed:
 
     __slots__ = ("as_strided_in_base", "recipe", "subclass")
 
-    def __init__(self, recipe: Recipe, as_strided_in_base: AsStridedArgs | None, tensor: Tensor):
-        self.recipe = recipe
+    def __init__(self, recipe: Any, as_strided_in_base: AsStridedArgs | None, tensor: Tensor):
+        self.recipe = recipe  # a Recipe, which knows packed tensors
         self.as_strided_in_base = as_strided_in_base  # the offset counts from the base's first element
         # A Function in Python gets back the type and the attributes of the tensor that it saved.
         self.subclass = None if type(tensor) is Tensor else (type(tensor), dict(tensor.__dict__))
@@ -130,7 +127,7 @@ class PackedTensor:
     """
 
     state: Kept | Replaced | Recomputed
-    info: OutputInfo | None = None  # the op output that the tensor is, or is a view of
+    info: Any = None  # the OutputInfo of the op output that the tensor is, or is a view of
     environment: Environment | None = None  # in which the op ran that saved the tensor
     pin: PinnedTensor | None = None  # a small tensor as the op read it, for recipes
     bias: PinnedTensor | None = None  # of a SyncBatchNorm that has saved the tensor

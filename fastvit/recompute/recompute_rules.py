@@ -120,7 +120,9 @@ def _to_copy_rule(reader: NodeReader) -> OpCall:
     info = reader.info
     if info is None or not (info.is_layout_known or info.as_strided_args):
         raise NotRecomputable("the graph does not show the memory format of a cast")
-    if producer.name() == LEAF and not (reader.policy.weight_casts and type(producer.variable) is Parameter):
+    is_bias = producer.name() == LEAF and reader.num_ops_from_target and producer.variable.dim() <= 1
+    is_weight = producer.name() == LEAF and not is_bias
+    if is_weight and not (reader.policy.weight_casts and type(producer.variable) is Parameter):
         raise NotRecomputable("the cast of a weight, which is not cast again without weight_casts=True")
     return _cast_to(output.dtype), (reader.graph_operand(0),)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +18,29 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .packed_tensor import AsStridedArgs
 from .recipe import CallArgs, InPlaceCall, OutputInfo
-from .write_tracker import has_storage
+from .write_tracker import WriteTracker, has_storage
 
-if TYPE_CHECKING:
-    from .call_observer import CallObserver, Handler
+
+class Observer(Protocol):
+    """What a handler of writes asks of the call observer."""
+
+    scope: Any
+    tracker: WriteTracker
+
+    def with_attribute(self, name: str, value: object, call: Callable[[], Any]) -> Any: ...
 
 
 def get_argument(args: tuple, kwargs: dict, index: int, name: str, default: Any = None) -> Any:
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
-def inplace_option_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+def inplace_option_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes a function of torch.nn.functional with the option `inplace`, which it passes by name."""
     is_in_place = kwargs.get("inplace")
     return in_place_handler(observer, func, args, kwargs) if is_in_place else func(*args, **kwargs)
 
 
-def in_place_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+def in_place_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes an op that writes into its first argument, a tensor or several, or into `out`."""
     call, targets = partial(func, *args, **kwargs), kwargs.get("out")
     if targets is None:
@@ -50,7 +56,7 @@ def in_place_handler(observer: CallObserver, func: Callable, args: tuple, kwargs
 
 
 def _observe_write(
-    observer: CallObserver, x: Tensor, call: Callable, repeat: Callable[[], Callable | None] = lambda: None
+    observer: Observer, x: Tensor, call: Callable, repeat: Callable[[], Callable | None] = lambda: None
 ) -> Any:
     """Runs an op that may write into `x`.
 
@@ -89,7 +95,7 @@ def _observe_write(
                     info.call = CallArgs(in_place=InPlaceCall(function, *args, copies))
 
 
-def _observe_viewing(observer: CallObserver, x: Tensor, call: Callable) -> Any:
+def _observe_viewing(observer: Observer, x: Tensor, call: Callable) -> Any:
     """Runs an op that raises the version counter of a tensor without a graph, and writes nothing."""
     info, before = observer.tracker.find_owner(x), x._version
     result = call()
@@ -106,7 +112,7 @@ def _repeat(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor], Any
     return None
 
 
-def _set_data_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes `tensor.data = other`: the tensor has other memory, and both count as written to."""
     x, tracker = args[0], observer.tracker
     observer.scope.prepare_write()
@@ -123,7 +129,7 @@ def _set_data_handler(observer: CallObserver, func: Callable, args: tuple, kwarg
     return result
 
 
-def _alias_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _alias_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes `detach()` and `.data`, whose result has the memory and not the graph."""
     y = func(*args, **kwargs)
     x = get_argument(args, kwargs, 0, "input")
@@ -134,7 +140,7 @@ def _alias_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: 
     return y
 
 
-def _lend_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _lend_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes a call that gives the memory to NumPy or others, who may read or write it."""
     if isinstance(args[0], Tensor) and has_storage(args[0]):
         observer.tracker.lend(args[0])
@@ -181,7 +187,7 @@ _REPEATABLE: set[Callable] = {
     *(torch.relu_, F.relu_, F.leaky_relu_, F.elu_, F.hardtanh_, F.selu_, F.celu_),
 }
 _data: Any = Tensor.data
-HANDLERS: dict[Callable, Handler] = {
+HANDLERS: dict[Callable, Callable] = {
     **dict.fromkeys((Tensor.detach, torch.detach, _data.__get__), _alias_handler),
     _data.__set__: _set_data_handler,
     **dict.fromkeys(

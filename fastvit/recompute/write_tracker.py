@@ -29,6 +29,8 @@ class WriteTracker:
         self._owners: weakref.WeakValueDictionary[int, OutputInfo] = weakref.WeakValueDictionary()
         self._operands: dict[int, list[weakref.ref[PackedTensor | PinnedTensor]]] = defaultdict(list)
         self._lent: list[_Lent] = []
+        # The leaves that composite functions read, and the numbers of the nodes that these have made.
+        self.pins_of_calls: list[tuple[range, tuple[PinnedTensor, ...]]] = []
 
     def count_of(self, tensor: Tensor) -> int:
         """Returns how many untracked writes to the memory of `tensor` there have been."""
@@ -76,6 +78,11 @@ class WriteTracker:
                 memory = torch.empty(0, dtype=dtype, device=tensor.device)
                 packed.keep(memory.set_(storage, offset, size, stride))
 
+    def find_pins(self, node: Any) -> tuple[PinnedTensor, ...]:
+        """Returns the leaves that the composite function pinned in which `node` was made."""
+        number = node._sequence_nr()
+        return next((pins for numbers, pins in self.pins_of_calls if number in numbers), ())
+
     def lend(self, tensor: Tensor) -> None:
         """Called before `tensor` gives its memory away, to NumPy for example, which may read or write it."""
         info = self.find_owner(tensor)
@@ -121,7 +128,7 @@ class _Lent:
 def _checksum(tensor: Tensor) -> int:
     """Returns a checksum of the whole storage."""
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return zlib.crc32(memoryview(storage.numpy()))
+    return zlib.crc32(storage.numpy().data)
 
 
 def storage_id(tensor: Tensor) -> int:
