@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "AddedNumber", "DropoutNoise", "F", "Failing", "Image", "LargeEps", "LargeEpsMode", "Run", "Stop",
-    "check_on_save", "checkpoint", "copy_on_save", "deterministic", "encoder", "freeze", "frozen_scale", "frozen_shift",
+    "check_on_save", "checkpoint", "copy_on_save", "deterministic", "encoder", "freeze",
+    "frozen_scale", "frozen_shift",
     "leaves", "matmul_precision", "matrix", "nn", "padding", "poison", "scale", "scale_of", "sgd", "shift",
     "shift_buffer", "single", "torch", "train_biases_only", "train_norms_only", "train_second_half", "weigh",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ def hooks():
 
 
 def is_closed(next_call=None):
-    """A scope that is closed inside of a torch function leaves a mode that passes calls on, until a scope opens."""
+    """A scope that closes inside of a torch function leaves a mode that passes calls on."""
     if next_call == "a model that is not converted":
         modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
         return (

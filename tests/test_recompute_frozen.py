@@ -133,7 +133,7 @@ def test_max_pooling(pool, skip):
 
 
 def test_a_write_to_a_result_of_which_a_mask_was_left():
-    """After the scope a mask still knows the result as it was; before, the backward is refused as in eager."""
+    """After the scope a mask still knows the result as it was; before, eager's error is raised."""
     frozen, trained = (nn.Conv2d(C, C, 3, padding=1) for _ in range(2))
     frozen.requires_grad_(False)
     leaf = torch.randn(4, C, SIZE, SIZE).requires_grad_()

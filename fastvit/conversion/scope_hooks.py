@@ -37,7 +37,7 @@ class ScopeHook(OwnHook):
         return type(self), (self.policy, self.block)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, *result: object, depth: int = 1) -> None:
-        """Opens the scope, or closes it after a `result`. The frame at `depth` is that of the module's call."""
+        """Opens the scope, or closes it after a `result`. The frame at `depth` is the module's call."""
         if torch.compiler.is_compiling():
             if result:
                 dynamo_hooks.end_traced_scope(self.products, self.policy.weight_casts, self.share)

@@ -75,7 +75,7 @@ class CallObserver(TorchFunctionMode):
             _push(mode)
 
     def remove(self) -> bool:
-        """Takes the mode off. Returns False inside of a call that it observes, after which torch puts it back.
+        """Takes the mode off. Returns False inside of an observed call, after which torch puts it back.
 
         From then on it only passes calls on.
         """
@@ -286,7 +286,7 @@ def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: di
 
 
 def _composite_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes a function of several ops, whose own calls are not seen: its leaves are pinned for all of them."""
+    """Observes a function of several ops, whose own calls are not seen: its leaves are pinned for all."""
     if observer.scope.policy.level < RecomputeLevel.MATMULS:
         return func(*args, **kwargs)
     leaves, first = _pinned_leaves(observer, [*args, *kwargs.values()]), _get_sequence_nr()

@@ -1,6 +1,7 @@
 """Normalisations that are repeated, from the input and the statistics that the op has saved.
 
-The eps, and a bias without gradient, are those of the call (call_observer.py). Running statistics are never written.
+The eps, and a bias without gradient, are those of the call (call_observer.py). Running statistics are never
+written.
 """
 
 from __future__ import annotations
