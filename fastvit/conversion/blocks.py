@@ -30,9 +30,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     A block is an element of a container that has a normalisation and a module with a weight of two or more
     dimensions. Outside of such elements, modules of one class that are attributes of one module are blocks
-    too, where two or more of them have these. Each nn.TransformerEncoderLayer is a block.
+    too, where two or more of them have a normalisation and two such weights: a block of one convolution would
+    keep more than it saves. Each nn.TransformerEncoderLayer is a block.
     """
-    with_norm, with_weight = _names_with_norm_and_weight(model)
+    with_norm, num_weights = _find_norms_and_weights(model)
     found: dict[nn.Module, None] = {}
     inside: set[str] = set()  # names of blocks
     for name, parent in model.named_modules(remove_duplicate=False):
@@ -40,16 +41,14 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         candidates = {
             child_name: child
             for child_name, child in children.items()
-            if not isinstance(child, _CONTAINERS) and child_name in with_norm and child_name in with_weight
+            if not isinstance(child, _CONTAINERS) and child_name in with_norm and num_weights[child_name]
         }
         if not isinstance(parent, _CONTAINERS):
-            classes = Counter(type(child) for child in candidates.values())
-            is_inside = _has_prefix(name, inside)
-            candidates = {
-                child_name: child
-                for child_name, child in candidates.items()
-                if not is_inside and classes[type(child)] > 1
-            }
+            if _has_prefix(name, inside):
+                candidates = {}
+            candidates = {key: child for key, child in candidates.items() if num_weights[key] > 1}
+            classes = Counter(map(type, candidates.values()))
+            candidates = {key: child for key, child in candidates.items() if classes[type(child)] > 1}
         candidates |= {
             child_name: child
             for child_name, child in children.items()
@@ -60,18 +59,18 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def _names_with_norm_and_weight(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Returns the names of the modules in which there is a normalisation, and of those that have a weight."""
+def _find_norms_and_weights(model: nn.Module) -> tuple[set[str], Counter[str]]:
+    """Returns the names of modules in which there is a normalisation, and the number of weights by name."""
     with_norm: set[str] = set()
-    with_weight: set[str] = set()
+    num_weights: Counter[str] = Counter()
     for name, module in model.named_modules(remove_duplicate=False):
         parts = name.split(".")
         above = [".".join(parts[:depth]) for depth in range(len(parts))]
         if "Norm" in type(module).__name__:
             with_norm.update(above)
         elif any(map(_is_weight, module.parameters(recurse=False))):
-            with_weight.update(above, (name,))
-    return with_norm, with_weight
+            num_weights.update([*above, name])
+    return with_norm, num_weights
 
 
 def _is_weight(parameter: nn.Parameter) -> bool:
