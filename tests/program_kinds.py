@@ -363,7 +363,8 @@ LAYOUTS = Kind(
         "0].sigmoid_()",
         "t = {norm_i}; F.leaky_relu(t, 0.1, inplace=True); v.append(t)",
         "t = {norm_i}; t.unsqueeze(0).relu_(); v.append(t)",
-        "t = <<nn.GroupNorm(2, 8)>>(v[{i}].contiguous().transpose(2, 3)); t.relu_(); v.append(t.transpose(2, 3))",
+        "t = <<nn.GroupNorm(2, 8)>>(v[{i}].contiguous().transpose(2, 3)); "
+        "t.relu_(); v.append(t.transpose(2, 3))",
         "v.append(v[{i}].mean(1, keepdim=True).expand(8, 8, 6, 6))", "v.append(v[{i}].flip(3))",
         "v.append(v[{i}].mean(1, keepdim=True).expand(8, 8, 6, 6) * v[{j}])", "v.append(v[{i}].roll(1, 2))",
         "a, b = v[{i}].chunk(2, 1); v.append(torch.cat([b, F.gelu(a)], 1))", "v.append(v[{i}].mT.relu().mT)",
