@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "AddedNumber", "DropoutNoise", "F", "Failing", "Image", "LargeEps", "LargeEpsMode", "Run", "Stop",
-    "check_on_save", "checkpoint", "copy_on_save", "deterministic", "encoder", "freeze",
-    "frozen_scale", "frozen_shift",
+    "checkpoint", "copy_on_save", "deterministic", "encoder", "freeze", "frozen_scale", "frozen_shift",
     "leaves", "matmul_precision", "matrix", "nn", "padding", "poison", "scale", "scale_of", "sgd", "shift",
-    "shift_buffer", "single", "torch", "train_biases_only", "train_norms_only", "train_second_half", "weigh",
+    "shift_buffer", "single", "torch", "train_biases_only", "train_norms_only", "train_second_half",
+    "tuple_on_save", "weigh",
 ]  # fmt: skip
 
 # A scale multiplies, so autograd saves it. A shift is added, so autograd does not.
@@ -182,24 +182,21 @@ def deterministic():
         torch.use_deterministic_algorithms(before)
 
 
-def check_on_save(pack=lambda t: t, unpack=lambda t: t):
-    """Hooks that refuse a tensor that was written to, as autograd does where there are no hooks."""
-
-    def pack_with_version(tensor):
-        return pack(tensor), tensor.detach(), tensor._version
-
-    def unpack_checked(packed):
-        value, tensor, version = packed
-        if tensor._version != version:
-            raise RuntimeError("a saved tensor has been modified by an inplace operation")
-        return unpack(value)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack_with_version, unpack_checked)
-
-
-def copy_on_save(offset: float = 0.0):
+def copy_on_save():
     """Saved-tensor hooks of the program's own."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
+    return torch.autograd.graph.saved_tensors_hooks(_copy_memory, lambda t: t)
+
+
+def tuple_on_save():
+    """Saved-tensor hooks that pack another object than a tensor."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: (_copy_memory(t),), lambda packed: packed[0])
+
+
+def _copy_memory(t: Tensor) -> Tensor:
+    """A copy with the same strides, by which backward chooses its kernels, and unseen by modes."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        memory = t.untyped_storage().clone()
+        return torch.empty(0, dtype=t.dtype).set_(memory, t.storage_offset(), t.size(), t.stride())
 
 
 class Stop(BaseException):

@@ -114,10 +114,10 @@ class Execution:
         torch.manual_seed(number)
         outputs = self.step(self.model, self.x)
         left: dict[str, object] = {f"output {i}": output for i, output in enumerate(outputs)}
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers(), ("x", self.x)):
-            left[name], left[f"gradient of {name}"] = tensor, tensor.grad
-        left["random numbers"] = torch.rand(2)
-        left["notes"] = self.run.log
+        left["random numbers"], left["notes"] = torch.rand(2), list(self.run.log)
+        with torch._C.DisableTorchFunctionSubclass():  # subclasses note each look at them
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers(), ("x", self.x)):
+                left[name], left[f"gradient of {name}"] = tensor, tensor.grad
         return left
 
 
@@ -130,9 +130,11 @@ def _is_same(one: object, other: object) -> bool:
     """Whether two tensors have the same bits; any NaN is the same as any other."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and one == other
-    if type(one).__name__ != type(other).__name__ or one.dtype != other.dtype or one.shape != other.shape:
+    if type(one).__name__ != type(other).__name__:
         return False
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
         one, other = (t.detach().as_subclass(Tensor).reshape(-1) for t in (one, other))
         if torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
             return True
