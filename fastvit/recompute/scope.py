@@ -146,14 +146,15 @@ class Scope:
 
     def _pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
         node, calls = tensor.grad_fn, self._calls
-        self._close_dead_scopes()  # this one may be, and then it keeps what other models save
         if calls.shape_only_size is not None and node is not None and calls.shape_only_size == tensor.size():
             return PackedShape(tensor)
         if node is None:
             packed = self._pack_leaf(tensor)
         else:
+            self._close_dead_scopes()  # this one may be, and then it keeps what other models save
             packed = self._pack_output(tensor, node)
-        packed.environment = current_environment(tensor.is_cuda)
+        if packed.pin is None:  # every op whose settings matter saves a larger tensor too
+            packed.environment = current_environment(tensor.is_cuda)
         if self._tracker.counts:
             packed.writes = self._tracker.count_of(tensor)
         if self._outer is not None and type(packed.state) is Kept:
