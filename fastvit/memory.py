@@ -78,27 +78,10 @@ def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
     finally:
         level.value = usual
     results: Any = profile.profiler  # which the types of torch do not know
-    waiting, events = list(results.kineto_results.experimental_event_tree()), []
-    while waiting:
-        event = waiting.pop()
-        waiting += event.children
-        fields = event.extra_fields
-        if type(fields).__name__ == "_ExtraFields_Allocation" and fields.device.type == "cpu":
-            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    return _paired(sorted(events, key=lambda event: event[0])), result
-
-
-def _paired(events: list[tuple[int, int, int]]) -> list[int]:
-    """Returns the allocations, and the frees of these. A block from before the profile has no known size."""
-    sizes: dict[int, int] = {}
-    changes = []
-    for _, address, size in events:
-        if size > 0:
-            sizes[address] = size
-            changes.append(size)
-        elif address in sizes:
-            changes.append(-sizes.pop(address))
-    return changes
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    cpu = torch.autograd.DeviceType.CPU
+    return [event.nbytes() for event in events if event.device_type() == cpu], result
 
 
 def _log_level_of_kineto() -> ctypes.c_int:

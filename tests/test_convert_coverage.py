@@ -252,31 +252,3 @@ def test_least_keeps_no_more_than_the_default_with_a_module_round_a_norm(module)
 
     default, least = (share_kept(make, squares(), **LEVELS[level]) for level in ("default", "least"))
     assert least <= default <= 0.4
-
-
-class Holds(nn.Module):
-    """Holds its last result until the next forward, as an optical flow model does with its pyramid."""
-
-    def __init__(self, holds=True):
-        super().__init__()
-        self.holds, self.model = holds, mlp(nn.GELU, 1)
-
-    def forward(self, x):
-        y = self.model(x)
-        self.last = [y] if self.holds else []
-        return y
-
-
-@pytest.mark.parametrize("measurements", [1, 3])
-def test_a_model_that_holds_its_last_result_keeps_what_the_others_keep(measurements):
-    """What a forward frees of the one before counts neither for it nor against it."""
-    sizes = []
-    for options in (None, *LEVELS.values()):
-        row = []
-        for holds in (False, True):
-            torch.manual_seed(0)
-            model = Holds(holds) if options is None else fastvit.convert(Holds(holds), **options)
-            row += [kept(model, tokens()) for _ in range(measurements)]
-        sizes.append(row)
-    assert all(len(set(row)) == 1 for row in sizes), sizes
-    assert sizes[0][0] > sizes[1][0] > sizes[2][0] >= sizes[3][0]

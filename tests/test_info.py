@@ -173,13 +173,19 @@ def changed():
     return {f"{name}.{key}" for (name, key), value in before.items()
             if vars(sys.modules[name]).get(key) is not value}
 assert not changed(), changed()
-fastvit.convert(torch.nn.Linear(4, 4))(torch.ones(2, 4))
-assert changed() == {
-    "torch.jit._recursive.get_hook_stubs", "torch.autograd.graph.disable_saved_tensors_hooks"
-}, changed()
+model = fastvit.convert(torch.nn.Linear(4, 4))
+model(torch.ones(2, 4))
+assert changed() == {"torch.jit._recursive.get_hook_stubs"}, changed()
+with fastvit.recompute_scope():
+    assert changed() == {
+        "torch.jit._recursive.get_hook_stubs", "torch.autograd.graph.disable_saved_tensors_hooks",
+        "torch.overrides.has_torch_function",
+    }, changed()
+fastvit.revert(model)
+assert not changed(), changed()
 """
 
 
 def test_an_import_changes_nothing_of_torch():
-    """The first conversion does: both functions raise where there are hooks of a scope."""
+    """A converted model and an open scope do, as long as there are any."""
     subprocess.run([sys.executable, "-c", CHANGED], check=True, timeout=50)

@@ -58,14 +58,14 @@ def find_top_scope() -> Scope | None:
 
 def _has_torch_function(original: Callable) -> Callable:
     def has_torch_function(relevant_args: Iterable[object]) -> bool:
-        if torch.compiler.is_compiling() or torch._C._len_torch_function_stack() != 1:
+        if torch.compiler.is_compiling():
             return original(relevant_args)
-        mode = torch._C._pop_torch_function_stack()
+        modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
         try:
-            is_scope = isinstance(mode, CallObserver)
-            return original(relevant_args) if is_scope else True
+            return not all(isinstance(mode, CallObserver) for mode in modes) or original(relevant_args)
         finally:
-            torch._C._push_on_torch_function_stack(mode)
+            for mode in reversed(modes):
+                torch._C._push_on_torch_function_stack(mode)
 
     return functools.wraps(original)(has_torch_function)
 

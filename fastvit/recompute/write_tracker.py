@@ -86,7 +86,10 @@ class WriteTracker:
     def lend(self, tensor: Tensor) -> None:
         """Called before `tensor` gives its memory away, to NumPy for example, which may read or write it."""
         info = self.find_owner(tensor)
-        if info is not None:
+        if info is None:  # a leaf: who reads it from here on, reads what may be written
+            self.save_pre_write_copies(tensor)
+            self.counts[storage_id(tensor)] += 1
+        else:
             if tensor.device.type == "cpu" and info.is_content_known:
                 self._lent.append(_Lent(info, tensor))
             else:
