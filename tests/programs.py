@@ -2,7 +2,7 @@
 
 A program is source: the classes of a model and a function `step(model, x)`, drawn from the tables of
 tests/program_kinds.py. It is run as it is and converted, two steps each, and all that a step leaves is
-compared: outputs, gradients, parameters, buffers, the input, random numbers, and what hooks have noted.
+compared: outputs, gradients, parameters, buffers, the input, and random numbers.
 
     python tests/programs.py --programs 500 --first 0 --kinds writes flags
 
