@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from convert_models import LEVELS, D, Program, assert_eager_bits, gradients, images, make_step, tokens
+from program_tools import matmul_precision
 from torch import nn
 
 HALF = [torch.bfloat16, torch.float16]
@@ -140,16 +141,6 @@ def deterministic():
 
 
 @contextlib.contextmanager
-def precision(name):
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextlib.contextmanager
 def default_dtype():
     torch.set_default_dtype(torch.float64)
     try:
@@ -161,7 +152,7 @@ def default_dtype():
 FLAGS = {
     "mkldnn": MKLDNN_OFF,
     "deterministic": deterministic,
-    "precision of products": partial(precision, "medium"),
+    "precision of products": partial(matmul_precision, "medium"),
     "default dtype": default_dtype,
 }
 

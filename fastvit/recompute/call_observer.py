@@ -33,8 +33,12 @@ from .write_handlers import get_argument
 from .write_tracker import WriteTracker, storage_id
 
 _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
-_len_stack = torch._C._len_torch_function_stack
 _get_sequence_nr = torch._C._autograd._get_sequence_nr  # of the next node of this thread
+
+
+def pop_modes() -> list[Any]:
+    """Takes all torch function modes off the stack; returns them, the top one first."""
+    return [_pop() for _ in range(torch._C._len_torch_function_stack())]
 
 
 class Plans(Protocol):
@@ -63,14 +67,13 @@ class CallObserver(TorchFunctionMode):
         super().__init__()
         self.scope = scope
         self.tracker = WriteTracker()
-        self.biases: dict[
-            int, PinnedTensor
-        ] = {}  # of SyncBatchNorms, by the storage of 1 / std, until it is saved
+        # The biases of SyncBatchNorms, by the storage of 1 / std, until that is saved.
+        self.biases: dict[int, PinnedTensor] = {}
         self._pinned: list[weakref.ref[OutputInfo]] = []
 
     def push_below(self) -> None:
         """Puts the mode below all others."""
-        above = [_pop() for _ in range(_len_stack())]
+        above = pop_modes()
         for mode in [self, *reversed(above)]:
             _push(mode)
 
@@ -80,7 +83,7 @@ class CallObserver(TorchFunctionMode):
         From then on it only passes calls on.
         """
         self.is_closed = True
-        every = [_pop() for _ in range(_len_stack())]
+        every = pop_modes()
         for mode in reversed(every):
             if mode is not self:
                 _push(mode)
@@ -245,9 +248,8 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
         return y
     node: Any = y.grad_fn if y._base is None else None
     if node is not None and y._version:
-        OutputInfo.of_node(
-            node
-        ).expected_version = y._version  # torch adds the bias in place, for other strides
+        # torch adds the bias in place, for other strides.
+        OutputInfo.of_node(node).expected_version = y._version
     x = get_argument(args, kwargs, 0, "input")
     if _is_frozen(x, get_argument(args, kwargs, 1, "weight")):
         _request_mask(observer, x.grad_fn)
@@ -280,9 +282,16 @@ def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: di
     other = get_argument(args, kwargs, 1, "other")
     if type(other) in (int, float):
         return _store_call_args(observer, func(*args, **kwargs), CallArgs(scalar=other), *_SUMS)
-    leaves = _pinned_leaves(observer, (args[0] if args else None, other))
+    return _call_with_leaves(observer, func, args, kwargs, (*args[:1], other), *_SUMS)
+
+
+def _call_with_leaves(
+    observer: CallObserver, func: Callable, args: tuple, kwargs: dict, operands: Any, *names: str
+) -> Any:
+    """Runs an op that does not save these operands, and pins the leaves among them."""
+    leaves = _pinned_leaves(observer, operands) if isinstance(operands, (tuple, list)) else ()
     y = func(*args, **kwargs)
-    return _store_call_args(observer, y, CallArgs(leaves=leaves), *_SUMS) if leaves else y
+    return _store_call_args(observer, y, CallArgs(leaves=leaves), *names) if leaves else y
 
 
 def _composite_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -299,9 +308,7 @@ def _composite_handler(observer: CallObserver, func: Callable, args: tuple, kwar
 def _addcmul_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     if "out" in kwargs:
         return write_handlers.in_place_handler(observer, func, args, kwargs)
-    leaves = _pinned_leaves(observer, args[:1])
-    y = func(*args, **kwargs)
-    return _store_call_args(observer, y, CallArgs(leaves=leaves), "AddcmulBackward0") if leaves else y
+    return _call_with_leaves(observer, func, args, kwargs, args[:1], "AddcmulBackward0")
 
 
 def _elementwise_norm_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -317,13 +324,7 @@ def _join_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: d
     if "out" in kwargs:
         return write_handlers.in_place_handler(observer, func, args, kwargs)
     parts = get_argument(args, kwargs, 0, "tensors")
-    leaves = _pinned_leaves(observer, parts) if isinstance(parts, (tuple, list)) else ()
-    y = func(*args, **kwargs)
-    return (
-        _store_call_args(observer, y, CallArgs(leaves=leaves), "CatBackward0", "StackBackward0")
-        if leaves
-        else y
-    )
+    return _call_with_leaves(observer, func, args, kwargs, parts, "CatBackward0", "StackBackward0")
 
 
 def _pinned_leaves(observer: CallObserver, tensors: tuple | list) -> tuple[PinnedTensor, ...]:

@@ -59,7 +59,7 @@ class Kept:
 
     def unpack(self) -> Tensor:
         tensor = self.tensor
-        if tensor._version != self.version:
+        if not self.is_unwritten():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: [{tensor.type()} {list(tensor.shape)}] is at version "

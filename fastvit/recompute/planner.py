@@ -226,8 +226,7 @@ class RecomputePlanner:
 
         Raises:
             NotRecomputable: FSDP has sharded a parameter that it reads, and gathers it too late for a
-            consumer
-                outside of that block.
+                consumer outside of that block.
         """
         if recipe not in self._unsharded:
             every = recipe.in_topological_order()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .call_observer import CallObserver
+from .call_observer import CallObserver, pop_modes
 from .scope import Scope, current_saved_tensor_hooks
 
 _lock = threading.Lock()
@@ -60,7 +60,7 @@ def _has_torch_function(original: Callable) -> Callable:
     def has_torch_function(relevant_args: Iterable[object]) -> bool:
         if torch.compiler.is_compiling():
             return original(relevant_args)
-        modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+        modes = pop_modes()
         try:
             return not all(isinstance(mode, CallObserver) for mode in modes) or original(relevant_args)
         finally:

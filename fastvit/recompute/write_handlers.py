@@ -18,7 +18,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .packed_tensor import AsStridedArgs
 from .recipe import CallArgs, InPlaceCall, OutputInfo
-from .write_tracker import WriteTracker, has_storage
+from .write_tracker import WriteTracker, has_storage, storage_id
 
 
 class Observer(Protocol):
@@ -119,10 +119,10 @@ def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: d
     tracker.save_pre_write_copies(x)
     node: Any = x.grad_fn if x._base is None else x._base.grad_fn
     if has_storage(x):
-        tracker.counts[x.untyped_storage()._cdata] += 1
+        tracker.counts[storage_id(x)] += 1
     result = func(*args, **kwargs)
     if has_storage(x):
-        tracker.counts[x.untyped_storage()._cdata] += 1
+        tracker.counts[storage_id(x)] += 1
     if node is not None:
         OutputInfo.of_node(node).is_content_known = False
         tracker.give_back(OutputInfo.of_node(node), x)

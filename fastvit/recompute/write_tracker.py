@@ -89,11 +89,10 @@ class WriteTracker:
         if info is None:  # a leaf: who reads it from here on, reads what may be written
             self.save_pre_write_copies(tensor)
             self.counts[storage_id(tensor)] += 1
+        elif tensor.device.type == "cpu" and info.is_content_known:
+            self._lent.append(_Lent(info, tensor))
         else:
-            if tensor.device.type == "cpu" and info.is_content_known:
-                self._lent.append(_Lent(info, tensor))
-            else:
-                info.is_content_known = False
+            info.is_content_known = False
 
     def settle_lent(self, pending: list[PackedTensor]) -> list[OutputInfo]:
         """Finds out which of the memory that was lent has been written to. Called before a plan.
