@@ -107,6 +107,7 @@ class Execution:
             )
         for each in work:
             each()
+        self.run.log.clear()
 
     def take_step(self, number: int) -> dict[str, object]:
         """All that a step leaves."""

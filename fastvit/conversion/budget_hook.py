@@ -69,7 +69,8 @@ class BudgetHook(ScopeHook):
     def open_scope(self, module: nn.Module, args: tuple, kwargs: dict, frame: FrameType) -> None:
         # A scope around has an observer of its own, so a forward inside of one is not planned from.
         if module.training and not torch.jit.is_tracing():
-            input_bytes = sum(one.numel() * one.element_size() for one in tensor_leaves((args, kwargs)))
+            with torch._C.DisableTorchFunction():  # of subclasses, which see every look at them
+                input_bytes = sum(one.numel() * one.element_size() for one in tensor_leaves((args, kwargs)))
             if input_bytes > self.input_bytes and not _is_compiled(module):
                 self._replace_policies(module, self.level, None)
                 if active_scope() is None:
@@ -87,7 +88,8 @@ class BudgetHook(ScopeHook):
         if planning is None or result is None or _is_compiled(module):  # None after an exception
             return
         inputs = tensor_leaves((args, kwargs))
-        decisions = planning.observer.decisions([*module.parameters(), *module.buffers(), *inputs])
+        with torch._C.DisableTorchFunction():
+            decisions = planning.observer.decisions([*module.parameters(), *module.buffers(), *inputs])
         if decisions:
             self._plan(module, decisions, planning.input_bytes)
 

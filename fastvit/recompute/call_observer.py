@@ -48,7 +48,9 @@ class Plans(Protocol):
 
     def check_open(self) -> None: ...
 
-    def prepare_write(self) -> None: ...
+    def prepare_write(self, tensor: Tensor, is_shown: bool) -> None: ...
+
+    def plan_pending(self) -> None: ...
 
     def replace_by_mask(self, packed: PackedTensor) -> None: ...
 
@@ -196,10 +198,28 @@ def _norm_handler(name: str, eps: int, default: float | None = 1e-5, bias: int |
 
 
 def _pinned_bias(
-    observer: CallObserver, args: tuple, kwargs: dict, position: int | None, dtype: torch.dtype | None = None
+    observer: CallObserver, args: tuple, kwargs: dict, position: int | None, y: Tensor | None = None
 ) -> PinnedTensor | None:
+    """Pins a bias that is a leaf; in the dtype of `y`, the output of an op that autocast gives its casts."""
     bias = None if position is None else get_argument(args, kwargs, position, "bias")
-    return None if bias is None or not bias.is_leaf else observer.pin(bias, dtype)
+    if bias is None or not bias.is_leaf:
+        return None
+    return observer.pin(bias) if y is None else _pinned_cast(observer, bias, y)
+
+
+def _pinned_cast(observer: CallObserver, bias: Tensor, y: Tensor) -> PinnedTensor:
+    """Pins a bias as the op that made `y` has read it: autocast may have cast it at an earlier call."""
+    if y.dtype is bias.dtype or not bias.requires_grad or y.grad_fn is None:
+        return observer.pin(bias, y.dtype)
+    edges = skip_unsafe_view(y.grad_fn).next_functions
+    casts = (node for node, _ in edges if node is not None and node.name() == "ToCopyBackward0")
+    cast = next((one for one in casts if getattr(one.next_functions[0][0], "variable", None) is bias), None)
+    if cast is None:
+        return observer.pin(bias, y.dtype)
+    info = OutputInfo.of_node(cast)
+    if info.call is None or info.call.bias is None:
+        observer.store_call_args(cast, CallArgs(bias=observer.pin(bias, y.dtype)))
+    return info.call.bias
 
 
 _BATCH_NORMS = "NativeBatchNormBackward0", "CudnnBatchNormBackward0"
@@ -255,7 +275,7 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
         _request_mask(observer, x.grad_fn)
     if observer.scope.policy.level < RecomputeLevel.MATMULS:
         return y
-    pinned = _pinned_bias(observer, args, kwargs, 2, y.dtype)  # autocast casts the bias to it
+    pinned = _pinned_bias(observer, args, kwargs, 2, y)
     if pinned is None:
         return y
     return _store_call_args(
@@ -268,7 +288,7 @@ def _addmm_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: 
     if observer.scope.policy.level < RecomputeLevel.MATMULS or not isinstance(y, Tensor):
         return y
     bias = get_argument(args, kwargs, 0, "input")
-    pinned = observer.pin(bias, y.dtype) if isinstance(bias, Tensor) and bias.is_leaf else None
+    pinned = _pinned_cast(observer, bias, y) if isinstance(bias, Tensor) and bias.is_leaf else None
     return _store_call_args(observer, y, CallArgs(bias=pinned), "AddmmBackward0")
 
 
@@ -367,7 +387,7 @@ def _shape_only_handler(weight: int | None = None, bias: int | None = None) -> H
             y = func(*args, **kwargs)
         if bias is None or observer.scope.policy.level < RecomputeLevel.EVERY_OP or not isinstance(y, Tensor):
             return y
-        pinned = _pinned_bias(observer, args, kwargs, bias, y.dtype)
+        pinned = _pinned_bias(observer, args, kwargs, bias, y)
         return _store_call_args(observer, y, CallArgs(bias=pinned), "ConvolutionBackward0")
 
     return handle
@@ -389,7 +409,9 @@ def _request_mask(observer: CallObserver, node: Any) -> None:
 
 def _is_frozen(x: Any, weight: Any) -> bool:
     """Returns whether the gradient of `x` is all that an op with this weight has to compute."""
-    return isinstance(x, Tensor) and x.grad_fn is not None and (weight is None or not weight.requires_grad)
+    # Without gradients torch asks a view for no node, which is an error after some writes to it.
+    is_tracked = isinstance(x, Tensor) and torch.is_grad_enabled() and x.grad_fn is not None
+    return is_tracked and (weight is None or not weight.requires_grad)
 
 
 def _cast_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:

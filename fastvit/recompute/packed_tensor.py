@@ -224,6 +224,13 @@ class PackedTensor:
             return state.recipe.dtype, base
         return None
 
+    def find_geometry(self) -> AsStridedArgs | None:
+        """Returns where the tensor lies, or lay, in its storage; None if hooks around the scope have it."""
+        if isinstance(self.state, Kept):
+            return AsStridedArgs.of(self.state.tensor)
+        dropped = self.find_dropped_memory()
+        return None if dropped is None else dropped[1]
+
     def keep(self, tensor: Tensor) -> None:
         """Holds `tensor`, the memory that autograd would have kept, and that was written to."""
         self.state, self.is_excluded = Kept(tensor, tensor._version), True

@@ -259,10 +259,18 @@ class Scope:
             finally:
                 _keep(pending)
 
-    def prepare_write(self) -> None:
-        """Lets hooks around the scope pack, who may copy a tensor, before a write to it."""
-        if self._outer is not None:
+    def prepare_write(self, tensor: Tensor, is_shown: bool) -> None:
+        """Called before a write to `tensor`: recipes that read the memory get a copy.
+
+        Args:
+            is_shown: by autograd's graph or the version. If not, autograd reads what is written.
+        """
+        if self._outer is not None:  # hooks around the scope may copy what they pack
             self.plan_pending()
+        self._tracker.save_pre_write_copies(tensor)
+        for packed in () if is_shown else self._tracker.restore_dropped(tensor):
+            if self._outer is not None:
+                packed.pack_by_outer_hooks(*self._outer)
 
     def abandon(self) -> None:
         """Keeps all that is pending, without a plan."""

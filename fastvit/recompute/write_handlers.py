@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from .packed_tensor import AsStridedArgs
+from .packed_tensor import AsStridedArgs, PackedTensor
 from .recipe import CallArgs, InPlaceCall, OutputInfo
 from .write_tracker import WriteTracker, has_storage, storage_id
 
@@ -68,8 +68,7 @@ def _observe_write(
     base = x if x._base is None else x._base
     tracker, node = observer.tracker, base.grad_fn
     before, version = base._version, x._version
-    observer.scope.prepare_write()
-    tracker.save_pre_write_copies(x)
+    observer.scope.prepare_write(x, is_shown=node is not None)
     if node is None:
         try:
             return call()
@@ -113,20 +112,33 @@ def _repeat(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor], Any
 
 
 def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes `tensor.data = other`: the tensor has other memory, and both count as written to."""
+    """Observes `tensor.data = other`: the tensor has other memory, and both count as written to.
+
+    Autograd holds the tensor itself where an op has saved it as an input: its backward reads the other memory.
+    """
     x, tracker = args[0], observer.tracker
-    observer.scope.prepare_write()
-    tracker.save_pre_write_copies(x)
     node: Any = x.grad_fn if x._base is None else x._base.grad_fn
-    if has_storage(x):
-        tracker.counts[storage_id(x)] += 1
+    if not has_storage(x):
+        return func(*args, **kwargs)
+    observer.scope.plan_pending()
+    tracker.save_pre_write_copies(x)
+    before = AsStridedArgs.of(x)
+    tracker.counts[storage_id(x)] += 1
     result = func(*args, **kwargs)
-    if has_storage(x):
-        tracker.counts[storage_id(x)] += 1
+    tracker.counts[storage_id(x)] += 1
     if node is not None:
-        OutputInfo.of_node(node).is_content_known = False
-        tracker.give_back(OutputInfo.of_node(node), x)
+        info = OutputInfo.of_node(node)
+        info.is_content_known = False
+        for packed in info.live_packed_tensors():
+            if packed.find_geometry() == before and not _is_saved_by(node, packed):
+                packed.keep(x.detach())
     return result
+
+
+def _is_saved_by(node: Any, packed: PackedTensor) -> bool:
+    """Returns whether `packed` is an output that the op of `node` has saved itself."""
+    names = (name for name in dir(node) if name.startswith("_raw_saved_"))
+    return any(getattr(getattr(node, name), "data", None) is packed for name in names)
 
 
 def _alias_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -143,6 +155,7 @@ def _alias_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict
 def _lend_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes a call that gives the memory to NumPy or others, who may read or write it."""
     if isinstance(args[0], Tensor) and has_storage(args[0]):
+        observer.scope.prepare_write(args[0], is_shown=False)
         observer.tracker.lend(args[0])
     return func(*args, **kwargs)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from .packed_tensor import PackedTensor
@@ -20,13 +21,23 @@ from .pins import PinnedTensor
 from .recipe import OutputInfo
 
 
+_FEW = 256
+
+
+class _Owner(NamedTuple):
+    """The op output that has a storage. While the reference is held, no other storage has this one's id."""
+
+    storage: StorageWeakRef
+    info: weakref.ref[OutputInfo]
+
+
 class WriteTracker:
     """Counts untracked writes to memory, as long as a scope is open."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = defaultdict(int)  # untracked writes, by storage
-        # The outputs that own storages with an alias without a graph.
-        self._owners: weakref.WeakValueDictionary[int, OutputInfo] = weakref.WeakValueDictionary()
+        self._owners: dict[int, _Owner] = {}  # of storages that have an alias without a graph
+        self._max_owners = _FEW  # before those that are gone are forgotten
         self._operands: dict[int, list[weakref.ref[PackedTensor | PinnedTensor]]] = defaultdict(list)
         self._lent: list[_Lent] = []
         # The leaves that composite functions read, and the numbers of the nodes that these have made.
@@ -38,7 +49,11 @@ class WriteTracker:
 
     def add_alias(self, alias: Tensor, node: Any) -> None:
         """`alias` has the memory of the output of `node`, and not its graph."""
-        self._owners[storage_id(alias)] = OutputInfo.of_node(node)
+        if len(self._owners) >= self._max_owners:
+            self._owners = {key: owner for key, owner in self._owners.items() if owner.info() is not None}
+            self._max_owners = max(_FEW, 2 * len(self._owners))
+        storage = StorageWeakRef(alias.untyped_storage())
+        self._owners[storage_id(alias)] = _Owner(storage, weakref.ref(OutputInfo.of_node(node)))
 
     def add_operand(self, operand: PackedTensor | PinnedTensor, tensor: Tensor) -> None:
         """A recipe reads `operand`, so it takes a copy before a write to its memory."""
@@ -52,7 +67,8 @@ class WriteTracker:
         base: Any = tensor if tensor._base is None else tensor._base
         if base.grad_fn is not None:
             return OutputInfo.of_node(base.grad_fn)
-        return self._owners.get(storage_id(tensor)) if self._owners else None
+        owner = self._owners.get(storage_id(tensor)) if self._owners else None
+        return None if owner is None else owner.info()
 
     def save_pre_write_copies(self, tensor: Tensor) -> None:
         """Called before a write to `tensor`: recipes that read its memory get a copy."""
@@ -66,17 +82,21 @@ class WriteTracker:
         self.counts[storage_id(tensor)] += 1
         if (info := self.find_owner(tensor)) is not None:
             info.is_content_known = False
-            self.give_back(info, tensor)
 
-    def give_back(self, info: OutputInfo, tensor: Tensor) -> None:
-        """Autograd reads what was written, so the packed tensors of this memory hold it again."""
-        storage = tensor.untyped_storage()
-        for packed in info.live_packed_tensors():
+    def restore_dropped(self, tensor: Tensor) -> list[PackedTensor]:
+        """Lets the packed tensors of dropped memory hold it again, and returns them.
+
+        Called before a write to `tensor`, which has the memory: autograd reads what is written.
+        """
+        info, restored = self.find_owner(tensor), []
+        for packed in () if info is None else info.live_packed_tensors():
             dropped = packed.find_dropped_memory()
             if dropped is not None:
                 dtype, (size, stride, offset) = dropped
                 memory = torch.empty(0, dtype=dtype, device=tensor.device)
-                packed.keep(memory.set_(storage, offset, size, stride))
+                packed.keep(memory.set_(tensor.untyped_storage(), offset, size, stride))
+                restored.append(packed)
+        return restored
 
     def find_pins(self, node: Any) -> tuple[PinnedTensor, ...]:
         """Returns the leaves that the composite function pinned in which `node` was made."""
@@ -87,7 +107,6 @@ class WriteTracker:
         """Called before `tensor` gives its memory away, to NumPy for example, which may read or write it."""
         info = self.find_owner(tensor)
         if info is None:  # a leaf: who reads it from here on, reads what may be written
-            self.save_pre_write_copies(tensor)
             self.counts[storage_id(tensor)] += 1
         elif tensor.device.type == "cpu" and info.is_content_known:
             self._lent.append(_Lent(info, tensor))
