@@ -217,6 +217,9 @@ class Failing(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, lambda t: t)
 
 
+_set_backward_hooks = Tensor._backward_hooks.__set__  # type: ignore[attr-defined]
+
+
 class Run:
     """The state of one run of a program, outside of its model."""
 
@@ -291,7 +294,8 @@ class Run:
 
         class Noting(TorchFunctionMode):
             def __torch_function__(self, function, types, args=(), kwargs=None):
-                note(getattr(function, "__name__", function))
+                if function != _set_backward_hooks:  # by torch itself, under saved-tensor hooks of anybody
+                    note(getattr(function, "__name__", function))
                 return function(*args, **(kwargs or {}))
 
         return Noting()
