@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from .pins import PinnedTensor
 from .policy import Policy, RecomputeLevel
 from .recipe import CallArgs, OutputInfo
 from .views import skip_unsafe_view
+from .weak_list import WeakList
 from .write_handlers import get_argument
 from .write_tracker import WriteTracker, storage_id
 
@@ -61,9 +61,9 @@ class CallObserver(TorchFunctionMode):
     is_closed = False
     running_dropout_p: float | None = None  # the probability of the dropout that runs
     shape_only_size: torch.Size | None = None  # of an input that the op's backward does not read
-    not_operands: tuple[Any, ...] = ()  # tensors that the op saves and its recipe does not read
+    pinned_operands: tuple[Any, ...] | None = None  # all that the op needs pinned; None if it is not known
     expected_write: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
-    in_place_copies: list | None = None  # of copies that an op in place on a view saves
+    in_place_copies: WeakList | None = None  # of copies that an op in place on a view saves
 
     def __init__(self, scope: Plans):
         super().__init__()
@@ -71,7 +71,7 @@ class CallObserver(TorchFunctionMode):
         self.tracker = WriteTracker()
         # The biases of SyncBatchNorms, by the storage of 1 / std, until that is saved.
         self.biases: dict[int, PinnedTensor] = {}
-        self._pinned: list[weakref.ref[OutputInfo]] = []
+        self._pinned: WeakList[OutputInfo] = WeakList()
 
     def push_below(self) -> None:
         """Puts the mode below all others."""
@@ -134,19 +134,13 @@ class CallObserver(TorchFunctionMode):
         info = OutputInfo.of_node(node)
         info.call = call
         if call.bias is not None or call.leaves:
-            self._pinned.append(weakref.ref(info))
+            self._pinned.append(info)
 
     def drop_pins(self) -> None:
         """Drops what was pinned and no recipe reads. Recipes hold the pins that they read."""
         for info in self._pinned:
-            if (live := info()) is not None:
-                live.call = None
+            info.call = None
         self.tracker.pins_of_calls.clear()
-
-    def forget_dead(self) -> None:
-        """Forgets the pins of graphs that are gone: a scope may be round a whole training loop."""
-        self._pinned = [info for info in self._pinned if info() is not None]
-        del self.tracker.pins_of_calls[:-_MAX_CALLS]
 
     def pin(self, tensor: Tensor, dtype: torch.dtype | None = None) -> PinnedTensor:
         """Pins an operand of the op that runs."""
@@ -198,49 +192,63 @@ def _norm_handler(name: str, eps: int, default: float | None = 1e-5, bias: int |
 
 
 def _pinned_bias(
-    observer: CallObserver, args: tuple, kwargs: dict, position: int | None, y: Tensor | None = None
+    observer: CallObserver, args: tuple, kwargs: dict, position: int | None
 ) -> PinnedTensor | None:
-    """Pins a bias that is a leaf; in the dtype of `y`, the output of an op that autocast gives its casts."""
     bias = None if position is None else get_argument(args, kwargs, position, "bias")
-    if bias is None or not bias.is_leaf:
-        return None
-    return observer.pin(bias) if y is None else _pinned_cast(observer, bias, y)
+    return None if bias is None or not bias.is_leaf else observer.pin(bias)
 
 
-def _pinned_cast(observer: CallObserver, bias: Tensor, y: Tensor) -> PinnedTensor:
-    """Pins a bias as the op that made `y` has read it: autocast may have cast it at an earlier call."""
-    if y.dtype is bias.dtype or not bias.requires_grad or y.grad_fn is None:
-        return observer.pin(bias, y.dtype)
-    edges = skip_unsafe_view(y.grad_fn).next_functions
-    casts = (node for node, _ in edges if node is not None and node.name() == "ToCopyBackward0")
-    cast = next((one for one in casts if getattr(one.next_functions[0][0], "variable", None) is bias), None)
-    if cast is None:
-        return observer.pin(bias, y.dtype)
-    info = OutputInfo.of_node(cast)
-    if info.call is None or info.call.bias is None:
-        observer.store_call_args(cast, CallArgs(bias=observer.pin(bias, y.dtype)))
-    return info.call.bias
+def _store_bias(observer: CallObserver, y: Any, bias: Any, first: int, *names: str) -> Any:
+    """Stores a bias that is a leaf on the node of `y`, the output of an op that autocast gives its casts.
+
+    Args:
+        first: the number of the first node that the call has made.
+    """
+    node = _node_of(y, *names)
+    if node is not None and isinstance(bias, Tensor) and bias.is_leaf:
+        pinned = _pinned_cast(observer, node, bias, y.dtype, first)
+        if pinned is not None:
+            observer.store_call_args(node, CallArgs(bias=pinned, leaves=(pinned,)))
+    return y
+
+
+def _pinned_cast(
+    observer: CallObserver, node: Any, bias: Tensor, dtype: torch.dtype, first: int
+) -> PinnedTensor | None:
+    """Pins a bias as the op of `node` has read it: autocast may have cast it for an earlier op.
+
+    Returns None if that op's call was not observed.
+    """
+    if dtype is bias.dtype or not bias.requires_grad:  # autocast keeps no cast of it
+        return observer.pin(bias, dtype)
+    for cast, _ in node.next_functions:
+        if cast is None or cast.name() != "ToCopyBackward0":
+            continue
+        if getattr(cast.next_functions[0][0], "variable", None) is bias:
+            info = OutputInfo.of_node(cast)
+            if info.call is None or info.call.bias is None:
+                if cast._sequence_nr() < first:
+                    return None
+                observer.store_call_args(cast, CallArgs(bias=observer.pin(bias, dtype)))
+            return info.call.bias
+    return None
 
 
 _BATCH_NORMS = "NativeBatchNormBackward0", "CudnnBatchNormBackward0"
 
 
-def _batch_norm_handler(weight: int, bias: int, mean: int, var: int) -> Handler:
+def _batch_norm_handler(weight: int, bias: int) -> Handler:
     """Observes a BatchNorm, whose arguments have these positions; the graph has its eps.
 
     In evaluation the backward reads the input for the gradient of the weight alone. In training it reads no
-    running statistics.
+    running statistics, and nobody else has the statistics that the op saves.
     """
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
         x, scale = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, weight, "weight")
         pinned, call = _pinned_bias(observer, args, kwargs, bias), partial(func, *args, **kwargs)
         if get_argument(args, kwargs, 5, "training", False):
-            running = (
-                get_argument(args, kwargs, mean, "running_mean"),
-                get_argument(args, kwargs, var, "running_var"),
-            )
-            y = observer.with_attribute("not_operands", running, call)
+            y = observer.with_attribute("pinned_operands", (scale,), call)
         elif _is_frozen(x, scale):
             y = observer.with_attribute("shape_only_size", x.size(), call)
         else:
@@ -263,6 +271,7 @@ def _instance_norm_handler(bias: int) -> Handler:
 
 
 def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    first = _get_sequence_nr()
     y = func(*args, **kwargs)
     if not isinstance(y, Tensor):
         return y
@@ -275,21 +284,16 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
         _request_mask(observer, x.grad_fn)
     if observer.scope.policy.level < RecomputeLevel.MATMULS:
         return y
-    pinned = _pinned_bias(observer, args, kwargs, 2, y)
-    if pinned is None:
-        return y
-    return _store_call_args(
-        observer, y, CallArgs(bias=pinned, leaves=(pinned,)), "AddmmBackward0", "AddBackward0"
-    )
+    bias = get_argument(args, kwargs, 2, "bias")
+    return _store_bias(observer, y, bias, first, "AddmmBackward0", "AddBackward0")
 
 
 def _addmm_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    first = _get_sequence_nr()
     y = func(*args, **kwargs)
     if observer.scope.policy.level < RecomputeLevel.MATMULS or not isinstance(y, Tensor):
         return y
-    bias = get_argument(args, kwargs, 0, "input")
-    pinned = _pinned_cast(observer, bias, y) if isinstance(bias, Tensor) and bias.is_leaf else None
-    return _store_call_args(observer, y, CallArgs(bias=pinned), "AddmmBackward0")
+    return _store_bias(observer, y, get_argument(args, kwargs, 0, "input"), first, "AddmmBackward0")
 
 
 _SUMS = "AddBackward0", "SubBackward0"
@@ -322,6 +326,7 @@ def _composite_handler(observer: CallObserver, func: Callable, args: tuple, kwar
     y = func(*args, **kwargs)
     if leaves:
         observer.tracker.pins_of_calls.append((range(first, _get_sequence_nr()), leaves))
+        del observer.tracker.pins_of_calls[:-_MAX_CALLS]  # a scope may be round a whole training loop
     return y
 
 
@@ -379,7 +384,7 @@ def _shape_only_handler(weight: int | None = None, bias: int | None = None) -> H
     """
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-        x = get_argument(args, kwargs, 0, "input")
+        x, first = get_argument(args, kwargs, 0, "input"), _get_sequence_nr()
         if _is_frozen(x, None if weight is None else get_argument(args, kwargs, weight, "weight")):
             y = observer.with_attribute("shape_only_size", x.size(), partial(func, *args, **kwargs))
             _request_mask(observer, x.grad_fn)
@@ -387,8 +392,8 @@ def _shape_only_handler(weight: int | None = None, bias: int | None = None) -> H
             y = func(*args, **kwargs)
         if bias is None or observer.scope.policy.level < RecomputeLevel.EVERY_OP or not isinstance(y, Tensor):
             return y
-        pinned = _pinned_bias(observer, args, kwargs, bias, y)
-        return _store_call_args(observer, y, CallArgs(bias=pinned), "ConvolutionBackward0")
+        given = get_argument(args, kwargs, bias, "bias")
+        return _store_bias(observer, y, given, first, "ConvolutionBackward0")
 
     return handle
 
@@ -435,8 +440,8 @@ _HANDLERS: dict[Callable, Handler] = {
     **dict.fromkeys((torch.addcmul, Tensor.addcmul), _addcmul_handler),
     torch.batch_norm_elemt: _elementwise_norm_handler,
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.stack), _join_handler),
-    F.batch_norm: _batch_norm_handler(3, 4, 1, 2),
-    torch.batch_norm: _batch_norm_handler(1, 2, 3, 4),
+    F.batch_norm: _batch_norm_handler(3, 4),
+    torch.batch_norm: _batch_norm_handler(1, 2),
     F.instance_norm: _instance_norm_handler(4),
     torch.instance_norm: _instance_norm_handler(2),
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution), _shape_only_handler(1, 2)),

@@ -45,12 +45,16 @@ _ON_CUDA: tuple[Setting, ...] = (
     _precision("cuda", "matmul"),
     _precision("cuda", "conv"),
 )
-_CPU_GETTERS, _CUDA_GETTERS = ([get for get, _ in settings] for settings in (_ON_CPU, _ON_CUDA))
+_CUDA_GETTERS = [get for get, _ in _ON_CUDA]
+_get_mkldnn, _get_precision = _C._get_mkldnn_enabled, _C._get_fp32_precision_getter
 
 
 def current_environment(is_cuda: bool) -> Environment:
     """Returns the values now of the settings that ops on a GPU, or on the CPU, read."""
-    return is_cuda, *[get() for get in (_CUDA_GETTERS if is_cuda else _CPU_GETTERS)]
+    if is_cuda:
+        return True, *[get() for get in _CUDA_GETTERS]
+    # Those of _ON_CPU, without a loop: this is called for each saved tensor.
+    return False, _get_mkldnn(), _get_precision("mkldnn", "matmul"), _get_precision("mkldnn", "conv")
 
 
 @contextlib.contextmanager

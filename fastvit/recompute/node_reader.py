@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from .environment import Environment
@@ -179,10 +178,3 @@ class NodeReader:
     def reader_of(self, node) -> NodeReader:
         """Returns a reader for another node of the same op call."""
         return NodeReader(node, self.planner, None, self.num_ops_from_target)
-
-
-def storage_of_operand(operand: PackedTensor | PinnedTensor) -> torch.Tensor | None:
-    """Returns the tensor in whose memory an operand lies, if it is held by its version."""
-    if isinstance(operand, PinnedTensor):
-        return None if operand.is_copy else operand.tensor
-    return getattr(operand.state, "tensor", None)

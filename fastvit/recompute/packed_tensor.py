@@ -178,6 +178,10 @@ class PackedTensor:
         assert args is not None
         return args.size
 
+    def held_tensor(self) -> Tensor | None:
+        """Returns the tensor whose memory recipes read, if it is held; None if it is made again."""
+        return getattr(self.state, "tensor", None)
+
     def nbytes(self) -> int:
         state = self.state
         if isinstance(state, Kept):
@@ -253,7 +257,7 @@ class PackedTensor:
             or self.is_excluded
         ):
             return False
-        if self.info is not None and any(one is not self for one in self.info.live_packed_tensors()):
+        if self.info is not None and any(one is not self for one in self.info.packed_tensors):
             return False
         tensor = state.tensor
         return tensor.nbytes >= MIN_RECOMPUTE_BYTES and not (tensor.is_leaf and tensor.requires_grad)

@@ -37,15 +37,16 @@ class PinnedTensor:
     version = 0
     writes = 0  # untracked writes to the memory before the op
 
-    def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None):
+    def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None, is_copy: bool = False):
         """Pins `tensor` now.
 
         Args:
             dtype: to which autocast has cast the op's operand.
+            is_copy: copy it. A small tensor, and one of another dtype, is copied in any case.
         """
         self.source = tensor if tensor.requires_grad else None  # as which the graph knows it
         self.stream = current_stream_id(tensor)
-        self.is_copy = is_small(tensor) or (dtype is not None and dtype is not tensor.dtype)
+        self.is_copy = is_copy or is_small(tensor) or (dtype is not None and dtype is not tensor.dtype)
         self.number: tuple[Any, torch.dtype] | None = None
         self.tensor: Tensor | None = None
         if self.is_copy and tensor.dim() == 0 and tensor.device.type == "cpu":
@@ -63,6 +64,10 @@ class PinnedTensor:
 
     def is_sharded_now(self) -> bool:
         return self.tensor is not None and is_freed(self.tensor)
+
+    def held_tensor(self) -> Tensor | None:
+        """Returns the tensor whose memory recipes read, if it is one of the program's."""
+        return None if self.is_copy else self.tensor
 
     def nbytes(self) -> int:
         return 0 if self.tensor is None else self.tensor.nbytes
@@ -95,8 +100,7 @@ class PinnedTensor:
 
 def is_small(tensor: Tensor) -> bool:
     """Returns whether `tensor` is a number or a vector, such as one of channels."""
-    numel = tensor.numel()
-    return (tensor.dim() <= 1 or max(tensor.shape) == numel) and tensor.nbytes <= MAX_COPY_BYTES
+    return tensor.nbytes <= MAX_COPY_BYTES and (tensor.dim() <= 1 or max(tensor.shape) == tensor.numel())
 
 
 def is_freed(tensor: Tensor) -> bool:

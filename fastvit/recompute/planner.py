@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .node_reader import SHARDED, NodeReader, NotRecomputable, storage_of_operand
+from .node_reader import SHARDED, NodeReader, NotRecomputable
 from .packed_tensor import MIN_RECOMPUTE_BYTES, AsStridedArgs, Kept, PackedTensor, Pending, Recomputed
 from .pins import PinnedTensor
 from .policy import Policy, RecomputeLevel
@@ -99,7 +99,7 @@ class RecomputePlanner:
         assert type(state) is Pending and info.as_strided_args is not None
         tensor, base = state.tensor, info.as_strided_args
         packed.is_excluded |= not info.is_content_known
-        info.packed_tensors.append(weakref.ref(packed))
+        info.packed_tensors.append(packed)
         # The values of a conjugate or negative view differ from those in memory.
         is_plain = state.base is None or not (tensor.is_neg() or tensor.is_conj())
         # Hooks around the scope may return another layout, as save_on_cpu does, but of a contiguous tensor.
@@ -109,7 +109,7 @@ class RecomputePlanner:
             packed.state = Kept(tensor, state.version)
             return
         recipe.add_consumer()
-        self._track_operands(recipe)
+        self.tracker.add_recipe(recipe)
         view = None
         if state.base is not None:
             offset = tensor.storage_offset() - base.storage_offset
@@ -117,14 +117,6 @@ class RecomputePlanner:
             if view == (base.size, base.stride, 0):
                 view = None
         packed.state = Recomputed(recipe, view, tensor)
-
-    def _track_operands(self, recipe: Recipe) -> None:
-        """Lets operands take a copy before a write to their memory, as long as the scope is open."""
-        for one in recipe.in_topological_order(skip=lambda one: one.is_tracked):
-            one.is_tracked = True
-            for operand in one.kept_operands():
-                if (tensor := storage_of_operand(operand)) is not None:
-                    self.tracker.add_operand(operand, tensor)
 
     def _choose_recipe(self, info: OutputInfo, pending: Pending) -> Recipe | None:
         """Returns the recipe of an output; None where it is kept.
@@ -193,7 +185,7 @@ class RecomputePlanner:
 
     def _find_kept(self, info: OutputInfo) -> PackedTensor | None:
         """Returns a packed tensor that holds the memory of an output as its op left it."""
-        for packed in info.live_packed_tensors():
+        for packed in info.packed_tensors:
             if packed.holds_base and self._is_intact(packed) and not packed.is_sharded_now():
                 return packed
         return None
@@ -201,7 +193,7 @@ class RecomputePlanner:
     def _is_intact(self, operand: PackedTensor | PinnedTensor) -> bool:
         if not operand.is_valid_operand():
             return False
-        tensor = storage_of_operand(operand) if self.tracker.counts else None
+        tensor = operand.held_tensor() if self.tracker.counts else None
         return tensor is None or self.tracker.count_of(tensor) == operand.writes
 
     def require_intact(self, operand: PackedTensor | PinnedTensor) -> PackedTensor | PinnedTensor:

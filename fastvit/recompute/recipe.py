@@ -7,7 +7,7 @@ autograd's graph has an `OutputInfo`, by which the readers of one output find it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from .packed_tensor import AsStridedArgs, PackedTensor
 from .pins import OperandChanged, PinnedTensor, current_stream_id
 from .policy import OpSite, display_op_name, skip_key
 from .views import skip_unsafe_view
+from .weak_list import WeakList
 
 _OUTPUT_INFO_KEY = "fastvit.output_info"  # in an autograd node's metadata
 
@@ -28,7 +29,7 @@ class InPlaceCall(NamedTuple):
     write: Callable[[Tensor], Any]
     view: AsStridedArgs
     base: AsStridedArgs
-    copies: list[weakref.ref[PackedTensor]]  # that the op has saved of the view, before it wrote
+    copies: WeakList[PackedTensor]  # that the op has saved of the view, before it wrote
 
 
 class CallArgs(NamedTuple):
@@ -57,7 +58,7 @@ class OutputInfo:
 
     def __init__(self, node_name: str) -> None:
         self.node_name = node_name
-        self.packed_tensors: list[weakref.ref[PackedTensor]] = []
+        self.packed_tensors: WeakList[PackedTensor] = WeakList()  # of the output, and of views of it
 
     @classmethod
     def of_node(cls, node) -> OutputInfo:
@@ -67,14 +68,6 @@ class OutputInfo:
             info = node.metadata[_OUTPUT_INFO_KEY] = cls(skip_unsafe_view(node).name())
         return info
 
-    def live_packed_tensors(self) -> list[PackedTensor]:
-        """Returns the packed tensors of the output and of views of it that are alive."""
-        return dereference(self.packed_tensors)
-
-
-def dereference(references: Iterable[weakref.ref[PackedTensor]]) -> list[PackedTensor]:
-    return [packed for reference in references if (packed := reference()) is not None]
-
 
 class Recipe:
     """An op call that recomputes the output of a node."""
@@ -83,7 +76,7 @@ class Recipe:
     stream = 0  # on which the output was made
     num_consumers = 0  # packed tensors and recipes that take the output
     num_served = 0
-    is_tracked = False  # its operands take copies before writes, as long as the scope is open
+    is_tracked = False  # the write tracker knows its operands
 
     def __init__(
         self,

@@ -222,7 +222,7 @@ def _copy_slices_rule(reader: NodeReader) -> OpCall:
     if call is None:
         raise NotRecomputable("a part of it was written to")
     write, (size, stride, offset), base, copies = call
-    copy = next((copy for one in copies if (copy := one()) is not None), None)
+    copy = next(iter(copies), None)
 
     def written(tensor: Tensor) -> Tensor:
         memory = torch.empty_strided(base.size, base.stride, dtype=tensor.dtype, device=tensor.device)

@@ -16,7 +16,6 @@ arXiv:1604.06174.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -41,9 +40,10 @@ from .packed_tensor import (
 from .pins import PinnedTensor, is_small
 from .planner import RecomputePlanner
 from .policy import OpSite, Policy, RecomputeLevel, display_op_name
-from .recipe import CallArgs, OutputInfo, dereference
+from .recipe import CallArgs, OutputInfo
 from .recompute_rules import RECOMPUTE_RULES
 from .views import VIEWS, reaches_through_views, skip_unsafe_view
+from .weak_list import WeakList
 from .write_tracker import storage_id
 
 _NO_OP = "it is not the output of an autograd node (an input, a constant, indices, or compiled code)"
@@ -72,11 +72,11 @@ class Scope:
     ):
         self._close_dead_scopes = close_dead_scopes
         self._is_open = True
-        self._pinned: list[weakref.ref[PackedTensor]] = []
+        self._pinned: WeakList[PackedTensor] = WeakList()
         self._calls = CallObserver(self)
         self._tracker = self._calls.tracker
         self._outer: Hooks | None = None  # hooks around this scope, through which kept tensors go
-        self._pending: list[weakref.ref[PackedTensor]] = []
+        self._pending: WeakList[PackedTensor] = WeakList()
         self._num_sites: dict[str, Counter[str]] = defaultdict(Counter)  # of a block, by the name of a node
         self._saved_tensor_observer = saved_tensor_observer
 
@@ -95,7 +95,7 @@ class Scope:
         Where something has popped the scope's hooks in place of its own, those are removed.
         """
         self._is_open = False
-        for packed in dereference(self._pinned):  # recipes hold the pins that they read
+        for packed in self._pinned:  # recipes hold the pins that they read
             packed.pin, packed.is_excluded = None, True
         self._calls.drop_pins()
         every = []
@@ -151,7 +151,8 @@ class Scope:
         if node is None:
             packed = self._pack_leaf(tensor)
         else:
-            self._close_dead_scopes()  # this one may be, and then it keeps what other models save
+            if not len(self._pending) % 4:  # it takes time
+                self._close_dead_scopes()  # this one may be, and then it keeps what other models save
             packed = self._pack_output(tensor, node)
         if packed.pin is None:  # every op whose settings matter saves a larger tensor too
             packed.environment = current_environment(tensor.is_cuda)
@@ -174,9 +175,10 @@ class Scope:
         elif self._calls.biases and (bias := self._calls.biases.pop(storage_id(tensor), None)) is not None:
             packed.bias = bias
         elif tensor.layout is torch.strided and not tensor.is_nested and is_small(tensor):
-            if not any(one is tensor for one in self._calls.not_operands):
-                packed.pin = PinnedTensor(tensor)
-                self._pinned.append(weakref.ref(packed))
+            needed = self._calls.pinned_operands
+            if needed is None or any(one is tensor for one in needed):
+                packed.pin = PinnedTensor(tensor, is_copy=True)
+                self._pinned.append(packed)
         return packed
 
     def _may_pack_dropout_mask(self, packed: PackedTensor, tensor: Tensor) -> bool:
@@ -212,9 +214,9 @@ class Scope:
         packed = PackedTensor(pending)
         if self.policy.weight_casts and producer.name() == "ToCopyBackward0":
             self._pin_weight(producer)
-        self._pending.append(weakref.ref(packed))
+        self._pending.append(packed)
         if self._calls.in_place_copies is not None and producer.name() == "CloneBackward0":
-            self._calls.in_place_copies.append(weakref.ref(packed))
+            self._calls.in_place_copies.append(packed)
         return packed
 
     def _reason_to_keep(self, tensor: Tensor, node: Any, base: Tensor, producer: Any) -> str | None:
@@ -248,9 +250,7 @@ class Scope:
 
     def plan_pending(self) -> None:
         """Plans all that is pending. Whatever raises, what is pending is kept."""
-        pending, self._pending = dereference(self._pending), []
-        self._pinned = [packed for packed in self._pinned if packed() is not None]
-        self._calls.forget_dead()
+        pending, self._pending = list(self._pending), WeakList()
         if not pending:
             return
         with torch._C.DisableTorchFunction():  # modes would intercept every attribute access
@@ -274,7 +274,7 @@ class Scope:
 
     def abandon(self) -> None:
         """Keeps all that is pending, without a plan."""
-        pending, self._pending = dereference(self._pending), []
+        pending, self._pending = list(self._pending), WeakList()
         _keep(pending)
 
     def _plan(self, pending: list[PackedTensor]) -> None:

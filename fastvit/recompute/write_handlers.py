@@ -18,6 +18,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .packed_tensor import AsStridedArgs, PackedTensor
 from .recipe import CallArgs, InPlaceCall, OutputInfo
+from .weak_list import WeakList
 from .write_tracker import WriteTracker, has_storage, storage_id
 
 
@@ -73,11 +74,13 @@ def _observe_write(
         try:
             return call()
         finally:
-            if base.grad_fn is None and x._version != version:
+            is_number = not x.dim() and x.untyped_storage().nbytes() == x.element_size()
+            if base.grad_fn is None and x._version != version and not is_number:  # recipes have copies
                 tracker.add_write(x)
     is_tracked = before == (OutputInfo.of_node(node).expected_version or 0) and torch.is_grad_enabled()
     is_view = is_tracked and base is not x and not base.storage_offset()
-    args, copies = (AsStridedArgs.of(x), AsStridedArgs.of(base)) if is_view else None, list[Any]()
+    args = (AsStridedArgs.of(x), AsStridedArgs.of(base)) if is_view else None
+    copies: WeakList[PackedTensor] = WeakList()
     if args is not None:
         call = partial(observer.with_attribute, "in_place_copies", copies, call)
     try:
@@ -114,7 +117,7 @@ def _repeat(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor], Any
 def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes `tensor.data = other`: the tensor has other memory, and both count as written to.
 
-    Autograd holds the tensor itself where an op has saved it as an input: its backward reads the other memory.
+    Autograd holds the tensor itself if an op has saved it as an input, whose backward reads the other memory.
     """
     x, tracker = args[0], observer.tracker
     node: Any = x.grad_fn if x._base is None else x._base.grad_fn
@@ -129,7 +132,7 @@ def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: d
     if node is not None:
         info = OutputInfo.of_node(node)
         info.is_content_known = False
-        for packed in info.live_packed_tensors():
+        for packed in info.packed_tensors:
             if packed.find_geometry() == before and not _is_saved_by(node, packed):
                 packed.keep(x.detach())
     return result

@@ -18,8 +18,8 @@ from torch.utils.weak import TensorWeakRef
 
 from .packed_tensor import PackedTensor
 from .pins import PinnedTensor
-from .recipe import OutputInfo
-
+from .recipe import OutputInfo, Recipe
+from .weak_list import WeakList
 
 _FEW = 256
 
@@ -38,7 +38,8 @@ class WriteTracker:
         self.counts: dict[int, int] = defaultdict(int)  # untracked writes, by storage
         self._owners: dict[int, _Owner] = {}  # of storages that have an alias without a graph
         self._max_owners = _FEW  # before those that are gone are forgotten
-        self._operands: dict[int, list[weakref.ref[PackedTensor | PinnedTensor]]] = defaultdict(list)
+        self._recipes: WeakList[Recipe] = WeakList()  # whose operands are not among these yet:
+        self._operands: dict[int, WeakList[PackedTensor | PinnedTensor]] = defaultdict(WeakList)
         self._lent: list[_Lent] = []
         # The leaves that composite functions read, and the numbers of the nodes that these have made.
         self.pins_of_calls: list[tuple[range, tuple[PinnedTensor, ...]]] = []
@@ -55,12 +56,18 @@ class WriteTracker:
         storage = StorageWeakRef(alias.untyped_storage())
         self._owners[storage_id(alias)] = _Owner(storage, weakref.ref(OutputInfo.of_node(node)))
 
-    def add_operand(self, operand: PackedTensor | PinnedTensor, tensor: Tensor) -> None:
-        """A recipe reads `operand`, so it takes a copy before a write to its memory."""
-        if has_storage(tensor):
-            key = storage_id(tensor)
-            self._operands[key] = [one for one in self._operands[key] if one() is not None]
-            self._operands[key].append(weakref.ref(operand))
+    def add_recipe(self, recipe: Recipe) -> None:
+        """Lets the operands of a recipe take a copy before a write to their memory."""
+        self._recipes.append(recipe)
+
+    def _find_operands(self) -> None:
+        for recipe in self._recipes:
+            for one in recipe.in_topological_order(skip=lambda one: one.is_tracked):
+                one.is_tracked = True
+                for operand in one.kept_operands():
+                    if (tensor := operand.held_tensor()) is not None and has_storage(tensor):
+                        self._operands[storage_id(tensor)].append(operand)
+        self._recipes.clear()
 
     def find_owner(self, tensor: Tensor) -> OutputInfo | None:
         """Returns the op output that has the memory of `tensor`, as far as it is known."""
@@ -72,10 +79,10 @@ class WriteTracker:
 
     def save_pre_write_copies(self, tensor: Tensor) -> None:
         """Called before a write to `tensor`: recipes that read its memory get a copy."""
-        if self._operands:
-            for reference in self._operands.pop(storage_id(tensor), ()):
-                if (operand := reference()) is not None:
-                    operand.save_pre_write_copy()
+        if self._recipes:
+            self._find_operands()
+        for operand in self._operands.pop(storage_id(tensor), ()):
+            operand.save_pre_write_copy()
 
     def add_write(self, tensor: Tensor) -> None:
         """Called after a write to `tensor`, of which the graph shows nothing."""
@@ -89,7 +96,7 @@ class WriteTracker:
         Called before a write to `tensor`, which has the memory: autograd reads what is written.
         """
         info, restored = self.find_owner(tensor), []
-        for packed in () if info is None else info.live_packed_tensors():
+        for packed in () if info is None else info.packed_tensors:
             dropped = packed.find_dropped_memory()
             if dropped is not None:
                 dtype, (size, stride, offset) = dropped
