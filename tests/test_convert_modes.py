@@ -85,6 +85,26 @@ ASKS = {
 }
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_view_of_what_a_hook_returns_is_written_to_without_gradients(level):
+    """torch refuses to tell the node of such a view."""
+
+    def function(m, x):
+        y = m.first(x)
+        h = m.norm(y)
+        with torch.no_grad():
+            m.frozen(F.leaky_relu_(h.flatten(1).view_as(h)))
+        return m.head(F.gelu(y))
+
+    def make():
+        norm = nn.LayerNorm(D)
+        norm.register_full_backward_pre_hook(lambda module, gradients: None)
+        frozen = nn.Linear(D, D).requires_grad_(False)
+        return Program(function, first=nn.Linear(D, D), norm=norm, frozen=frozen, head=nn.Linear(D, 3))
+
+    assert_eager_bits(make_step(make, tokens()), **LEVELS[level])
+
+
 @pytest.mark.parametrize("ask", ASKS)
 def test_a_forward_that_asks_for_modes(ask):
     def function(m, x):

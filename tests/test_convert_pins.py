@@ -108,6 +108,25 @@ def test_the_cast_of_a_bias_is_of_the_bias_that_the_op_read(write, place, frozen
     assert_eager_bits(step, products=True)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("write", ["mul_", "data"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_cast_of_a_bias_is_of_an_earlier_op(level, write, grad):
+    """Autocast casts a bias once, and later ops read that cast."""
+
+    def function(m, x):
+        with torch.set_grad_enabled(grad):
+            y = F.linear(x, m.first.weight, m.c)
+        WRITES[write](m.c)
+        return m.head(F.gelu(F.linear(x, m.first.weight, m.c)) + y)
+
+    def make():
+        return Program(function, first=nn.Linear(D, D), head=nn.Linear(D, 3), c=vector(False))
+
+    step = make_step(make, tokens(), lambda: torch.autocast("cpu", torch.bfloat16))
+    assert_eager_bits(step, **LEVELS[level])
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_running_centre(level):
     """A parameter that each forward moves, after its use."""

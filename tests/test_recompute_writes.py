@@ -248,19 +248,59 @@ def test_a_write_that_autograd_does_not_notice_reaches_what_was_saved(write):
         same_as_eager(function, scope)
 
 
-def test_data_that_is_replaced():
-    """Backward reads the other numbers, where an op had saved the tensor before too."""
+def in_scope_and_eager(function):
+    """Compares the gradients of `function(scope, a, b, c, w)`, which may change the leaves."""
 
     def gradients(scope):
-        a, b, c, w = leaves()
-        with scope:
-            h = F.gelu(a)
-            y = h @ w
-            h.data = torch.ones_like(h)
-            y = y.square().sum() + (h @ w).square().sum()
-        return torch.autograd.grad(y, [a, w])
+        given = leaves()
+        with scope():
+            loss = function(scope, *given).square().sum()
+        return torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)
 
-    same_bits(gradients(recompute_scope()), gradients(contextlib.nullcontext()))
+    same_bits(gradients(recompute_scope), gradients(contextlib.nullcontext))
+
+
+@pytest.mark.parametrize("op", [lambda a, w: F.gelu(a), torch.mm, lambda a, w: torch.relu(a @ w)])
+@pytest.mark.parametrize("view", [lambda h: h, lambda h: h.view(D, B).view(B, D)])
+def test_data_that_is_replaced(op, view):
+    """Backward reads the other numbers, if an op had saved the tensor as an input before too."""
+
+    def function(scope, a, b, c, w):
+        h = view(op(a, w))
+        y = h @ w
+        h.data = torch.ones_like(h)
+        return y + h @ w
+
+    in_scope_and_eager(function)
+
+
+@pytest.mark.parametrize(
+    "lend", [lambda h: h.untyped_storage().fill_(0), lambda h: h.detach().numpy().fill(0)]
+)
+@pytest.mark.parametrize("op", [lambda a, w: F.gelu(a), torch.mm])
+def test_memory_that_is_written_to_after_the_plan(op, lend):
+    """The end of the inner scope plans what its ops have saved."""
+
+    def function(scope, a, b, c, w):
+        with scope():
+            h = op(a, w)
+            y = F.gelu(F.layer_norm(h, (D,), b[0], c[0])) @ w
+        lend(h)
+        return y
+
+    in_scope_and_eager(function)
+
+
+@pytest.mark.parametrize("write", [lambda h: h.data.clamp_(max=0.0), lambda h: h.detach().mul_(0.5)])
+def test_a_write_after_hooks_around_have_copied(write):
+    def function(scope, a, b, c, w):
+        h = torch.relu(a * b)
+        y = F.max_pool2d(h.view(1, 4, B, B), 3)
+        write(h)
+        return y.sum() + c
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+        in_scope_and_eager(function)
 
 
 class SkippedNorm(nn.LayerNorm):

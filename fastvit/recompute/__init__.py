@@ -6,6 +6,7 @@ recipe.py            an op call that recomputes a tensor; environment.py
 planner.py           one plan over what a block has saved: keep, or recompute by which recipe; node_reader.py
 recompute_rules.py   the ops that are repeated, by the names of autograd's nodes; norm_rules.py, views.py
 call_observer.py     what the graph lacks, from the calls of torch's functions; write_handlers.py
+storage.py           the memory in which a tensor lies
 weak_list.py         objects that a list does not keep alive
 write_tracker.py     writes that neither the graph nor the version counter shows
 scope.py             the saved-tensor hooks, and the end of a block

@@ -27,10 +27,11 @@ from .packed_tensor import PackedTensor, Recomputed
 from .pins import PinnedTensor
 from .policy import Policy, RecomputeLevel
 from .recipe import CallArgs, OutputInfo
+from .storage import storage_id, view_base
 from .views import skip_unsafe_view
 from .weak_list import WeakList
 from .write_handlers import get_argument
-from .write_tracker import WriteTracker, storage_id
+from .write_tracker import WriteTracker
 
 _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 _get_sequence_nr = torch._C._autograd._get_sequence_nr  # of the next node of this thread
@@ -165,8 +166,7 @@ def _node_of(y: Any, *names: str) -> Any:
     """Returns the node of the output of a call, if it has one of the names: else something else has run."""
     if not isinstance(y, Tensor):
         return None
-    base = y if y._base is None else y._base
-    node: Any = base.grad_fn
+    node = view_base(y).grad_fn
     if node is None:
         return None
     node = skip_unsafe_view(node)
@@ -225,12 +225,13 @@ def _pinned_cast(
         if cast is None or cast.name() != "ToCopyBackward0":
             continue
         if getattr(cast.next_functions[0][0], "variable", None) is bias:
-            info = OutputInfo.of_node(cast)
-            if info.call is None or info.call.bias is None:
+            call = OutputInfo.of_node(cast).call
+            if call is None or call.bias is None:
                 if cast._sequence_nr() < first:
                     return None
-                observer.store_call_args(cast, CallArgs(bias=observer.pin(bias, dtype)))
-            return info.call.bias
+                call = CallArgs(bias=observer.pin(bias, dtype))
+                observer.store_call_args(cast, call)
+            return call.bias
     return None
 
 
@@ -357,7 +358,7 @@ def _pinned_leaves(observer: CallObserver, tensors: tuple | list) -> tuple[Pinne
     found = []
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            base = tensor if tensor._base is None else tensor._base
+            base = view_base(tensor)
             if base.grad_fn is None:
                 found.append(observer.pin(base))
     return tuple(found)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .masks import BitMask
@@ -22,6 +21,7 @@ from .packed_tensor import (
 from .policy import OpSite, RecomputeLevel, display_op_name
 from .recipe import Recipe
 from .recompute_rules import RECOMPUTE_RULES
+from .storage import storage_id
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class SavedTensorObserver:
 
         Storages of the tensors `besides` are left out.
         """
-        others = {0, *map(_storage_id, besides)}
+        others = {0, *map(storage_id, besides)}
         groups = self._group_by_memory(others)
         kept = {key for key in groups if isinstance(key, int)}
         counted, found = kept | others, []
@@ -92,14 +92,10 @@ class SavedTensorObserver:
                     groups[state.recipe].append((annotation, packed))
                     continue
                 if isinstance(state, Kept):
-                    key = _storage_id(state.tensor)
+                    key = storage_id(state.tensor)
                 if key not in others:
                     groups[key].append((annotation, packed))
         return groups
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
 
 
 def _recomputed_memory(
@@ -109,7 +105,7 @@ def _recomputed_memory(
     tensors = [
         tensor for one in every for tensor in map(_tensor_of, one.kept_operands()) if tensor is not None
     ]
-    sizes = {_storage_id(tensor): tensor.nbytes for tensor in tensors}
+    sizes = {storage_id(tensor): tensor.nbytes for tensor in tensors}
     inputs = sum(key in kept and size >= MIN_RECOMPUTE_BYTES for key, size in sizes.items())
     own = sum(size for key, size in sizes.items() if key not in counted)
     counted.update(sizes)

@@ -20,15 +20,9 @@ from torch.nn import Parameter
 
 from .environment import Environment
 from .masks import BitMask
-from .pins import (
-    OperandChanged,
-    PinnedTensor,
-    copy_memory,
-    current_stream_id,
-    is_freed,
-    record_current_stream,
-)
+from .pins import OperandChanged, PinnedTensor
 from .policy import OpSite
+from .storage import copy_memory, current_stream_id, is_freed, record_current_stream
 from .views import as_strided_in
 
 MIN_RECOMPUTE_BYTES = 4096  # smaller tensors are kept: they are worth neither a recipe nor a mask

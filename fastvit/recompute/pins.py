@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_COPY_BYTES = 2**16  # of a vector that is copied when an op reads it
+from .storage import copy_memory, current_stream_id, is_freed, record_current_stream
 
-_get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # none in a torch for the CPU
+MAX_COPY_BYTES = 2**16  # of a vector that is copied when an op reads it
 
 
 class OperandChanged(Exception):
@@ -101,25 +101,3 @@ class PinnedTensor:
 def is_small(tensor: Tensor) -> bool:
     """Returns whether `tensor` is a number or a vector, such as one of channels."""
     return tensor.nbytes <= MAX_COPY_BYTES and (tensor.dim() <= 1 or max(tensor.shape) == tensor.numel())
-
-
-def is_freed(tensor: Tensor) -> bool:
-    """Returns whether the memory of `tensor` is gone, as where FSDP has sharded a parameter again."""
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    return is_strided and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
-
-
-def copy_memory(tensor: Tensor) -> Tensor:
-    """Copies the whole storage, since recipes may read the rest of a view's base."""
-    memory = tensor.new_empty(0).set_(tensor.untyped_storage().clone())
-    return memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-
-def current_stream_id(tensor: Tensor) -> int:
-    """Returns the current stream of the tensor's device; 0 on the CPU."""
-    return _get_raw_stream(tensor.get_device()) if tensor.is_cuda and _get_raw_stream else 0
-
-
-def record_current_stream(tensor: Tensor) -> None:
-    """Tells the caching allocator that the current stream uses `tensor`, which another stream allocated."""
-    tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .environment import Environment, current_environment, run_in_environment
 from .packed_tensor import AsStridedArgs, PackedTensor
-from .pins import OperandChanged, PinnedTensor, current_stream_id
+from .pins import OperandChanged, PinnedTensor
 from .policy import OpSite, display_op_name, skip_key
+from .storage import current_stream_id
 from .views import skip_unsafe_view
 from .weak_list import WeakList
 
@@ -37,9 +38,7 @@ class CallArgs(NamedTuple):
 
     scalar: Any = None  # eps, or an added number
     bias: PinnedTensor | None = None
-    leaves: tuple[
-        PinnedTensor, ...
-    ] = ()  # operands that are leaves of the graph, and that the op did not save
+    leaves: tuple[PinnedTensor, ...] = ()  # operands that are leaves, and that the op did not save
     in_place: InPlaceCall | None = None
 
 

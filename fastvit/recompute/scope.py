@@ -42,9 +42,9 @@ from .planner import RecomputePlanner
 from .policy import OpSite, Policy, RecomputeLevel, display_op_name
 from .recipe import CallArgs, OutputInfo
 from .recompute_rules import RECOMPUTE_RULES
+from .storage import storage_id, view_base
 from .views import VIEWS, reaches_through_views, skip_unsafe_view
 from .weak_list import WeakList
-from .write_tracker import storage_id
 
 _NO_OP = "it is not the output of an autograd node (an input, a constant, indices, or compiled code)"
 _autograd = torch._C._autograd
@@ -133,7 +133,7 @@ class Scope:
             with torch._C.DisableTorchFunction():
                 for tensor in tensors:
                     if isinstance(tensor, Tensor):
-                        node: Any = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
+                        node = view_base(tensor).grad_fn
                         if node is not None:
                             OutputInfo.of_node(node).is_block_io = True
 

@@ -18,8 +18,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .packed_tensor import AsStridedArgs, PackedTensor
 from .recipe import CallArgs, InPlaceCall, OutputInfo
+from .storage import has_storage, storage_id, view_base
 from .weak_list import WeakList
-from .write_tracker import WriteTracker, has_storage, storage_id
+from .write_tracker import WriteTracker
 
 
 class Observer(Protocol):
@@ -66,7 +67,7 @@ def _observe_write(
     """
     if not has_storage(x) or x.is_inference():
         return call()
-    base = x if x._base is None else x._base
+    base = view_base(x)
     tracker, node = observer.tracker, base.grad_fn
     before, version = base._version, x._version
     observer.scope.prepare_write(x, is_shown=node is not None)
@@ -120,7 +121,7 @@ def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: d
     Autograd holds the tensor itself if an op has saved it as an input, whose backward reads the other memory.
     """
     x, tracker = args[0], observer.tracker
-    node: Any = x.grad_fn if x._base is None else x._base.grad_fn
+    node = view_base(x).grad_fn
     if not has_storage(x):
         return func(*args, **kwargs)
     observer.scope.plan_pending()
@@ -149,9 +150,9 @@ def _alias_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict
     y = func(*args, **kwargs)
     x = get_argument(args, kwargs, 0, "input")
     if isinstance(x, Tensor) and isinstance(y, Tensor) and has_storage(y):
-        base = x if x._base is None else x._base
-        if base.grad_fn is not None:
-            observer.tracker.add_alias(y, base.grad_fn)
+        node = view_base(x).grad_fn
+        if node is not None:
+            observer.tracker.add_alias(y, node)
     return y
 
 

@@ -19,6 +19,7 @@ from torch.utils.weak import TensorWeakRef
 from .packed_tensor import PackedTensor
 from .pins import PinnedTensor
 from .recipe import OutputInfo, Recipe
+from .storage import has_storage, storage_id, view_base
 from .weak_list import WeakList
 
 _FEW = 256
@@ -46,7 +47,7 @@ class WriteTracker:
 
     def count_of(self, tensor: Tensor) -> int:
         """Returns how many untracked writes to the memory of `tensor` there have been."""
-        return self.counts.get(storage_id(tensor), 0) if self.counts and has_storage(tensor) else 0
+        return self.counts.get(storage_id(tensor), 0) if self.counts else 0
 
     def add_alias(self, alias: Tensor, node: Any) -> None:
         """`alias` has the memory of the output of `node`, and not its graph."""
@@ -71,9 +72,9 @@ class WriteTracker:
 
     def find_owner(self, tensor: Tensor) -> OutputInfo | None:
         """Returns the op output that has the memory of `tensor`, as far as it is known."""
-        base: Any = tensor if tensor._base is None else tensor._base
-        if base.grad_fn is not None:
-            return OutputInfo.of_node(base.grad_fn)
+        node = view_base(tensor).grad_fn
+        if node is not None:
+            return OutputInfo.of_node(node)
         owner = self._owners.get(storage_id(tensor)) if self._owners else None
         return None if owner is None else owner.info()
 
@@ -157,12 +158,3 @@ def _checksum(tensor: Tensor) -> int:
     """Returns a checksum of the whole storage."""
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return zlib.crc32(storage.numpy().data)
-
-
-def storage_id(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def has_storage(tensor: Tensor) -> bool:
-    """Returns whether it is a plain tensor, and not one of torch.func's."""
-    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
