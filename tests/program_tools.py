@@ -254,7 +254,7 @@ class Run:
         """A forward that may end anywhere, after which all that it changed is as before."""
         tensors = [*model.parameters(), *model.buffers(), x]
         before, state = [t.detach().clone() for t in tensors], torch.get_rng_state()
-        modes = {module: module.training for module in model.modules()}
+        modes = {module: (module.training, getattr(module, "calls", 0)) for module in model.modules()}
         log, failed = list(self.log), set(self.failed)
         number, noise = self.number, self.generator.get_state()
         with contextlib.suppress(MemoryError, ValueError, Stop), scope(), context:
@@ -262,8 +262,8 @@ class Run:
         with torch.no_grad():
             for tensor, old in zip(tensors, before, strict=True):
                 tensor.data.copy_(old)
-        for module, is_training in modes.items():
-            module.training = is_training
+        for module, mode in modes.items():
+            module.training, module.calls = mode
         torch.set_rng_state(state)
         self.generator.set_state(noise)
         self.log[:], self.failed, self.number, self.depth = log, failed, number, 0

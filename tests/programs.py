@@ -46,6 +46,7 @@ class Outcome(enum.Enum):
     EAGER_RAISED = "eager raised"
     REFUSED = "refused"  # an error that names a site and `skip`, for a write to a large tensor
     NONDETERMINISTIC = "nondeterministic"  # eager differs from eager
+    CHANGED_BY_HOOKS = "changed by hooks"  # any saved-tensor hooks change the step, which lose subclasses
     CRASHED = "crashed"
     LEFT_OPEN = "left open"  # a scope, after the step
     SILENT = "silent"
@@ -210,12 +211,23 @@ def _run_program(program: Program, converted_execution: type[Execution]) -> tupl
             return Outcome.LEFT_OPEN, f"step {number}"
         assert expected is not None and actual is not None
         if wrong := _differing(expected, actual):
-            again = Execution(program, is_converted=False)
-            repeated = [again.take_step(n) for n in range(number + 1)][-1]
-            is_repeatable = not _differing(expected, repeated)
-            outcome = Outcome.SILENT if is_repeatable else Outcome.NONDETERMINISTIC
+            outcome = Outcome.SILENT
+            if _differing(expected, _repeat_in_eager(program, number, contextlib.nullcontext())):
+                outcome = Outcome.NONDETERMINISTIC
+            elif not _differing(actual, _repeat_in_eager(program, number, _IDENTITY_HOOKS)):
+                outcome = Outcome.CHANGED_BY_HOOKS
             return outcome, f"step {number}: {len(wrong)} of {len(expected)} differ: {', '.join(wrong)}"
     return Outcome.SAME, ""
+
+
+_IDENTITY_HOOKS = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
+def _repeat_in_eager(program: Program, number: int, context) -> dict[str, object]:
+    """What step `number` leaves where all steps run in `context`."""
+    eager = Execution(program, is_converted=False)
+    with context:
+        return [eager.take_step(n) for n in range(number + 1)][-1]
 
 
 def shrink_program(program: Program, outcome: Outcome) -> Program:

@@ -92,13 +92,11 @@ class Replaced:
 class Recomputed:
     """The tensor is gone; a recipe makes it again, or the base of which it is a view."""
 
-    __slots__ = ("as_strided_in_base", "recipe", "subclass")
+    __slots__ = ("as_strided_in_base", "recipe")
 
-    def __init__(self, recipe: Any, as_strided_in_base: AsStridedArgs | None, tensor: Tensor):
+    def __init__(self, recipe: Any, as_strided_in_base: AsStridedArgs | None):
         self.recipe = recipe  # a Recipe, which knows packed tensors
         self.as_strided_in_base = as_strided_in_base  # the offset counts from the base's first element
-        # A Function in Python gets back the type and the attributes of the tensor that it saved.
-        self.subclass = None if type(tensor) is Tensor else (type(tensor), dict(tensor.__dict__))
 
     def unpack(self) -> Tensor:
         return run_without_grad_or_autocast(self._recompute)
@@ -107,10 +105,6 @@ class Recomputed:
         tensor = self.recipe.get_tensor()
         if self.as_strided_in_base is not None:
             tensor = as_strided_in(tensor, *self.as_strided_in_base)
-        if self.subclass is not None:
-            cls, attributes = self.subclass
-            tensor = tensor.as_subclass(cls)
-            tensor.__dict__.update(attributes)
         return tensor
 
 

@@ -116,7 +116,7 @@ class RecomputePlanner:
             view = AsStridedArgs(tensor.size(), tensor.stride(), int(offset))
             if view == (base.size, base.stride, 0):
                 view = None
-        packed.state = Recomputed(recipe, view, tensor)
+        packed.state = Recomputed(recipe, view)
 
     def _choose_recipe(self, info: OutputInfo, pending: Pending) -> Recipe | None:
         """Returns the recipe of an output; None where it is kept.
