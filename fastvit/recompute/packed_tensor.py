@@ -129,6 +129,7 @@ class PackedTensor:
     holds_base = False  # as a view, and as a whole output: recipes may read all of the output's memory
     writes = 0  # untracked writes to the memory before the op
     stream = 0  # of the op that saved the tensor
+    tensor_id = 0  # of the program's tensor, which is held by another one of its memory
 
     def __init__(self, state: Kept):
         self.state = state
@@ -215,13 +216,6 @@ class PackedTensor:
                 base = view._replace(storage_offset=view.storage_offset + base.storage_offset)
             return state.recipe.dtype, base
         return None
-
-    def find_geometry(self) -> AsStridedArgs | None:
-        """Returns where the tensor lies, or lay, in its storage; None if hooks around the scope have it."""
-        if isinstance(self.state, Kept):
-            return AsStridedArgs.of(self.state.tensor)
-        dropped = self.find_dropped_memory()
-        return None if dropped is None else dropped[1]
 
     def keep(self, tensor: Tensor) -> None:
         """Holds `tensor`, the memory that autograd would have kept, and that was written to."""

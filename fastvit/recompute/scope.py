@@ -212,6 +212,7 @@ class Scope:
         if base is not None:
             pending.base = AsStridedArgs.of(base)
         packed = PackedTensor(pending)
+        packed.tensor_id = tensor._cdata
         if self.policy.weight_casts and producer.name() == "ToCopyBackward0":
             self._pin_weight(producer)
         self._pending.append(packed)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-has_storage = torch._C._has_storage  # not so for sparse tensors and those of torch.func
+# Subclasses of Tensor do not see these. Sparse tensors and those of torch.func have no storage.
+has_storage, _storage_id = torch._C._has_storage, torch._C._storage_id
 _get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # none in a torch for the CPU
 
 
@@ -19,7 +20,7 @@ def view_base(tensor: Tensor) -> Any:
 
 def storage_id(tensor: Tensor) -> int:
     """Returns what tells the storage of `tensor` from others that exist; 0 if it has none."""
-    return tensor.untyped_storage()._cdata if has_storage(tensor) else 0
+    return _storage_id(tensor) if has_storage(tensor) else 0
 
 
 def is_freed(tensor: Tensor) -> bool:

@@ -126,7 +126,6 @@ def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: d
         return func(*args, **kwargs)
     observer.scope.plan_pending()
     tracker.save_pre_write_copies(x)
-    before = AsStridedArgs.of(x)
     tracker.counts[storage_id(x)] += 1
     result = func(*args, **kwargs)
     tracker.counts[storage_id(x)] += 1
@@ -134,7 +133,7 @@ def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: d
         info = OutputInfo.of_node(node)
         info.is_content_known = False
         for packed in info.packed_tensors:
-            if packed.find_geometry() == before and not _is_saved_by(node, packed):
+            if packed.tensor_id == x._cdata and not _is_saved_by(node, packed):
                 packed.keep(x.detach())
     return result
 

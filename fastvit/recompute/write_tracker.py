@@ -1,7 +1,7 @@
 """What a scope knows of writes that autograd's graph or the version counter does not show.
 
-Memory is known by its storage. A number of writes is counted for it, a tensor's `content_version`, beside
-autograd's version counter: a recipe reads an operand only if neither has changed since the op ran.
+Memory is known by its storage. Writes to it are counted beside autograd's version counter: a recipe reads an
+operand only if neither number has changed since the op ran.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class WriteTracker:
         Called before a write to `tensor`, which has the memory: autograd reads what is written.
         """
         info, restored = self.find_owner(tensor), []
-        for packed in () if info is None else info.packed_tensors:
+        if info is None or not info.is_content_known:  # it has been written to already
+            return restored
+        for packed in info.packed_tensors:
             dropped = packed.find_dropped_memory()
             if dropped is not None:
                 dtype, (size, stride, offset) = dropped
