@@ -1,9 +1,9 @@
 """Decides in the joint graph of forward and backward what torch's partitioner recomputes.
 
-The ops with a cheap rule (recompute_rules.py), and pointwise ops, are recomputed where the tensors that they take are
-saved for the backward anyway. Residual sums of others are saved. Products, convolutions, attention and random
-ops get no tag: the partitioner saves their results. In contrast to a scope the whole graph is known, so
-concatenations are recomputed too where several take the same tensors.
+The ops with a cheap rule (recompute_rules.py), and pointwise ops, are recomputed where the tensors that they
+take are saved for the backward anyway. Residual sums of others are saved. Products, convolutions, attention
+and random ops get no tag: the partitioner saves their results. In contrast to a scope the whole graph is
+known, so concatenations are recomputed too where several take the same tensors.
 """
 
 from __future__ import annotations

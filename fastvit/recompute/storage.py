@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # Subclasses of Tensor do not see these. Sparse tensors and those of torch.func have no storage.
-has_storage, _storage_id = torch._C._has_storage, torch._C._storage_id
+has_storage, _storage_id = torch._C._has_storage, torch._C._storage_id  # type: ignore[attr-defined]
 _get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # none in a torch for the CPU
 
 

@@ -96,7 +96,8 @@ class WriteTracker:
 
         Called before a write to `tensor`, which has the memory: autograd reads what is written.
         """
-        info, restored = self.find_owner(tensor), []
+        restored: list[PackedTensor] = []
+        info = self.find_owner(tensor)
         if info is None or not info.is_content_known:  # it has been written to already
             return restored
         for packed in info.packed_tensors:
