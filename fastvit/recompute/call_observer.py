@@ -62,7 +62,7 @@ class CallObserver(TorchFunctionMode):
     is_closed = False
     running_dropout_p: float | None = None  # the probability of the dropout that runs
     shape_only_size: torch.Size | None = None  # of an input that the op's backward does not read
-    pinned_operands: tuple[Any, ...] | None = None  # all that the op needs pinned; None if it is not known
+    pinned_operand: Any = ...  # the only one that the op needs pinned; `...` if it is not known
     expected_write: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
     in_place_copies: WeakList | None = None  # of copies that an op in place on a view saves
 
@@ -249,7 +249,7 @@ def _batch_norm_handler(weight: int, bias: int) -> Handler:
         x, scale = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, weight, "weight")
         pinned, call = _pinned_bias(observer, args, kwargs, bias), partial(func, *args, **kwargs)
         if get_argument(args, kwargs, 5, "training", False):
-            y = observer.with_attribute("pinned_operands", (scale,), call)
+            y = observer.with_attribute("pinned_operand", scale, call)
         elif _is_frozen(x, scale):
             y = observer.with_attribute("shape_only_size", x.size(), call)
         else:

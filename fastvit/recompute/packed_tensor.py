@@ -53,7 +53,7 @@ class Kept:
 
     def unpack(self) -> Tensor:
         tensor = self.tensor
-        if not self.is_unwritten():
+        if tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: [{tensor.type()} {list(tensor.shape)}] is at version "

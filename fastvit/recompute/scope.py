@@ -154,7 +154,6 @@ class Scope:
             if not len(self._pending) % 4:  # it takes time
                 self._close_dead_scopes()  # this one may be, and then it keeps what other models save
             packed = self._pack_output(tensor, node)
-        if packed.pin is None:  # every op whose settings matter saves a larger tensor too
             packed.environment = current_environment(tensor.is_cuda)
         if self._tracker.counts:
             packed.writes = self._tracker.count_of(tensor)
@@ -175,10 +174,12 @@ class Scope:
         elif self._calls.biases and (bias := self._calls.biases.pop(storage_id(tensor), None)) is not None:
             packed.bias = bias
         elif tensor.layout is torch.strided and not tensor.is_nested and is_small(tensor):
-            needed = self._calls.pinned_operands
-            if needed is None or any(one is tensor for one in needed):
+            needed = self._calls.pinned_operand
+            if needed is ... or needed is tensor:
                 packed.pin = PinnedTensor(tensor, is_copy=True)
                 self._pinned.append(packed)
+        else:  # every op whose settings matter saves a larger tensor too
+            packed.environment = current_environment(tensor.is_cuda)
         return packed
 
     def _may_pack_dropout_mask(self, packed: PackedTensor, tensor: Tensor) -> bool:
