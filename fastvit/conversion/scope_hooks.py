@@ -74,16 +74,25 @@ def add_scope_hooks(
         return model
     entry_modules = find_entry_modules(model)
     for module, name in name_scoped_modules(model).items():
-        # Registered before all other hooks, so that the block ends before FSDP reshards its parameters.
         hook = (make_entry_hook if module in entry_modules else ScopeHook)(policy, name)
-        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-        module.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True)
+        _register_first(module, hook, with_kwargs=True)
         if isinstance(module, nn.TransformerEncoderLayer):
-            layer_hook = EncoderLayerHook()
-            module.register_forward_pre_hook(layer_hook, prepend=True)
-            module.register_forward_hook(layer_hook, prepend=True, always_call=True)
+            _register_first(module, EncoderLayerHook(), with_kwargs=False)
         dynamo_hooks.enable(module, policy)
     return model
+
+
+def _register_first(module: nn.Module, hook: OwnHook, with_kwargs: bool) -> None:
+    """Registers a hook that is called before and after the forward, and before all other hooks.
+
+    A scope closes so before FSDP reshards parameters. Dynamo of torch 2.11 reads hooks in the order of their
+    insertion, which `prepend=True` does not change, so all others are inserted again.
+    """
+    module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+    module.register_forward_hook(hook, with_kwargs=with_kwargs, always_call=True)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in list(hooks)[:-1]:
+            hooks[key] = hooks.pop(key)
 
 
 def get_scope_hook(module: nn.Module) -> ScopeHook | None:
