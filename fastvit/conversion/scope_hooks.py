@@ -82,7 +82,7 @@ def add_scope_hooks(
     return model
 
 
-def _register_first(module: nn.Module, hook: OwnHook, with_kwargs: bool) -> None:
+def _register_first(module: nn.Module, hook: Callable, with_kwargs: bool) -> None:
     """Registers a hook that is called before and after the forward, and before all other hooks.
 
     A scope closes so before FSDP reshards parameters. Dynamo of torch 2.11 reads hooks in the order of their
