@@ -135,7 +135,6 @@ class BudgetHook(ScopeHook):
             if hook is not None and (hook is self or hook.policy is before):
                 hook.policy = policy
                 if share is not None:
-                    hook.share = str(share)
                     dynamo_hooks.set_options(inner, policy)
         self.policy = policy
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .._checks import Model
-from ..recompute import Policy, RecomputeLevel, close_scope, dynamo_hooks, open_scope
+from ..recompute import Policy, close_scope, dynamo_hooks, open_scope
 from .blocks import find_entry_modules, name_scoped_modules
 from .hook_visibility import EncoderLayerHook, OwnHook, is_own_hook, reveal_hooks
 from .nested_values import find_block_tensors
@@ -29,9 +29,7 @@ class ScopeHook(OwnHook):
     def __init__(self, policy: Policy, block: str):
         super().__init__()
         self.policy = policy
-        self.share = str(policy.share)  # Dynamo would make a number a symbol
         self.block = block
-        self.products = policy.level >= RecomputeLevel.MATMULS  # a constant to Dynamo, as an int need not be
 
     def __reduce__(self):
         return type(self), (self.policy, self.block)
@@ -40,7 +38,7 @@ class ScopeHook(OwnHook):
         """Opens the scope, or closes it after a `result`. The frame at `depth` is the module's call."""
         if torch.compiler.is_compiling():
             if result:
-                dynamo_hooks.end_traced_scope(self.products, self.policy.weight_casts, self.share)
+                dynamo_hooks.end_traced_scope(module)
             else:
                 dynamo_hooks.begin_traced_scope()
         elif result:
