@@ -14,7 +14,7 @@ import dataclasses
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch import nn
 from ..recompute import OpSite, Policy, RecomputeLevel, SavedMemory, observe_saved_tensors
 from .copy_runner import CopyRunner
 from .nested_values import Arguments
+from .scope_hooks import add_scope_hooks
 
 __all__ = [
     "Budget",
@@ -96,66 +97,47 @@ def order_sites(costs: dict[OpSite, SiteCost], level: int, chosen: Iterable[OpSi
     return first + sorted(added, key=lambda site: (costs[site].has_products, -costs[site].gain))
 
 
-def plan_budget(
-    model: nn.Module,
-    policy: Policy,
-    budget: Budget,
-    arguments: Arguments,
-    revert: Callable[[nn.Module], nn.Module],
-    apply: Callable[[nn.Module, Policy], object],
-) -> Policy:
-    """The policy with the fewest sites that meets `budget`.
-
-    Args:
-        revert: makes a copy the original.
-        apply: converts a copy.
+def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arguments) -> Policy:
+    """Returns the policy with the fewest sites that meets `budget`, measured with copies of the model.
 
     Raises:
         ValueError: none meets it.
     """
     runner = CopyRunner("convert", model, arguments)
-    original = runner.measure_original_bytes(revert)
+    original = least = runner.measure_original_bytes()
     allowed = budget.allowed_bytes(original)
     if allowed >= original:
         return dataclasses.replace(policy, sites=frozenset())
     copied = runner.training_copy()
 
     def measure_kept_bytes(policy: Policy) -> int:
-        apply(copied, policy)
-        return runner.measure_kept_bytes(copied)
+        return runner.measure_kept_bytes(add_scope_hooks(copied, policy))
 
     def choose_first(count: int) -> Policy:
         return dataclasses.replace(policy, sites=frozenset(sites[:count]), share=allowed / original)
 
+    def is_met_by_first(count: int) -> bool:
+        return measure_kept_bytes(choose_first(count)) <= allowed
+
     sites: list[OpSite] = []
-    least = original
     # The levels are tried in the order of their cost: matmuls take ten times the arithmetic, and recomputing
     # several blocks from one input raises the peak in backward.
     for level in RecomputeLevel:
         policy = dataclasses.replace(policy, level=level, sites=None)
-        apply(copied, policy)
+        add_scope_hooks(copied, policy)
         with observe_saved_tensors(lambda _: None) as observer, runner.holding_output(copied):
             costs = sum_site_costs(observer.decisions())
-        cheaper = (
-            len(sites) if level == RecomputeLevel.ACROSS_BLOCKS else sum(site in costs for site in sites)
-        )
         sites = order_sites(costs, level, sites)
         least = min(least, measure_kept_bytes(policy))
         if least <= allowed:
-            enough = bisect_left(
-                range(len(sites)),
-                True,
-                lo=cheaper,
-                key=lambda count: measure_kept_bytes(choose_first(count)) <= allowed,
-            )
-            return choose_first(enough)
-    casts = any(torch.is_autocast_enabled(device.type) for device in runner.devices)
-    raise ValueError(f"convert: {describe_least(budget, least, original, casts and not policy.weight_casts)}")
+            return choose_first(bisect_left(range(len(sites)), True, key=is_met_by_first))
+    raise ValueError(f"convert: {describe_least(budget, least, original, policy)}")
 
 
-def describe_least(budget: Budget, least: int, original: int, has_casts: bool) -> str:
+def describe_least(budget: Budget, least: int, original: int, policy: Policy) -> str:
     """Returns what to say of a budget that cannot be met."""
     fraction = least / (original or 1)
+    has_casts = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) and not policy.weight_casts
     return (
         f"a budget of {budget} cannot be met; the least is {least} bytes, {fraction:.3f} of the {original} "
         f"that the original keeps; pass budget='least' or a budget above {fraction:.3f}"

@@ -18,6 +18,7 @@ from .._norm import SharesGroup
 from ..memory import live_bytes
 from ..recompute import active_scope
 from .nested_values import Arguments, copy_arguments, refuse_iterators, tensor_leaves
+from .scope_hooks import revert
 
 __all__ = ["CopyRunner", "as_arguments"]
 
@@ -93,8 +94,8 @@ class CopyRunner:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def measure_original_bytes(self, revert: Callable[[nn.Module], nn.Module]) -> int:
-        """Returns the kept bytes of a copy that `revert` makes the original."""
+    def measure_original_bytes(self) -> int:
+        """Returns the kept bytes of a copy that is neither converted nor fused."""
         original = revert(self.training_copy())
         with self.holding_output(original):  # allocations of caches do not count
             pass

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..recompute import SavedMemory, SavedTensorObserver, active_scope, observe_saved_tensors, reason_no_scope
 from .budget_hook import freeze_budgets, has_budget_hook
-from .convert_model import ensure_converted, revert
+from .convert_model import ensure_converted
 from .copy_runner import CopyRunner
 from .nested_values import tensor_leaves
 from .scope_hooks import has_scope_hook, is_converted
@@ -163,7 +163,7 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
         RuntimeError: inside `recompute_scope()`.
     """
     runner = CopyRunner("report", model, (inputs, kwinputs))
-    kept_before = runner.measure_original_bytes(revert)
+    kept_before = runner.measure_original_bytes()
     copied = ensure_converted(runner.training_copy())
     if has_budget_hook(copied):
         for _ in range(2):  # forwards that plan

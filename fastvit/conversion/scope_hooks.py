@@ -9,13 +9,14 @@ from types import FrameType
 import torch
 from torch import nn
 
-from .._checks import Model
+from .._checks import Model, check_module
+from ..fuse import unfuse
 from ..recompute import Policy, close_scope, dynamo_hooks, open_scope
 from .blocks import find_entry_modules, name_scoped_modules
 from .hook_visibility import EncoderLayerHook, OwnHook, is_own_hook, reveal_hooks
 from .nested_values import find_block_tensors
 
-__all__ = ["ScopeHook", "add_scope_hooks", "get_scope_hook", "has_scope_hook", "is_converted", "remove_hooks"]
+__all__ = ["ScopeHook", "add_scope_hooks", "get_scope_hook", "has_scope_hook", "is_converted", "revert"]
 
 _HOOK_DICTIONARIES = (
     *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"),
@@ -67,7 +68,7 @@ def add_scope_hooks(
         policy: of all hooks.
         make_entry_hook: returns the hook of a module that the user calls.
     """
-    remove_hooks(model)
+    _remove_hooks(model)
     if policy.sites is not None and not policy.sites:
         return model
     entry_modules = find_entry_modules(model)
@@ -108,7 +109,7 @@ def is_converted(model: nn.Module) -> bool:
     return any(map(has_scope_hook, model.modules()))
 
 
-def remove_hooks(model: nn.Module) -> None:
+def _remove_hooks(model: nn.Module) -> None:
     """Removes what `add_scope_hooks` has added, and no hook of others."""
     for module in model.modules():
         reveal_hooks(module)
@@ -117,3 +118,17 @@ def remove_hooks(model: nn.Module) -> None:
             for name in _HOOK_DICTIONARIES:
                 getattr(module, name).pop(key, None)
         dynamo_hooks.disable(module)
+
+
+def revert(model: Model) -> Model:
+    """Undoes `convert` and `fuse` in place.
+
+    Args:
+        model: converted, fused or neither.
+
+    Returns:
+        `model`.
+    """
+    check_module("revert", model)
+    _remove_hooks(model)
+    return unfuse(model)
