@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from .budget_hook import freeze_budgets, has_budget_hook
 from .convert_model import ensure_converted
 from .copy_runner import CopyRunner
 from .nested_values import tensor_leaves
-from .scope_hooks import has_scope_hook, is_converted
+from .scope_hooks import get_scope_hook, is_converted
 
 __all__ = ["Report", "TensorReport", "report"]
 
@@ -68,9 +69,12 @@ class Report:
         """`kept_before` minus `kept_after`: below 0 where the converted model keeps more."""
         return self.kept_before - self.kept_after
 
-    def __str__(self) -> str:
+    def _large_tensors(self) -> list[TensorReport]:
         least = _SHOWN * self.kept_before
-        shown = [row for row in self.tensors if max(row.rebuilt_bytes, row.kept_bytes) >= least]
+        return [row for row in self.tensors if max(row.rebuilt_bytes, row.kept_bytes) >= least]
+
+    def __str__(self) -> str:
+        shown = self._large_tensors()
         rows = [
             (
                 " & ".join(row.names),
@@ -113,9 +117,7 @@ class Report:
             where = "pip install matplotlib, or in fastvit's sources pip install '.[train]'"
             raise ImportError(f"Report.plot needs matplotlib: {where} ({error})") from error
 
-        rows = [
-            row for row in self.tensors if row.rebuilt_bytes + row.kept_bytes >= _SHOWN * self.kept_before
-        ]
+        rows = self._large_tensors()
         kept, rebuilt = [row.kept_bytes / 2**20 for row in rows], [row.rebuilt_bytes / 2**20 for row in rows]
         figure = Figure(figsize=(10, 1.2 + 0.3 * len(rows)), layout="constrained")
         axis = figure.subplots()
@@ -172,7 +174,8 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
         freeze_budgets(copied)
     notes: dict[str, None] = {}
     with _observe_modules(copied, notes) as observer:
-        existing = _find_tensors()  # a forward keeps none of these, even if an op saves one
+        # A forward keeps none of these, even if an op saves one.
+        existing = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
         with runner.holding_output(copied) as arguments:
             held = [vars(module) for module in copied.modules()]
             others = [*copied.parameters(), *copied.buffers(), *tensor_leaves((arguments, held))]
@@ -182,26 +185,16 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
     return Report(kept_before, runner.measure_kept_bytes(copied), rows, list(notes), is_converted(model))
 
 
-def _find_tensors() -> list[Tensor]:
-    """Returns the tensors that there are."""
-    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-
-
 @contextlib.contextmanager
 def _observe_modules(model: nn.Module, notes: dict[str, None]) -> Iterator[SavedTensorObserver]:
     """Yields an observer that annotates every saved tensor with the module whose forward is running."""
     running = ["the model"]  # inner ones last
 
-    def entering(name: str) -> Callable[[nn.Module, object], None]:
-        label = _NUMBER.sub("*", name) or "the model"
-
-        def enter(module: nn.Module, _: object) -> None:
-            if not torch.compiler.is_compiling():
-                running.append(label)
-                if has_scope_hook(module) and active_scope() is None:
-                    notes[f"{label}: nothing is rebuilt, because {reason_no_scope()}"] = None
-
-        return enter
+    def enter(label: str, module: nn.Module, _: object) -> None:
+        if not torch.compiler.is_compiling():
+            running.append(label)
+            if get_scope_hook(module) is not None and active_scope() is None:
+                notes[f"{label}: nothing is rebuilt, because {reason_no_scope()}"] = None
 
     def leave(*_: object) -> None:
         if not torch.compiler.is_compiling():
@@ -210,7 +203,8 @@ def _observe_modules(model: nn.Module, notes: dict[str, None]) -> Iterator[Saved
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                hooks.enter_context(module.register_forward_pre_hook(entering(name)))
+                label = _NUMBER.sub("*", name) or "the model"
+                hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, label)))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield hooks.enter_context(observe_saved_tensors(lambda _: running[-1]))
 
@@ -228,11 +222,8 @@ def _group_rows(decisions: list[SavedMemory]) -> list[TensorReport]:
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _bytes(count: int) -> str:

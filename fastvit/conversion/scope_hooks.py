@@ -16,7 +16,7 @@ from .blocks import find_entry_modules, name_scoped_modules
 from .hook_visibility import EncoderLayerHook, OwnHook, is_own_hook, reveal_hooks
 from .nested_values import find_block_tensors
 
-__all__ = ["ScopeHook", "add_scope_hooks", "get_scope_hook", "has_scope_hook", "is_converted", "revert"]
+__all__ = ["ScopeHook", "add_scope_hooks", "get_scope_hook", "is_converted", "revert"]
 
 _HOOK_DICTIONARIES = (
     *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"),
@@ -99,14 +99,9 @@ def get_scope_hook(module: nn.Module) -> ScopeHook | None:
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ScopeHook)), None)
 
 
-def has_scope_hook(module: nn.Module) -> bool:
-    """Returns whether the forward of `module` runs in a scope of its own."""
-    return get_scope_hook(module) is not None
-
-
 def is_converted(model: nn.Module) -> bool:
     """Returns whether there are scopes in `model`."""
-    return any(map(has_scope_hook, model.modules()))
+    return any(get_scope_hook(module) is not None for module in model.modules())
 
 
 def _remove_hooks(model: nn.Module) -> None:
