@@ -179,52 +179,40 @@ def _run_step(
     model = change(_cast_model(runner.copy_model(), dtype))
     freeze_budgets(model)
     model.zero_grad(set_to_none=True)
+    leaves = []
+
+    def copy_input(tensor: Tensor) -> Tensor:
+        leaf = _cast(tensor.detach().clone(), dtype)
+        if leaf.is_floating_point() or leaf.is_complex():
+            leaf.requires_grad_(not marks_inputs)
+        leaves.append(leaf)
+        return leaf.clone()  # the result of an op, which the model may overwrite
+
     with runner.preserving_random_state():
         runner.seed_all()
-        leaves, given = _copy_leaves(runner, dtype, marks_inputs)
+        given = runner.copy_inputs(copy_input)
         outputs, sites = _forward_and_check(runner, model, given, dtype)
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
         result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(tensor_leaves(given))}
-        _run_backward(outputs)
+        # Random numbers of both signs, because the gradient of a plain sum through a normalisation is zero.
+        roots = [output for output in outputs if output.requires_grad]
+        torch.autograd.backward(roots, list(map(torch.randn_like, roots)))
     gradients = [(f"input {i}", t.grad) for i, t in enumerate(leaves)]
     gradients += [(name, p.grad) for name, p in model.named_parameters()]
     result |= {f"gradient of {name}": g.detach() for name, g in gradients if g is not None}
     return result | {f"buffer {name}": b.detach() for name, b in model.named_buffers()}, sites
 
 
-_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.float16: torch.complex32}
-
-
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if tensor.is_complex() and dtype is not None:
-        return tensor.to(_COMPLEX.get(dtype, tensor.dtype))
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
 
 
 def _cast_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
         return model._apply(lambda tensor: _cast(tensor, dtype))  # Module.to drops imaginary parts
     return model.to(dtype)
-
-
-def _copy_leaves(
-    runner: CopyRunner, dtype: torch.dtype | None, marks_inputs: bool
-) -> tuple[list[Tensor], Arguments]:
-    """Returns copies of the inputs that require gradients, and results of ops on them.
-
-    The model may overwrite results of ops where the original does.
-    """
-    leaves = []
-
-    def copy_tensor(tensor: Tensor) -> Tensor:
-        leaf = _cast(tensor.detach().clone(), dtype)
-        if leaf.is_floating_point() or leaf.is_complex():
-            leaf.requires_grad_(not marks_inputs)
-        leaves.append(leaf)
-        return leaf.clone()
-
-    given = runner.copy_inputs(copy_tensor)
-    return leaves, given
 
 
 def _forward_and_check(
@@ -235,9 +223,8 @@ def _forward_and_check(
         try:
             outputs = tensor_leaves(runner.run_forward(model, given))
         except RuntimeError as error:
-            if dtype is None or not any(
-                word in str(error) for word in ("dtype", "type Double", "Double and")
-            ):
+            words = ("dtype", "type Double", "Double and")
+            if dtype is None or not any(word in str(error) for word in words):
                 raise
             raise RuntimeError(
                 f"verify: the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
@@ -245,18 +232,6 @@ def _forward_and_check(
     if not outputs:
         raise ValueError("verify: a forward that returns tensors expected; the model returned none")
     return outputs, _mismatched_sites(observer.decisions())
-
-
-def _run_backward(outputs: list[Tensor]) -> None:
-    # The loss weights outputs by random numbers of both signs, because the gradient of a plain sum through a
-    # normalisation is zero.
-    losses = []
-    for output in outputs:
-        if output.requires_grad:
-            output = torch.view_as_real(output) if output.is_complex() else output
-            losses.append((output * torch.randn(output.shape, dtype=torch.float64).to(output)).sum().double())
-    if losses:
-        torch.stack(losses).sum().backward()
 
 
 # A tensor of these kinds that is zero up to rounding (a mean after a normalisation) has no scale of its own.
