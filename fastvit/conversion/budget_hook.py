@@ -7,7 +7,7 @@ import threading
 import warnings
 from itertools import accumulate
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,14 +26,7 @@ from .budget import Budget, SiteCost, describe_least, order_sites, sum_site_cost
 from .nested_values import tensor_leaves
 from .scope_hooks import ScopeHook, get_scope_hook
 
-__all__ = ["BudgetHook", "freeze_budgets", "has_budget_hook"]
-
-
-class _Planning(NamedTuple):
-    """A forward from whose records a plan is made."""
-
-    observer: SavedTensorObserver
-    input_bytes: int
+__all__ = ["BudgetHook", "find_budget_hooks", "freeze_budgets"]
 
 
 class BudgetHook(ScopeHook):
@@ -61,7 +54,8 @@ class BudgetHook(ScopeHook):
         super().__init__(policy, block)
         self.budget = budget
         self.level, self.input_bytes, self.sites_of_blocks, self.has_warned = planned
-        self._plannings: dict[int, _Planning] = {}  # of the forwards that run now, by thread
+        # The observers and input bytes of the forwards that run now and plan, by thread.
+        self._plannings: dict[int, tuple[SavedTensorObserver, int]] = {}
 
     def __reduce__(self):
         planned = self.level, self.input_bytes, self.sites_of_blocks, self.has_warned
@@ -76,7 +70,7 @@ class BudgetHook(ScopeHook):
                 if active_scope() is None:
                     with observe_saved_tensors(lambda _: None) as observer:
                         super().open_scope(module, args, kwargs, frame)
-                    self._plannings[threading.get_ident()] = _Planning(observer, input_bytes)
+                    self._plannings[threading.get_ident()] = observer, input_bytes
                     return
         super().open_scope(module, args, kwargs, frame)
 
@@ -87,10 +81,11 @@ class BudgetHook(ScopeHook):
         planning = self._plannings.pop(threading.get_ident(), None)
         if planning is None or result is None or _is_compiled(module):  # None after an exception
             return
+        observer, input_bytes = planning
         inputs = tensor_leaves((args, kwargs))
-        decisions = planning.observer.decisions([*module.parameters(), *module.buffers(), *inputs])
+        decisions = observer.decisions([*module.parameters(), *module.buffers(), *inputs])
         if decisions:
-            self._plan(module, decisions, planning.input_bytes)
+            self._plan(module, decisions, input_bytes)
 
     def _plan(self, module: nn.Module, decisions: list[SavedMemory], input_bytes: int) -> None:
         """Chooses sites for the forwards to come."""
@@ -134,16 +129,15 @@ def _is_compiled(module: nn.Module) -> bool:
     return any(map(dynamo_hooks.is_compiled, module.modules()))
 
 
-def has_budget_hook(model: nn.Module) -> bool:
-    """Returns whether forwards of `model` may plan."""
-    return any(isinstance(get_scope_hook(module), BudgetHook) for module in model.modules())
+def find_budget_hooks(model: nn.Module) -> list[tuple[nn.Module, BudgetHook]]:
+    """Returns the modules whose forwards may plan, with their hooks."""
+    hooks = [(module, get_scope_hook(module)) for module in model.modules()]
+    return [(module, hook) for module, hook in hooks if isinstance(hook, BudgetHook)]
 
 
 def freeze_budgets(model: nn.Module) -> None:
     """Ends planning: each module keeps the policy that its next training forward begins with."""
-    for module in model.modules():
-        hook = get_scope_hook(module)
-        if isinstance(hook, BudgetHook):
-            if hook.input_bytes < 0:
-                hook._replace_policies(module, sites=None)
-            hook.input_bytes = 2**63
+    for module, hook in find_budget_hooks(model):
+        if hook.input_bytes < 0:
+            hook._replace_policies(module, sites=None)
+        hook.input_bytes = 2**63

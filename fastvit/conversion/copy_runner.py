@@ -181,21 +181,13 @@ class CopyRunner:
             del result
             torch.clear_autocast_cache()
 
-    @property
-    def _gpus(self) -> list[int]:
-        return sorted({device.index or 0 for device in self.devices if device.type == "cuda"})
-
-    def seed_all(self) -> None:
-        """Seeds the random states that `preserving_random_state` restores, and no other GPU's."""
-        for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in self._gpus)):
-            generator.manual_seed(0)
-
     @contextlib.contextmanager
     def preserving_random_state(self) -> Iterator[None]:
-        """Enables gradients, and restores random states at the end."""
+        """Enables gradients; restores random states at the end, so that all forwards draw the same numbers."""
+        gpus = {device.index or 0 for device in self.devices if device.type == "cuda"}
         numpy = sys.modules.get("numpy.random")
         states = random.getstate(), numpy.get_state() if numpy else None
-        with torch.random.fork_rng(self._gpus), torch.inference_mode(False), torch.enable_grad():
+        with torch.random.fork_rng(sorted(gpus)), torch.inference_mode(False), torch.enable_grad():
             try:
                 yield
             finally:

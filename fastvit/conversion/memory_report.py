@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recompute import SavedMemory, SavedTensorObserver, active_scope, observe_saved_tensors, reason_no_scope
-from .budget_hook import freeze_budgets, has_budget_hook
+from .budget_hook import find_budget_hooks, freeze_budgets
 from .convert_model import ensure_converted
 from .copy_runner import CopyRunner
 from .nested_values import tensor_leaves
@@ -167,7 +167,7 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
     runner = CopyRunner("report", model, (inputs, kwinputs))
     kept_before = runner.measure_original_bytes()
     copied = ensure_converted(runner.training_copy())
-    if has_budget_hook(copied):
+    if find_budget_hooks(copied):
         for _ in range(2):  # forwards that plan
             with runner.holding_output(copied):
                 pass

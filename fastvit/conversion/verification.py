@@ -189,7 +189,6 @@ def _run_step(
         return leaf.clone()  # the result of an op, which the model may overwrite
 
     with runner.preserving_random_state():
-        runner.seed_all()
         given = runner.copy_inputs(copy_input)
         outputs, sites = _forward_and_check(runner, model, given, dtype)
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
