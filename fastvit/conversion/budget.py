@@ -110,14 +110,12 @@ def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arg
         return dataclasses.replace(policy, sites=frozenset())
     copied = runner.training_copy()
 
-    def measure_kept_bytes(policy: Policy) -> int:
-        return runner.measure_kept_bytes(add_scope_hooks(copied, policy))
-
     def choose_first(count: int) -> Policy:
         return dataclasses.replace(policy, sites=frozenset(sites[:count]), share=allowed / original)
 
     def is_met_by_first(count: int) -> bool:
-        return measure_kept_bytes(choose_first(count)) <= allowed
+        add_scope_hooks(copied, choose_first(count))
+        return runner.measure_kept_bytes(copied) <= allowed
 
     sites: list[OpSite] = []
     # The levels are tried in the order of their cost: matmuls take ten times the arithmetic, and recomputing
@@ -128,7 +126,7 @@ def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arg
         with observe_saved_tensors(lambda _: None) as observer, runner.holding_output(copied):
             costs = sum_site_costs(observer.decisions())
         sites = order_sites(costs, level, sites)
-        least = min(least, measure_kept_bytes(policy))
+        least = min(least, runner.measure_kept_bytes(copied))
         if least <= allowed:
             return choose_first(bisect_left(range(len(sites)), True, key=is_met_by_first))
     raise ValueError(f"convert: {describe_least(budget, least, original, policy)}")
@@ -164,6 +162,6 @@ def parse_budget(budget: object) -> Budget:
         if number > 1:
             return Budget(0.0, int(number))
     raise ValueError(
-        "budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', or 'least', "
-        f"got {budget!r}"
+        "convert: budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', or "
+        f"'least', got {budget!r}"
     )

@@ -96,14 +96,9 @@ def _convert_to_budget(
 ) -> Model:
     if budget == "least":
         return add_scope_hooks(model, dataclasses.replace(policy, level=RecomputeLevel.EVERY_OP))
-    try:
-        parsed = parse_budget(budget)
-    except ValueError as error:
-        raise ValueError(f"convert: {error}") from None
+    parsed = parse_budget(budget)
     if example_inputs is not None:
-        arguments = as_arguments(example_inputs)
-        policy = plan_budget(model, policy, parsed, arguments)
-        return add_scope_hooks(model, policy)
+        return add_scope_hooks(model, plan_budget(model, policy, parsed, as_arguments(example_inputs)))
     if parsed.fraction == 1:
         return add_scope_hooks(model, dataclasses.replace(policy, sites=frozenset()))
     policy = dataclasses.replace(policy, share=parsed.fraction)

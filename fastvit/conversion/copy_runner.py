@@ -153,10 +153,8 @@ class CopyRunner:
                 ) from error
         for kind, instead in _HOLDERS:
             if len(args) == 1 and isinstance(args[0], kind):
-                given = type(args[0]).__name__
-                raise TypeError(
-                    f"{self.caller}: the model failed with a {given} ({error}); {instead}"
-                ) from error
+                given = f"{self.caller}: the model failed with a {type(args[0]).__name__} ({error})"
+                raise TypeError(f"{given}; {instead}") from error
 
     def measure_kept_bytes(self, model: nn.Module) -> int:
         """Bytes that a forward keeps for backward, its result included."""
@@ -183,7 +181,7 @@ class CopyRunner:
 
     @contextlib.contextmanager
     def preserving_random_state(self) -> Iterator[None]:
-        """Enables gradients; restores random states at the end, so that all forwards draw the same numbers."""
+        """Enables gradients; restores random states at the end, so all forwards draw the same numbers."""
         gpus = {device.index or 0 for device in self.devices if device.type == "cuda"}
         numpy = sys.modules.get("numpy.random")
         states = random.getstate(), numpy.get_state() if numpy else None
