@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from types import MappingProxyType, MethodType
 from typing import Any
@@ -16,29 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Arguments", "copy_arguments", "find_block_tensors", "refuse_iterators", "tensor_leaves"]
+__all__ = ["Arguments", "copy_arguments", "refuse_iterators", "tensor_leaves"]
 
 Arguments = tuple[tuple, dict[str, object]]
 
 _MAPPINGS = (dict, UserDict, MappingProxyType)  # reading one of these runs no code of the program
-_FLAT = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str))
 
 
 def tensor_leaves(values: object) -> list[Tensor]:
     """Returns the tensors in a structure of sequences, dictionaries and dataclasses."""
     return [value for value in _walk(values) if isinstance(value, Tensor)]
-
-
-def find_block_tensors(values: object) -> Iterable[object]:
-    """Returns objects among which are the tensors in `values`.
-
-    This runs in each forward of a block: a tensor, or a flat sequence, is not walked through.
-    """
-    if type(values) is Tensor:
-        return (values,)
-    if isinstance(values, (tuple, list)) and all(type(value) in _FLAT for value in values):
-        return values
-    return tensor_leaves(values)
 
 
 def _walk(values: object) -> Iterator[object]:

@@ -14,7 +14,7 @@ from ..fuse import unfuse
 from ..recompute import Policy, close_scope, dynamo_hooks, open_scope
 from .blocks import find_entry_modules, name_scoped_modules
 from .hook_visibility import EncoderLayerHook, OwnHook, is_own_hook, reveal_hooks
-from .nested_values import find_block_tensors
+from .nested_values import tensor_leaves
 
 __all__ = ["ScopeHook", "add_scope_hooks", "get_scope_hook", "is_converted", "revert"]
 
@@ -51,11 +51,10 @@ class ScopeHook(OwnHook):
         """`frame` is that of the module's call."""
         sites = self.policy.sites
         if sites is None or sites:
-            inputs = find_block_tensors((*args, kwargs) if kwargs else args)
-            open_scope(module, self.policy, self.block, inputs, frame)
+            open_scope(module, self.policy, self.block, tensor_leaves((args, kwargs)), frame)
 
     def close_scope(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> None:
-        close_scope(module, find_block_tensors(result))
+        close_scope(module, tensor_leaves(result))
 
 
 def add_scope_hooks(
