@@ -16,7 +16,7 @@ from ..recompute import SavedMemory, observe_saved_tensors, skip_key
 from .budget_hook import freeze_budgets
 from .convert_model import ensure_converted, revert
 from .copy_runner import CopyRunner
-from .nested_values import Arguments, tensor_leaves
+from .nested_values import tensor_leaves
 
 __all__ = ["Verification", "verify"]
 
@@ -124,14 +124,18 @@ def verify(
     if limit is None:
         computed = dtype or next((p.dtype for p in model.parameters()), torch.float32)
         limit = _TOLERANCES.get(computed, _HALF_PRECISION) if is_fused(model) else 0.0
-    marks_inputs = False
-    try:
-        expected, _ = _run_step(runner, revert, dtype, marks_inputs)
-    except RuntimeError as error:
-        if "requires_grad flags of leaf" not in str(error):
-            raise
-        marks_inputs = True  # the model sets requires_grad on its inputs, which only a leaf allows
-        expected, _ = _run_step(runner, revert, dtype, marks_inputs)
+    for marks_inputs in (False, True):  # whether the model sets requires_grad on its inputs
+        try:
+            expected, _ = _run_step(runner, revert, dtype, marks_inputs)
+            break
+        except RuntimeError as error:
+            if dtype is not None and any(
+                word in str(error) for word in ("dtype", "type Double", "Double and")
+            ):
+                message = f"the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
+                raise RuntimeError(f"verify: {message}") from error
+            if marks_inputs or "requires_grad flags of leaf" not in str(error):
+                raise
     actual, sites = _run_step(runner, ensure_converted, dtype, marks_inputs)
     found = Verification(_differences(actual, expected), limit, sites)
     if found.wrong:
@@ -190,7 +194,11 @@ def _run_step(
 
     with runner.preserving_random_state():
         given = runner.copy_inputs(copy_input)
-        outputs, sites = _forward_and_check(runner, model, given, dtype)
+        with observe_saved_tensors(lambda tensor: (tensor.detach(), tensor._version)) as observer:
+            outputs = tensor_leaves(runner.run_forward(model, given))
+        if not outputs:
+            raise ValueError("verify: a forward that returns tensors expected; the model returned none")
+        sites = _mismatched_sites(observer.decisions())
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
         result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(tensor_leaves(given))}
         # Random numbers of both signs, because the gradient of a plain sum through a normalisation is zero.
@@ -212,25 +220,6 @@ def _cast_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
         return model._apply(lambda tensor: _cast(tensor, dtype))  # Module.to drops imaginary parts
     return model.to(dtype)
-
-
-def _forward_and_check(
-    runner: CopyRunner, model: nn.Module, given: Arguments, dtype: torch.dtype | None
-) -> tuple[list[Tensor], tuple[tuple[str, str], ...]]:
-    """Returns the outputs of a forward, and the sites that are recomputed wrong at its end."""
-    with observe_saved_tensors(lambda tensor: (tensor.detach(), tensor._version)) as observer:
-        try:
-            outputs = tensor_leaves(runner.run_forward(model, given))
-        except RuntimeError as error:
-            words = ("dtype", "type Double", "Double and")
-            if dtype is None or not any(word in str(error) for word in words):
-                raise
-            raise RuntimeError(
-                f"verify: the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
-            ) from error
-    if not outputs:
-        raise ValueError("verify: a forward that returns tensors expected; the model returned none")
-    return outputs, _mismatched_sites(observer.decisions())
 
 
 # A tensor of these kinds that is zero up to rounding (a mean after a normalisation) has no scale of its own.
