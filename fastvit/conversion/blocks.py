@@ -7,8 +7,6 @@ from collections import Counter
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["find_blocks", "find_entry_modules", "name_scoped_modules"]
-
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 

@@ -26,8 +26,6 @@ from .budget import Budget, SiteCost, describe_least, order_sites, sum_site_cost
 from .nested_values import tensor_leaves
 from .scope_hooks import ScopeHook, get_scope_hook
 
-__all__ = ["BudgetHook", "find_budget_hooks", "freeze_budgets"]
-
 
 class BudgetHook(ScopeHook):
     """The hook of a module that a user calls, with a budget.

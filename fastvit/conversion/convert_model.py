@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from .._checks import Model, check_flag, check_module
 from ..recompute import Policy, RecomputeLevel
-from .blocks import find_blocks, name_scoped_modules
+from .blocks import name_scoped_modules
 from .budget import parse_budget, plan_budget
 from .budget_hook import BudgetHook
 from .copy_runner import as_arguments
-from .scope_hooks import ScopeHook, add_scope_hooks, is_converted, revert
-
-__all__ = ["ScopeHook", "convert", "ensure_converted", "find_blocks", "is_converted", "revert"]
+from .scope_hooks import add_scope_hooks, is_converted
 
 
 def convert(

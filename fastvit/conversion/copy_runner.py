@@ -20,8 +20,6 @@ from ..recompute import active_scope
 from .nested_values import Arguments, copy_arguments, refuse_iterators, tensor_leaves
 from .scope_hooks import revert
 
-__all__ = ["CopyRunner", "as_arguments"]
-
 _QUIET = 3.0  # seconds before progress is shown, and between its lines
 
 

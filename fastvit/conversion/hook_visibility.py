@@ -17,8 +17,6 @@ from torch import nn
 
 from ..recompute import dynamo_hooks
 
-__all__ = ["EncoderLayerHook", "OwnHook", "is_own_hook", "reveal_hooks"]
-
 _HOOK_NAMES = ("_forward_hooks", "_forward_pre_hooks")  # what nn.TransformerEncoderLayer and TorchScript read
 
 

@@ -21,8 +21,6 @@ from .copy_runner import CopyRunner
 from .nested_values import tensor_leaves
 from .scope_hooks import get_scope_hook, is_converted
 
-__all__ = ["Report", "TensorReport", "report"]
-
 _SHOWN = 0.005  # smallest share of all bytes that has a line in the table
 _NUMBER = re.compile(r"\d+(?=\.)|(?<![^.])\d+$")  # of all parts of a name but the last, unless it is one
 

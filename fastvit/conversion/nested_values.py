@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Arguments", "copy_arguments", "refuse_iterators", "tensor_leaves"]
-
 Arguments = tuple[tuple, dict[str, object]]
 
 _MAPPINGS = (dict, UserDict, MappingProxyType)  # reading one of these runs no code of the program

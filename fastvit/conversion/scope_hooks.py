@@ -16,8 +16,6 @@ from .blocks import find_entry_modules, name_scoped_modules
 from .hook_visibility import EncoderLayerHook, OwnHook, is_own_hook, reveal_hooks
 from .nested_values import tensor_leaves
 
-__all__ = ["ScopeHook", "add_scope_hooks", "get_scope_hook", "is_converted", "revert"]
-
 _HOOK_DICTIONARIES = (
     *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"),
     *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"),

@@ -14,15 +14,15 @@ from .._checks import check_dtype, is_number
 from ..fuse import is_fused
 from ..recompute import SavedMemory, observe_saved_tensors, skip_key
 from .budget_hook import freeze_budgets
-from .convert_model import ensure_converted, revert
+from .convert_model import ensure_converted
 from .copy_runner import CopyRunner
 from .nested_values import tensor_leaves
-
-__all__ = ["Verification", "verify"]
+from .scope_hooks import revert
 
 # Layers of fastvit round otherwise than torch's, and depth multiplies it.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
 _HALF_PRECISION = 0.2
+_DTYPE_WORDS = ("dtype", "type Double", "Double and")  # in torch's errors about dtypes
 _NONDETERMINISM_FACTOR = 4.0  # allowed multiple of the difference between two runs of the original
 
 
