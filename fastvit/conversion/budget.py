@@ -50,10 +50,6 @@ class SiteCost(NamedTuple):
     work: int = 0
     has_products: bool = False
 
-    @property
-    def gain(self) -> float:
-        return self.freed_bytes / max(self.work, 1)
-
 
 def sum_site_costs(decisions: Iterable[SavedMemory]) -> dict[OpSite, SiteCost]:
     """Returns the sites of what a forward recomputes, in its order."""
@@ -84,7 +80,11 @@ def order_sites(costs: dict[OpSite, SiteCost], level: int, chosen: Iterable[OpSi
     if level == RecomputeLevel.ACROSS_BLOCKS:
         # Every second one first: the backward makes all between two kept ones at once.
         return [*first, *added[1::2], *added[::2]]
-    return first + sorted(added, key=lambda site: (costs[site].has_products, -costs[site].gain))
+
+    def rank(site: OpSite) -> tuple[bool, float]:
+        return costs[site].has_products, -costs[site].freed_bytes / max(costs[site].work, 1)
+
+    return first + sorted(added, key=rank)
 
 
 def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arguments) -> Policy:

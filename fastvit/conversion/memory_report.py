@@ -175,9 +175,8 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
         # A forward keeps none of these, even if an op saves one.
         existing = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
         with runner.holding_output(copied) as arguments:
-            held = [vars(module) for module in copied.modules()]
-            others = [*copied.parameters(), *copied.buffers(), *tensor_leaves((arguments, held))]
-            rows = _group_rows(observer.decisions([*existing, *others]))
+            held = tensor_leaves((arguments, list(map(vars, copied.modules()))))
+            rows = _group_rows(observer.decisions([*existing, *held]))
     if any(module._compiled_call_impl is not None for module in model.modules()):
         notes["measured without Module.compile, which is not copied; pass torch.compile(model)"] = None
     return Report(kept_before, runner.measure_kept_bytes(copied), rows, list(notes), is_converted(model))

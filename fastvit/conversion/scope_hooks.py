@@ -47,8 +47,7 @@ class ScopeHook(OwnHook):
 
     def open_scope(self, module: nn.Module, args: tuple, kwargs: dict, frame: FrameType) -> None:
         """`frame` is that of the module's call."""
-        sites = self.policy.sites
-        if sites is None or sites:
+        if self.policy.sites != frozenset():
             open_scope(module, self.policy, self.block, tensor_leaves((args, kwargs)), frame)
 
     def close_scope(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> None:
@@ -66,7 +65,7 @@ def add_scope_hooks(
         make_entry_hook: returns the hook of a module that the user calls.
     """
     _remove_hooks(model)
-    if policy.sites is not None and not policy.sites:
+    if policy.sites == frozenset():
         return model
     entry_modules = find_entry_modules(model)
     for module, name in name_scoped_modules(model).items():
