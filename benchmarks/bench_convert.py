@@ -43,7 +43,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fastvit
-from fastvit.conversion.convert_model import find_blocks
+from fastvit.conversion.blocks import find_blocks
 from fastvit.memory import live_bytes, peak_bytes
 
 VITS = """

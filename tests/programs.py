@@ -32,7 +32,7 @@ from program_source import DTYPES, OPTIONS, Program, draw_program
 from torch import Tensor, nn
 
 import fastvit
-from fastvit.conversion.convert_model import ScopeHook
+from fastvit.conversion.scope_hooks import ScopeHook
 from fastvit.recompute import RecomputeLevel
 
 _NORM_CLASSES = nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm

@@ -42,6 +42,19 @@ class Decorated(Net):
         return super().forward(x)
 
 
+class Hooked(Net):
+    """Has hooks before it is converted."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].register_forward_pre_hook(do_nothing)
+        self.blocks[1].register_forward_hook(do_nothing)
+
+
+def do_nothing(*_):
+    return None
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
@@ -114,6 +127,7 @@ def under_autocast(model, **options):
         (in_place, Net, {}, 4, 0.66),
         (as_module, Renamed, {}, 4, 0.66),
         (as_module, Decorated, {}, 4, 0.66),
+        (as_module, Hooked, {}, 4, 0.66),
         (as_function, Net, {}, 4, 0.66),
         (each_block, Net, {}, 4, 0.66),
         (as_module, lambda: Net(Residual), {}, 4, 0.66),  # statistics of BatchNorm

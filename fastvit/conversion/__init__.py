@@ -1,8 +1,8 @@
 """Converts models: what their training keeps is rebuilt, measured and verified.
 
-convert_model.py   `convert` and `revert`
+convert_model.py   `convert`
 blocks.py          which modules have a scope of their own
-scope_hooks.py     the hooks that open and close scopes; hook_visibility.py: who does not see them
+scope_hooks.py     the hooks that open and close scopes, `revert`; hook_visibility.py: who does not see them
 budget.py          which sites meet a budget; budget_hook.py: planned in a training step
 memory_report.py   what a training forward keeps
 verification.py    whether a converted model computes the same
@@ -11,8 +11,9 @@ convert.py         a name in pickles
 """
 
 from . import convert as _name_in_pickles  # noqa: F401  # before the function of that name
-from .convert_model import convert, revert
+from .convert_model import convert
 from .memory_report import Report, TensorReport, report
+from .scope_hooks import revert
 from .verification import Verification, verify
 
 __all__ = ["Report", "TensorReport", "Verification", "convert", "report", "revert", "verify"]

@@ -7,8 +7,6 @@ from collections import Counter
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["find_blocks", "find_entry_modules", "name_scoped_modules"]
-
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -33,51 +31,36 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     too, where two or more of them have a normalisation and two such weights: a block of one convolution would
     keep more than it saves. Each nn.TransformerEncoderLayer is a block.
     """
-    with_norm, num_weights = _find_norms_and_weights(model)
     found: dict[nn.Module, None] = {}
-    inside: set[str] = set()  # names of blocks
-    for name, parent in model.named_modules(remove_duplicate=False):
-        children = {f"{name}.{key}".lstrip("."): child for key, child in parent.named_children()}
-        candidates = {
-            child_name: child
-            for child_name, child in children.items()
-            if not isinstance(child, _CONTAINERS) and child_name in with_norm and num_weights[child_name]
-        }
-        if not isinstance(parent, _CONTAINERS):
-            if _has_prefix(name, inside):
-                candidates = {}
-            candidates = {key: child for key, child in candidates.items() if num_weights[key] > 1}
-            classes = Counter(map(type, candidates.values()))
-            candidates = {key: child for key, child in candidates.items() if classes[type(child)] > 1}
-        candidates |= {
-            child_name: child
-            for child_name, child in children.items()
-            if isinstance(child, nn.TransformerEncoderLayer)
-        }
-        inside.update(candidates)
-        found.update(dict.fromkeys(candidates.values()))
+    inside: set[nn.Module] = set()  # blocks and what is in them
+    for parent in model.modules():
+        blocks = [
+            child for child in parent.children() if not isinstance(child, _CONTAINERS) and _has_norm(child)
+        ]
+        if isinstance(parent, _CONTAINERS):
+            blocks = [block for block in blocks if _count_weights(block)]
+        else:
+            blocks = [block for block in blocks if _count_weights(block) > 1 and parent not in inside]
+            num_of_class = Counter(map(type, blocks))
+            blocks = [block for block in blocks if num_of_class[type(block)] > 1]
+        blocks += [child for child in parent.children() if isinstance(child, nn.TransformerEncoderLayer)]
+        found.update(dict.fromkeys(blocks))
+        inside.update(inner for block in blocks for inner in block.modules())
     return list(found)
 
 
-def _find_norms_and_weights(model: nn.Module) -> tuple[set[str], Counter[str]]:
-    """Returns the names of modules in which there is a normalisation, and the number of weights by name."""
-    with_norm: set[str] = set()
-    num_weights: Counter[str] = Counter()
-    for name, module in model.named_modules(remove_duplicate=False):
-        parts = name.split(".")
-        above = [".".join(parts[:depth]) for depth in range(len(parts))]
-        if "Norm" in type(module).__name__:
-            with_norm.update(above)
-        elif any(map(_is_weight, module.parameters(recurse=False))):
-            num_weights.update([*above, name])
-    return with_norm, num_weights
+def _has_norm(module: nn.Module) -> bool:
+    return any("Norm" in type(inner).__name__ for inner in module.modules() if inner is not module)
+
+
+def _count_weights(module: nn.Module) -> int:
+    """Returns the number of modules with weights, other than normalisations; shared ones count each time."""
+    return sum(
+        "Norm" not in type(inner).__name__ and any(map(_is_weight, inner.parameters(recurse=False)))
+        for _, inner in module.named_modules(remove_duplicate=False)
+    )
 
 
 def _is_weight(parameter: nn.Parameter) -> bool:
     # FSDP1 holds all parameters of a module in a vector.
     return is_lazy(parameter) or parameter.dim() >= 2 or type(parameter).__name__ == "FlatParameter"
-
-
-def _has_prefix(name: str, names: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:depth]) in names for depth in range(1, len(parts) + 1))

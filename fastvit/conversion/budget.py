@@ -14,7 +14,7 @@ import dataclasses
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,16 +23,7 @@ from torch import nn
 from ..recompute import OpSite, Policy, RecomputeLevel, SavedMemory, observe_saved_tensors
 from .copy_runner import CopyRunner
 from .nested_values import Arguments
-
-__all__ = [
-    "Budget",
-    "SiteCost",
-    "describe_least",
-    "order_sites",
-    "parse_budget",
-    "plan_budget",
-    "sum_site_costs",
-]
+from .scope_hooks import add_scope_hooks
 
 # Operations of a matrix product in the time of moving a byte: 10 to 20 in fp32 on CPUs and GPUs, 200 in half
 # precision on a GPU.
@@ -58,10 +49,6 @@ class SiteCost(NamedTuple):
     freed_bytes: int = 0
     work: int = 0
     has_products: bool = False
-
-    @property
-    def gain(self) -> float:
-        return self.freed_bytes / max(self.work, 1)
 
 
 def sum_site_costs(decisions: Iterable[SavedMemory]) -> dict[OpSite, SiteCost]:
@@ -93,69 +80,52 @@ def order_sites(costs: dict[OpSite, SiteCost], level: int, chosen: Iterable[OpSi
     if level == RecomputeLevel.ACROSS_BLOCKS:
         # Every second one first: the backward makes all between two kept ones at once.
         return [*first, *added[1::2], *added[::2]]
-    return first + sorted(added, key=lambda site: (costs[site].has_products, -costs[site].gain))
+
+    def rank(site: OpSite) -> tuple[bool, float]:
+        return costs[site].has_products, -costs[site].freed_bytes / max(costs[site].work, 1)
+
+    return first + sorted(added, key=rank)
 
 
-def plan_budget(
-    model: nn.Module,
-    policy: Policy,
-    budget: Budget,
-    arguments: Arguments,
-    revert: Callable[[nn.Module], nn.Module],
-    apply: Callable[[nn.Module, Policy], object],
-) -> Policy:
-    """The policy with the fewest sites that meets `budget`.
-
-    Args:
-        revert: makes a copy the original.
-        apply: converts a copy.
+def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arguments) -> Policy:
+    """Returns the policy with the fewest sites that meets `budget`, measured with copies of the model.
 
     Raises:
         ValueError: none meets it.
     """
     runner = CopyRunner("convert", model, arguments)
-    original = runner.measure_original_bytes(revert)
+    original = least = runner.measure_original_bytes()
     allowed = budget.allowed_bytes(original)
     if allowed >= original:
         return dataclasses.replace(policy, sites=frozenset())
     copied = runner.training_copy()
 
-    def measure_kept_bytes(policy: Policy) -> int:
-        apply(copied, policy)
-        return runner.measure_kept_bytes(copied)
-
     def choose_first(count: int) -> Policy:
         return dataclasses.replace(policy, sites=frozenset(sites[:count]), share=allowed / original)
 
+    def is_met_by_first(count: int) -> bool:
+        add_scope_hooks(copied, choose_first(count))
+        return runner.measure_kept_bytes(copied) <= allowed
+
     sites: list[OpSite] = []
-    least = original
     # The levels are tried in the order of their cost: matmuls take ten times the arithmetic, and recomputing
     # several blocks from one input raises the peak in backward.
     for level in RecomputeLevel:
         policy = dataclasses.replace(policy, level=level, sites=None)
-        apply(copied, policy)
+        add_scope_hooks(copied, policy)
         with observe_saved_tensors(lambda _: None) as observer, runner.holding_output(copied):
             costs = sum_site_costs(observer.decisions())
-        cheaper = (
-            len(sites) if level == RecomputeLevel.ACROSS_BLOCKS else sum(site in costs for site in sites)
-        )
         sites = order_sites(costs, level, sites)
-        least = min(least, measure_kept_bytes(policy))
+        least = min(least, runner.measure_kept_bytes(copied))
         if least <= allowed:
-            enough = bisect_left(
-                range(len(sites)),
-                True,
-                lo=cheaper,
-                key=lambda count: measure_kept_bytes(choose_first(count)) <= allowed,
-            )
-            return choose_first(enough)
-    casts = any(torch.is_autocast_enabled(device.type) for device in runner.devices)
-    raise ValueError(f"convert: {describe_least(budget, least, original, casts and not policy.weight_casts)}")
+            return choose_first(bisect_left(range(len(sites)), True, key=is_met_by_first))
+    raise ValueError(f"convert: {describe_least(budget, least, original, policy)}")
 
 
-def describe_least(budget: Budget, least: int, original: int, has_casts: bool) -> str:
+def describe_least(budget: Budget, least: int, original: int, policy: Policy) -> str:
     """Returns what to say of a budget that cannot be met."""
     fraction = least / (original or 1)
+    has_casts = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) and not policy.weight_casts
     return (
         f"a budget of {budget} cannot be met; the least is {least} bytes, {fraction:.3f} of the {original} "
         f"that the original keeps; pass budget='least' or a budget above {fraction:.3f}"
@@ -182,6 +152,6 @@ def parse_budget(budget: object) -> Budget:
         if number > 1:
             return Budget(0.0, int(number))
     raise ValueError(
-        "budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', or 'least', "
-        f"got {budget!r}"
+        "convert: budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', or "
+        f"'least', got {budget!r}"
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
+from itertools import accumulate
 from types import FrameType
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,18 +22,9 @@ from ..recompute import (
     dynamo_hooks,
     observe_saved_tensors,
 )
-from .budget import Budget, describe_least, order_sites, sum_site_costs
+from .budget import Budget, SiteCost, describe_least, order_sites, sum_site_costs
 from .nested_values import tensor_leaves
 from .scope_hooks import ScopeHook, get_scope_hook
-
-__all__ = ["BudgetHook", "freeze_budgets", "has_budget_hook"]
-
-
-class _Planning(NamedTuple):
-    """A forward from whose records a plan is made."""
-
-    observer: SavedTensorObserver
-    input_bytes: int
 
 
 class BudgetHook(ScopeHook):
@@ -60,7 +52,8 @@ class BudgetHook(ScopeHook):
         super().__init__(policy, block)
         self.budget = budget
         self.level, self.input_bytes, self.sites_of_blocks, self.has_warned = planned
-        self._plannings: dict[int, _Planning] = {}  # of the forwards that run now, by thread
+        # The observers and input bytes of the forwards that run now and plan, by thread.
+        self._plannings: dict[int, tuple[SavedTensorObserver, int]] = {}
 
     def __reduce__(self):
         planned = self.level, self.input_bytes, self.sites_of_blocks, self.has_warned
@@ -72,11 +65,11 @@ class BudgetHook(ScopeHook):
             with torch._C.DisableTorchFunction():  # of subclasses, which see every look at them
                 input_bytes = sum(one.numel() * one.element_size() for one in tensor_leaves((args, kwargs)))
             if input_bytes > self.input_bytes and not _is_compiled(module):
-                self._replace_policies(module, self.level, None)
+                self._replace_policies(module, sites=None)
                 if active_scope() is None:
                     with observe_saved_tensors(lambda _: None) as observer:
                         super().open_scope(module, args, kwargs, frame)
-                    self._plannings[threading.get_ident()] = _Planning(observer, input_bytes)
+                    self._plannings[threading.get_ident()] = observer, input_bytes
                     return
         super().open_scope(module, args, kwargs, frame)
 
@@ -87,59 +80,48 @@ class BudgetHook(ScopeHook):
         planning = self._plannings.pop(threading.get_ident(), None)
         if planning is None or result is None or _is_compiled(module):  # None after an exception
             return
+        observer, input_bytes = planning
         inputs = tensor_leaves((args, kwargs))
         with torch._C.DisableTorchFunction():
-            decisions = planning.observer.decisions([*module.parameters(), *module.buffers(), *inputs])
+            decisions = observer.decisions([*module.parameters(), *module.buffers(), *inputs])
         if decisions:
-            self._plan(module, decisions, planning.input_bytes)
+            self._plan(module, decisions, input_bytes)
 
     def _plan(self, module: nn.Module, decisions: list[SavedMemory], input_bytes: int) -> None:
         """Chooses sites for the forwards to come."""
-        least = sum(one.kept for one in decisions)
         costs = sum_site_costs(decisions)
+        least = sum(one.kept for one in decisions)
         original = least + sum(one.freed for one in decisions)
         allowed = self.budget.allowed_bytes(original)
         sites = order_sites(costs, self.level, self.sites_of_blocks)
-        kept, chosen = least + sum(cost.freed_bytes for cost in costs.values()), 0
-        while kept > allowed and chosen < len(sites):
-            kept -= costs[sites[chosen]].freed_bytes if sites[chosen] in costs else 0
-            chosen += 1
-        if kept > allowed and self.level < RecomputeLevel.ACROSS_BLOCKS:
+        excess = least + sum(cost.freed_bytes for cost in costs.values()) - allowed
+        freed = accumulate((costs.get(site, SiteCost()).freed_bytes for site in sites), initial=0)
+        enough = next((count for count, nbytes in enumerate(freed) if nbytes >= excess), None)
+        if enough is None and self.level < RecomputeLevel.ACROSS_BLOCKS:
             self.level, self.sites_of_blocks = RecomputeLevel.ACROSS_BLOCKS, tuple(sites)
-            self._replace_policies(module, self.level, None)  # and the next forward plans
-            return
+            return  # and the next forward plans
         self.input_bytes = input_bytes
-        is_met = kept <= allowed
-        share = allowed / original if self.budget.fraction == 0 and is_met else None
-        self._replace_policies(module, self.level, frozenset(sites[:chosen]) if is_met else None, share)
-        if not is_met and not self.has_warned:
+        if enough is not None:
+            share = self.budget.fraction or allowed / original
+            self._replace_policies(module, sites=frozenset(sites[:enough]), share=share)
+        elif not self.has_warned:
             self.has_warned = True
-            casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-            message = describe_least(self.budget, least, original, casts and not self.policy.weight_casts)
+            message = describe_least(self.budget, least, original, self.policy)
             warnings.warn(
                 f"convert: {message}. Until then the least is kept, with inputs of {input_bytes} bytes",
                 UserWarning,
                 stacklevel=2,
             )
 
-    def _replace_policies(
-        self, module: nn.Module, level: int, sites: frozenset[OpSite] | None, share: float | None = None
-    ) -> None:
+    def _replace_policies(self, module: nn.Module, **changes: Any) -> None:
         """Gives the hooks that share this hook's policy another one."""
         before = self.policy
-        policy = dataclasses.replace(before, level=RecomputeLevel(level), sites=sites)
-        if share is not None:
-            policy = dataclasses.replace(policy, share=share)
-        if policy == before:
-            return
+        policy = dataclasses.replace(before, level=RecomputeLevel(self.level), **changes)
         for inner in module.modules():
             hook = get_scope_hook(inner)
-            if hook is not None and (hook is self or hook.policy is before):
+            if hook is not None and hook.policy is before:
                 hook.policy = policy
-                if share is not None:
-                    hook.share = str(share)
-                    dynamo_hooks.set_options(inner, policy)
-        self.policy = policy
+                dynamo_hooks.set_options(inner, policy)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -147,16 +129,15 @@ def _is_compiled(module: nn.Module) -> bool:
     return any(map(dynamo_hooks.is_compiled, module.modules()))
 
 
-def has_budget_hook(model: nn.Module) -> bool:
-    """Returns whether forwards of `model` may plan."""
-    return any(isinstance(get_scope_hook(module), BudgetHook) for module in model.modules())
+def find_budget_hooks(model: nn.Module) -> list[tuple[nn.Module, BudgetHook]]:
+    """Returns the modules whose forwards may plan, with their hooks."""
+    hooks = [(module, get_scope_hook(module)) for module in model.modules()]
+    return [(module, hook) for module, hook in hooks if isinstance(hook, BudgetHook)]
 
 
 def freeze_budgets(model: nn.Module) -> None:
     """Ends planning: each module keeps the policy that its next training forward begins with."""
-    for module in model.modules():
-        hook = get_scope_hook(module)
-        if isinstance(hook, BudgetHook):
-            if hook.input_bytes < 0:
-                hook._replace_policies(module, hook.level, None)
-            hook.input_bytes = 2**63
+    for module, hook in find_budget_hooks(model):
+        if hook.input_bytes < 0:
+            hook._replace_policies(module, sites=None)
+        hook.input_bytes = 2**63

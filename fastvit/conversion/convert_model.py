@@ -9,15 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from .._checks import Model, check_flag, check_module
-from ..fuse import unfuse
 from ..recompute import Policy, RecomputeLevel
-from .blocks import find_blocks, name_scoped_modules
+from .blocks import name_scoped_modules
 from .budget import parse_budget, plan_budget
 from .budget_hook import BudgetHook
 from .copy_runner import as_arguments
-from .scope_hooks import ScopeHook, add_scope_hooks, is_converted, remove_hooks
-
-__all__ = ["ScopeHook", "convert", "ensure_converted", "find_blocks", "is_converted", "revert"]
+from .scope_hooks import add_scope_hooks, is_converted
 
 
 def convert(
@@ -97,14 +94,9 @@ def _convert_to_budget(
 ) -> Model:
     if budget == "least":
         return add_scope_hooks(model, dataclasses.replace(policy, level=RecomputeLevel.EVERY_OP))
-    try:
-        parsed = parse_budget(budget)
-    except ValueError as error:
-        raise ValueError(f"convert: {error}") from None
+    parsed = parse_budget(budget)
     if example_inputs is not None:
-        arguments = as_arguments(example_inputs)
-        policy = plan_budget(model, policy, parsed, arguments, revert, add_scope_hooks)
-        return add_scope_hooks(model, policy)
+        return add_scope_hooks(model, plan_budget(model, policy, parsed, as_arguments(example_inputs)))
     if parsed.fraction == 1:
         return add_scope_hooks(model, dataclasses.replace(policy, sites=frozenset()))
     policy = dataclasses.replace(policy, share=parsed.fraction)
@@ -126,17 +118,3 @@ def _check_skip(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[
 def ensure_converted(model: Model) -> Model:
     """Returns `model`, converted as it is, or by default."""
     return model if is_converted(model) else convert(model)
-
-
-def revert(model: Model) -> Model:
-    """Undoes `convert` and `fuse` in place.
-
-    Args:
-        model: converted, fused or neither.
-
-    Returns:
-        `model`.
-    """
-    check_module("revert", model)
-    remove_hooks(model)
-    return unfuse(model)

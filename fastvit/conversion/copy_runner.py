@@ -18,8 +18,7 @@ from .._norm import SharesGroup
 from ..memory import live_bytes
 from ..recompute import active_scope
 from .nested_values import Arguments, copy_arguments, refuse_iterators, tensor_leaves
-
-__all__ = ["CopyRunner", "as_arguments"]
+from .scope_hooks import revert
 
 _QUIET = 3.0  # seconds before progress is shown, and between its lines
 
@@ -93,8 +92,8 @@ class CopyRunner:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def measure_original_bytes(self, revert: Callable[[nn.Module], nn.Module]) -> int:
-        """Returns the kept bytes of a copy that `revert` makes the original."""
+    def measure_original_bytes(self) -> int:
+        """Returns the kept bytes of a copy that is neither converted nor fused."""
         original = revert(self.training_copy())
         with self.holding_output(original):  # allocations of caches do not count
             pass
@@ -152,10 +151,8 @@ class CopyRunner:
                 ) from error
         for kind, instead in _HOLDERS:
             if len(args) == 1 and isinstance(args[0], kind):
-                given = type(args[0]).__name__
-                raise TypeError(
-                    f"{self.caller}: the model failed with a {given} ({error}); {instead}"
-                ) from error
+                given = f"{self.caller}: the model failed with a {type(args[0]).__name__} ({error})"
+                raise TypeError(f"{given}; {instead}") from error
 
     def measure_kept_bytes(self, model: nn.Module) -> int:
         """Bytes that a forward keeps for backward, its result included."""
@@ -180,21 +177,13 @@ class CopyRunner:
             del result
             torch.clear_autocast_cache()
 
-    @property
-    def _gpus(self) -> list[int]:
-        return sorted({device.index or 0 for device in self.devices if device.type == "cuda"})
-
-    def seed_all(self) -> None:
-        """Seeds the random states that `preserving_random_state` restores, and no other GPU's."""
-        for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in self._gpus)):
-            generator.manual_seed(0)
-
     @contextlib.contextmanager
     def preserving_random_state(self) -> Iterator[None]:
-        """Enables gradients, and restores random states at the end."""
+        """Enables gradients; restores random states at the end, so all forwards draw the same numbers."""
+        gpus = {device.index or 0 for device in self.devices if device.type == "cuda"}
         numpy = sys.modules.get("numpy.random")
         states = random.getstate(), numpy.get_state() if numpy else None
-        with torch.random.fork_rng(self._gpus), torch.inference_mode(False), torch.enable_grad():
+        with torch.random.fork_rng(sorted(gpus)), torch.inference_mode(False), torch.enable_grad():
             try:
                 yield
             finally:

@@ -9,28 +9,26 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from ..recompute import dynamo_hooks
 
-__all__ = ["EncoderLayerHook", "OwnHook", "is_own_hook", "reveal_hooks"]
-
-_COUNTED = ("_forward_hooks", "_forward_pre_hooks")  # what nn.TransformerEncoderLayer counts
+_HOOK_NAMES = ("_forward_hooks", "_forward_pre_hooks")  # what nn.TransformerEncoderLayer and TorchScript read
 
 
 class OwnHook:
     """A hook that conversion adds to modules. While one exists, TorchScript does not see such hooks."""
 
     def __init__(self) -> None:
-        _script_patch.acquire()
+        _count_hooks(1)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            _script_patch.release()
+            _count_hooks(-1)
 
 
 def is_own_hook(hook: object) -> bool:
@@ -38,50 +36,41 @@ def is_own_hook(hook: object) -> bool:
     return isinstance(hook, OwnHook) or hook is dynamo_hooks.announce_compiled_module
 
 
-class _ScriptPatch:
-    """Replaces torch.jit._recursive.get_hook_stubs while there is a hook that TorchScript must not see."""
+def _select_hooks_of_others(hooks: Mapping[int, Callable]) -> OrderedDict[int, Callable]:
+    return OrderedDict((key, hook) for key, hook in hooks.items() if not is_own_hook(hook))
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # the garbage collector may release a hook while another is acquired
-        self.num_hooks = 0
-        self.original: Callable | None = None
-        self.replacement: Callable | None = None
 
-    def acquire(self) -> None:
-        with self.lock:
-            self.num_hooks += 1
-            if self.replacement is None:
-                self.original = torch.jit._recursive.get_hook_stubs
-                self.replacement = _make_get_hook_stubs(self.original)
-                torch.jit._recursive.get_hook_stubs = self.replacement
+_lock = threading.RLock()  # the garbage collector may delete a hook while another is counted
+_num_hooks = 0
+_replacement: Callable | None = None  # of torch.jit._recursive.get_hook_stubs
 
-    def release(self) -> None:
-        with self.lock:
-            self.num_hooks -= 1
+
+def _count_hooks(change: int) -> None:
+    """Replaces what TorchScript calls to read hooks, as long as there are hooks that it must not see."""
+    global _num_hooks, _replacement
+    torchscript = torch.jit._recursive
+    with _lock:
+        _num_hooks += change
+        if _num_hooks and _replacement is None:
+            _replacement = _hide_own_hooks(torchscript.get_hook_stubs)
+            torchscript.get_hook_stubs = _replacement
+        elif not _num_hooks and torchscript.get_hook_stubs is _replacement:
             # A later replacement by other code calls this one, which then stays.
-            if not self.num_hooks and torch.jit._recursive.get_hook_stubs is self.replacement:
-                torch.jit._recursive.get_hook_stubs = self.original  # type: ignore[assignment]
-                self.replacement = self.original = None
+            torchscript.get_hook_stubs = _replacement.__wrapped__  # type: ignore[attr-defined]
+            _replacement = None
 
 
-def _make_get_hook_stubs(get_hook_stubs: Callable) -> Callable:
+def _hide_own_hooks(get_hook_stubs: Callable) -> Callable:
     @functools.wraps(get_hook_stubs)
-    def get_hook_stubs_without_scopes(module: nn.Module):
-        counted = [module.__dict__[name] for name in _COUNTED]
-        if not any(is_own_hook(hook) for hooks in counted for hook in hooks.values()):
-            return get_hook_stubs(module)
+    def get_hook_stubs_of_others(module: nn.Module):
         # A module that shares all with the original, whose hooks another thread may call now.
         view = object.__new__(type(module))
         view.__dict__.update(module.__dict__)
-        for name, hooks in zip(_COUNTED, counted, strict=True):
-            others = [(key, hook) for key, hook in hooks.items() if not is_own_hook(hook)]
-            view.__dict__[name] = OrderedDict(others)
+        for name in _HOOK_NAMES:
+            view.__dict__[name] = _select_hooks_of_others(module.__dict__[name])
         return get_hook_stubs(view)
 
-    return get_hook_stubs_without_scopes
-
-
-_script_patch = _ScriptPatch()
+    return get_hook_stubs_of_others
 
 
 class EncoderLayerHook(OwnHook):
@@ -91,70 +80,41 @@ class EncoderLayerHook(OwnHook):
         return EncoderLayerHook, ()
 
     def __call__(self, module: nn.Module, args: tuple, *result: object) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (module.training and not result):
             return
-        if result:
-            _reveal(module)
-        elif not module.training:
-            for inner in module.modules():
-                for name in _COUNTED:
-                    hooks = inner.__dict__.get(name, {})
-                    if isinstance(hooks, _UncountedHooks):
-                        hooks.num_forwards += 1
-                    elif any(map(is_own_hook, hooks.values())):
-                        inner.__dict__[name] = _UncountedHooks(hooks)
+        for inner in module.modules():
+            for name in _HOOK_NAMES:
+                hooks = inner.__dict__.get(name, {})
+                if result and isinstance(hooks, _UncountedHooks):
+                    inner.__dict__[name] = hooks.data
+                elif not result and any(map(is_own_hook, hooks.values())):
+                    inner.__dict__[name] = _UncountedHooks(hooks)
 
 
-class _UncountedHooks(MutableMapping):
-    """A dictionary of hooks whose length is the number of those of others. It stands for `hooks`."""
+class _UncountedHooks(UserDict):
+    """Stands for a dictionary of hooks, with the length of those of others.
 
-    def __init__(self, hooks: OrderedDict):
-        self.hooks = hooks
-        self.num_forwards = 1  # that need it
+    Forwards in several threads each put one in place of what they find, and take one off at the end.
+    """
+
+    def __init__(self, hooks: OrderedDict | UserDict):
+        self.data = hooks  # type: ignore[assignment]
 
     def __len__(self) -> int:
-        return sum(not is_own_hook(hook) for hook in self.hooks.values())
+        return len(_select_hooks_of_others(self.data))
 
     def __bool__(self) -> bool:
-        return bool(self.hooks)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.hooks)
-
-    def __getitem__(self, key: int) -> Callable:
-        return self.hooks[key]
-
-    def __setitem__(self, key: int, hook: Callable) -> None:
-        self.hooks[key] = hook
-
-    def __delitem__(self, key: int) -> None:
-        del self.hooks[key]
+        return bool(self.data)
 
     def move_to_end(self, key: int, last: bool = True) -> None:
-        self.hooks.move_to_end(key, last)
-
-    def items(self):
-        return self.hooks.items()
-
-    def values(self):
-        return self.hooks.values()
+        self.data.move_to_end(key, last)  # type: ignore[attr-defined]
 
     def __reduce__(self):  # a copy of the module that is made meanwhile has an ordinary dictionary
-        return OrderedDict, (list(self.hooks.items()),)
-
-
-def _reveal(module: nn.Module) -> None:
-    for inner in module.modules():
-        for name in _COUNTED:
-            hooks = inner.__dict__.get(name)
-            if isinstance(hooks, _UncountedHooks):
-                hooks.num_forwards -= 1
-                if hooks.num_forwards <= 0:
-                    inner.__dict__[name] = hooks.hooks
+        return OrderedDict, (list(self.items()),)
 
 
 def reveal_hooks(module: nn.Module) -> None:
     """Puts back the dictionaries of hooks that a forward has left hidden, after a KeyboardInterrupt."""
-    for name in _COUNTED:
-        if isinstance(hooks := module.__dict__.get(name), _UncountedHooks):
-            module.__dict__[name] = hooks.hooks
+    for name in _HOOK_NAMES:
+        while isinstance(hooks := module.__dict__.get(name), _UncountedHooks):
+            module.__dict__[name] = hooks.data

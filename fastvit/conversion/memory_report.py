@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,13 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..recompute import SavedMemory, SavedTensorObserver, active_scope, observe_saved_tensors, reason_no_scope
-from .budget_hook import freeze_budgets, has_budget_hook
-from .convert_model import ensure_converted, revert
+from .budget_hook import find_budget_hooks, freeze_budgets
+from .convert_model import ensure_converted
 from .copy_runner import CopyRunner
 from .nested_values import tensor_leaves
-from .scope_hooks import has_scope_hook, is_converted
-
-__all__ = ["Report", "TensorReport", "report"]
+from .scope_hooks import get_scope_hook, is_converted
 
 _SHOWN = 0.005  # smallest share of all bytes that has a line in the table
 _NUMBER = re.compile(r"\d+(?=\.)|(?<![^.])\d+$")  # of all parts of a name but the last, unless it is one
@@ -68,9 +67,12 @@ class Report:
         """`kept_before` minus `kept_after`: below 0 where the converted model keeps more."""
         return self.kept_before - self.kept_after
 
-    def __str__(self) -> str:
+    def _large_tensors(self) -> list[TensorReport]:
         least = _SHOWN * self.kept_before
-        shown = [row for row in self.tensors if max(row.rebuilt_bytes, row.kept_bytes) >= least]
+        return [row for row in self.tensors if max(row.rebuilt_bytes, row.kept_bytes) >= least]
+
+    def __str__(self) -> str:
+        shown = self._large_tensors()
         rows = [
             (
                 " & ".join(row.names),
@@ -113,9 +115,7 @@ class Report:
             where = "pip install matplotlib, or in fastvit's sources pip install '.[train]'"
             raise ImportError(f"Report.plot needs matplotlib: {where} ({error})") from error
 
-        rows = [
-            row for row in self.tensors if row.rebuilt_bytes + row.kept_bytes >= _SHOWN * self.kept_before
-        ]
+        rows = self._large_tensors()
         kept, rebuilt = [row.kept_bytes / 2**20 for row in rows], [row.rebuilt_bytes / 2**20 for row in rows]
         figure = Figure(figsize=(10, 1.2 + 0.3 * len(rows)), layout="constrained")
         axis = figure.subplots()
@@ -163,28 +163,23 @@ def report(model: nn.Module, *inputs: object, **kwinputs: object) -> Report:
         RuntimeError: inside `recompute_scope()`.
     """
     runner = CopyRunner("report", model, (inputs, kwinputs))
-    kept_before = runner.measure_original_bytes(revert)
+    kept_before = runner.measure_original_bytes()
     copied = ensure_converted(runner.training_copy())
-    if has_budget_hook(copied):
+    if find_budget_hooks(copied):
         for _ in range(2):  # forwards that plan
             with runner.holding_output(copied):
                 pass
         freeze_budgets(copied)
     notes: dict[str, None] = {}
     with _observe_modules(copied, notes) as observer:
-        existing = _find_tensors()  # a forward keeps none of these, even if an op saves one
+        # A forward keeps none of these, even if an op saves one.
+        existing = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
         with runner.holding_output(copied) as arguments:
-            held = [vars(module) for module in copied.modules()]
-            others = [*copied.parameters(), *copied.buffers(), *tensor_leaves((arguments, held))]
-            rows = _group_rows(observer.decisions([*existing, *others]))
+            held = tensor_leaves((arguments, list(map(vars, copied.modules()))))
+            rows = _group_rows(observer.decisions([*existing, *held]))
     if any(module._compiled_call_impl is not None for module in model.modules()):
         notes["measured without Module.compile, which is not copied; pass torch.compile(model)"] = None
     return Report(kept_before, runner.measure_kept_bytes(copied), rows, list(notes), is_converted(model))
-
-
-def _find_tensors() -> list[Tensor]:
-    """Returns the tensors that there are."""
-    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
 
 
 @contextlib.contextmanager
@@ -192,16 +187,11 @@ def _observe_modules(model: nn.Module, notes: dict[str, None]) -> Iterator[Saved
     """Yields an observer that annotates every saved tensor with the module whose forward is running."""
     running = ["the model"]  # inner ones last
 
-    def entering(name: str) -> Callable[[nn.Module, object], None]:
-        label = _NUMBER.sub("*", name) or "the model"
-
-        def enter(module: nn.Module, _: object) -> None:
-            if not torch.compiler.is_compiling():
-                running.append(label)
-                if has_scope_hook(module) and active_scope() is None:
-                    notes[f"{label}: nothing is rebuilt, because {reason_no_scope()}"] = None
-
-        return enter
+    def enter(label: str, module: nn.Module, _: object) -> None:
+        if not torch.compiler.is_compiling():
+            running.append(label)
+            if get_scope_hook(module) is not None and active_scope() is None:
+                notes[f"{label}: nothing is rebuilt, because {reason_no_scope()}"] = None
 
     def leave(*_: object) -> None:
         if not torch.compiler.is_compiling():
@@ -210,7 +200,8 @@ def _observe_modules(model: nn.Module, notes: dict[str, None]) -> Iterator[Saved
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                hooks.enter_context(module.register_forward_pre_hook(entering(name)))
+                label = _NUMBER.sub("*", name) or "the model"
+                hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, label)))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield hooks.enter_context(observe_saved_tensors(lambda _: running[-1]))
 
@@ -228,11 +219,8 @@ def _group_rows(decisions: list[SavedMemory]) -> list[TensorReport]:
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _bytes(count: int) -> str:

@@ -9,13 +9,12 @@ from types import FrameType
 import torch
 from torch import nn
 
-from .._checks import Model
-from ..recompute import Policy, RecomputeLevel, close_scope, dynamo_hooks, open_scope
+from .._checks import Model, check_module
+from ..fuse import unfuse
+from ..recompute import Policy, close_scope, dynamo_hooks, open_scope
 from .blocks import find_entry_modules, name_scoped_modules
 from .hook_visibility import EncoderLayerHook, OwnHook, is_own_hook, reveal_hooks
-from .nested_values import find_block_tensors
-
-__all__ = ["ScopeHook", "add_scope_hooks", "get_scope_hook", "has_scope_hook", "is_converted", "remove_hooks"]
+from .nested_values import tensor_leaves
 
 _HOOK_DICTIONARIES = (
     *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"),
@@ -29,9 +28,7 @@ class ScopeHook(OwnHook):
     def __init__(self, policy: Policy, block: str):
         super().__init__()
         self.policy = policy
-        self.share = str(policy.share)  # Dynamo would make a number a symbol
         self.block = block
-        self.products = policy.level >= RecomputeLevel.MATMULS  # a constant to Dynamo, as an int need not be
 
     def __reduce__(self):
         return type(self), (self.policy, self.block)
@@ -40,7 +37,7 @@ class ScopeHook(OwnHook):
         """Opens the scope, or closes it after a `result`. The frame at `depth` is the module's call."""
         if torch.compiler.is_compiling():
             if result:
-                dynamo_hooks.end_traced_scope(self.products, self.policy.weight_casts, self.share)
+                dynamo_hooks.end_traced_scope(module)
             else:
                 dynamo_hooks.begin_traced_scope()
         elif result:
@@ -50,13 +47,11 @@ class ScopeHook(OwnHook):
 
     def open_scope(self, module: nn.Module, args: tuple, kwargs: dict, frame: FrameType) -> None:
         """`frame` is that of the module's call."""
-        sites = self.policy.sites
-        if sites is None or sites:
-            inputs = find_block_tensors((*args, kwargs) if kwargs else args)
-            open_scope(module, self.policy, self.block, inputs, frame)
+        if self.policy.sites != frozenset():
+            open_scope(module, self.policy, self.block, tensor_leaves((args, kwargs)), frame)
 
     def close_scope(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> None:
-        close_scope(module, find_block_tensors(result))
+        close_scope(module, tensor_leaves(result))
 
 
 def add_scope_hooks(
@@ -69,21 +64,30 @@ def add_scope_hooks(
         policy: of all hooks.
         make_entry_hook: returns the hook of a module that the user calls.
     """
-    remove_hooks(model)
-    if policy.sites is not None and not policy.sites:
+    _remove_hooks(model)
+    if policy.sites == frozenset():
         return model
     entry_modules = find_entry_modules(model)
     for module, name in name_scoped_modules(model).items():
-        # Registered before all other hooks, so that the block ends before FSDP reshards its parameters.
         hook = (make_entry_hook if module in entry_modules else ScopeHook)(policy, name)
-        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-        module.register_forward_hook(hook, prepend=True, with_kwargs=True, always_call=True)
+        _register_first(module, hook, with_kwargs=True)
         if isinstance(module, nn.TransformerEncoderLayer):
-            layer_hook = EncoderLayerHook()
-            module.register_forward_pre_hook(layer_hook, prepend=True)
-            module.register_forward_hook(layer_hook, prepend=True, always_call=True)
+            _register_first(module, EncoderLayerHook(), with_kwargs=False)
         dynamo_hooks.enable(module, policy)
     return model
+
+
+def _register_first(module: nn.Module, hook: Callable, with_kwargs: bool) -> None:
+    """Registers a hook that is called before and after the forward, and before all other hooks.
+
+    A scope closes so before FSDP reshards parameters. Dynamo of torch 2.11 reads hooks in the order of their
+    insertion, which `prepend=True` does not change, so all others are inserted again.
+    """
+    module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+    module.register_forward_hook(hook, with_kwargs=with_kwargs, always_call=True)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in list(hooks)[:-1]:
+            hooks[key] = hooks.pop(key)
 
 
 def get_scope_hook(module: nn.Module) -> ScopeHook | None:
@@ -91,17 +95,12 @@ def get_scope_hook(module: nn.Module) -> ScopeHook | None:
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ScopeHook)), None)
 
 
-def has_scope_hook(module: nn.Module) -> bool:
-    """Returns whether the forward of `module` runs in a scope of its own."""
-    return get_scope_hook(module) is not None
-
-
 def is_converted(model: nn.Module) -> bool:
     """Returns whether there are scopes in `model`."""
-    return any(map(has_scope_hook, model.modules()))
+    return any(get_scope_hook(module) is not None for module in model.modules())
 
 
-def remove_hooks(model: nn.Module) -> None:
+def _remove_hooks(model: nn.Module) -> None:
     """Removes what `add_scope_hooks` has added, and no hook of others."""
     for module in model.modules():
         reveal_hooks(module)
@@ -110,3 +109,17 @@ def remove_hooks(model: nn.Module) -> None:
             for name in _HOOK_DICTIONARIES:
                 getattr(module, name).pop(key, None)
         dynamo_hooks.disable(module)
+
+
+def revert(model: Model) -> Model:
+    """Undoes `convert` and `fuse` in place.
+
+    Args:
+        model: converted, fused or neither.
+
+    Returns:
+        `model`.
+    """
+    check_module("revert", model)
+    _remove_hooks(model)
+    return unfuse(model)

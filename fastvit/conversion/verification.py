@@ -14,15 +14,15 @@ from .._checks import check_dtype, is_number
 from ..fuse import is_fused
 from ..recompute import SavedMemory, observe_saved_tensors, skip_key
 from .budget_hook import freeze_budgets
-from .convert_model import ensure_converted, revert
+from .convert_model import ensure_converted
 from .copy_runner import CopyRunner
-from .nested_values import Arguments, tensor_leaves
-
-__all__ = ["Verification", "verify"]
+from .nested_values import tensor_leaves
+from .scope_hooks import revert
 
 # Layers of fastvit round otherwise than torch's, and depth multiplies it.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
 _HALF_PRECISION = 0.2
+_DTYPE_WORDS = ("dtype", "type Double", "Double and")  # in torch's errors about dtypes
 _NONDETERMINISM_FACTOR = 4.0  # allowed multiple of the difference between two runs of the original
 
 
@@ -124,14 +124,18 @@ def verify(
     if limit is None:
         computed = dtype or next((p.dtype for p in model.parameters()), torch.float32)
         limit = _TOLERANCES.get(computed, _HALF_PRECISION) if is_fused(model) else 0.0
-    marks_inputs = False
-    try:
-        expected, _ = _run_step(runner, revert, dtype, marks_inputs)
-    except RuntimeError as error:
-        if "requires_grad flags of leaf" not in str(error):
-            raise
-        marks_inputs = True  # the model sets requires_grad on its inputs, which only a leaf allows
-        expected, _ = _run_step(runner, revert, dtype, marks_inputs)
+    for marks_inputs in (False, True):  # whether the model sets requires_grad on its inputs
+        try:
+            expected, _ = _run_step(runner, revert, dtype, marks_inputs)
+            break
+        except RuntimeError as error:
+            if dtype is not None and any(
+                word in str(error) for word in ("dtype", "type Double", "Double and")
+            ):
+                message = f"the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
+                raise RuntimeError(f"verify: {message}") from error
+            if marks_inputs or "requires_grad flags of leaf" not in str(error):
+                raise
     actual, sites = _run_step(runner, ensure_converted, dtype, marks_inputs)
     found = Verification(_differences(actual, expected), limit, sites)
     if found.wrong:
@@ -179,84 +183,43 @@ def _run_step(
     model = change(_cast_model(runner.copy_model(), dtype))
     freeze_budgets(model)
     model.zero_grad(set_to_none=True)
+    leaves = []
+
+    def copy_input(tensor: Tensor) -> Tensor:
+        leaf = _cast(tensor.detach().clone(), dtype)
+        if leaf.is_floating_point() or leaf.is_complex():
+            leaf.requires_grad_(not marks_inputs)
+        leaves.append(leaf)
+        return leaf.clone()  # the result of an op, which the model may overwrite
+
     with runner.preserving_random_state():
-        runner.seed_all()
-        leaves, given = _copy_leaves(runner, dtype, marks_inputs)
-        outputs, sites = _forward_and_check(runner, model, given, dtype)
+        given = runner.copy_inputs(copy_input)
+        with observe_saved_tensors(lambda tensor: (tensor.detach(), tensor._version)) as observer:
+            outputs = tensor_leaves(runner.run_forward(model, given))
+        if not outputs:
+            raise ValueError("verify: a forward that returns tensors expected; the model returned none")
+        sites = _mismatched_sites(observer.decisions())
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
         result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(tensor_leaves(given))}
-        _run_backward(outputs)
+        # Random numbers of both signs, because the gradient of a plain sum through a normalisation is zero.
+        roots = [output for output in outputs if output.requires_grad]
+        torch.autograd.backward(roots, list(map(torch.randn_like, roots)))
     gradients = [(f"input {i}", t.grad) for i, t in enumerate(leaves)]
     gradients += [(name, p.grad) for name, p in model.named_parameters()]
     result |= {f"gradient of {name}": g.detach() for name, g in gradients if g is not None}
     return result | {f"buffer {name}": b.detach() for name, b in model.named_buffers()}, sites
 
 
-_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64, torch.float16: torch.complex32}
-
-
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if tensor.is_complex() and dtype is not None:
-        return tensor.to(_COMPLEX.get(dtype, tensor.dtype))
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
 
 
 def _cast_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
         return model._apply(lambda tensor: _cast(tensor, dtype))  # Module.to drops imaginary parts
     return model.to(dtype)
-
-
-def _copy_leaves(
-    runner: CopyRunner, dtype: torch.dtype | None, marks_inputs: bool
-) -> tuple[list[Tensor], Arguments]:
-    """Returns copies of the inputs that require gradients, and results of ops on them.
-
-    The model may overwrite results of ops where the original does.
-    """
-    leaves = []
-
-    def copy_tensor(tensor: Tensor) -> Tensor:
-        leaf = _cast(tensor.detach().clone(), dtype)
-        if leaf.is_floating_point() or leaf.is_complex():
-            leaf.requires_grad_(not marks_inputs)
-        leaves.append(leaf)
-        return leaf.clone()
-
-    given = runner.copy_inputs(copy_tensor)
-    return leaves, given
-
-
-def _forward_and_check(
-    runner: CopyRunner, model: nn.Module, given: Arguments, dtype: torch.dtype | None
-) -> tuple[list[Tensor], tuple[tuple[str, str], ...]]:
-    """Returns the outputs of a forward, and the sites that are recomputed wrong at its end."""
-    with observe_saved_tensors(lambda tensor: (tensor.detach(), tensor._version)) as observer:
-        try:
-            outputs = tensor_leaves(runner.run_forward(model, given))
-        except RuntimeError as error:
-            if dtype is None or not any(
-                word in str(error) for word in ("dtype", "type Double", "Double and")
-            ):
-                raise
-            raise RuntimeError(
-                f"verify: the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
-            ) from error
-    if not outputs:
-        raise ValueError("verify: a forward that returns tensors expected; the model returned none")
-    return outputs, _mismatched_sites(observer.decisions())
-
-
-def _run_backward(outputs: list[Tensor]) -> None:
-    # The loss weights outputs by random numbers of both signs, because the gradient of a plain sum through a
-    # normalisation is zero.
-    losses = []
-    for output in outputs:
-        if output.requires_grad:
-            output = torch.view_as_real(output) if output.is_complex() else output
-            losses.append((output * torch.randn(output.shape, dtype=torch.float64).to(output)).sum().double())
-    if losses:
-        torch.stack(losses).sum().backward()
 
 
 # A tensor of these kinds that is zero up to rounding (a mean after a normalisation) has no scale of its own.

@@ -57,7 +57,7 @@ def enable(module: nn.Module, policy: Policy) -> None:
 
 
 def set_options(module: nn.Module, policy: Policy) -> None:
-    """Sets what `enable` has told of the policy of a module."""
+    """Sets what compiled code reads of the policy of a module."""
     # Set through `__dict__`: an OptimizedModule forwards `setattr` to the module that it wraps.
     module.__dict__[_FLAG] = policy.level >= RecomputeLevel.MATMULS, policy.weight_casts, policy.share
 
@@ -101,10 +101,11 @@ def begin_traced_scope() -> None:
     comptime(_begin)
 
 
-def end_traced_scope(products: bool, weight_casts: bool, share: str) -> None:
-    """Ends a scope, while Dynamo traces: marks the ops since `begin_traced_scope`."""
+def end_traced_scope(module: nn.Module) -> None:
+    """Ends the scope of a module, while Dynamo traces: marks the ops since `begin_traced_scope`."""
     from torch._dynamo.comptime import comptime
 
+    options = getattr(module, _FLAG)  # noqa: F841  # `_end` reads the local variable
     comptime(_end)
 
 
@@ -121,9 +122,7 @@ def _end(context) -> None:
         _open[graph] = before, count - 1
     if count != 1:  # 0 where the graph began inside the scope
         return
-    names = "products", "weight_casts", "share"
-    products, weight_casts, share = (context.get_local(name).as_python_constant() for name in names)
-    options = products, weight_casts, float(share)
+    options = context.get_local("options").as_python_constant()
     _mark([node for node in graph.nodes if node.name not in before], options)
     _wrap_backend(context)
 
