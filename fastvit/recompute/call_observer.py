@@ -62,7 +62,7 @@ class CallObserver(TorchFunctionMode):
     is_closed = False
     running_dropout_p: float | None = None  # the probability of the dropout that runs
     shape_only_size: torch.Size | None = None  # of an input that the op's backward does not read
-    pinned_operand: Any = ...  # the only one that the op needs pinned; `...` if it is not known
+    pinned_operand: Any = ...  # the only operand that the op's recipe needs pinned; `...` for all of them
     expected_write: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
     in_place_copies: WeakList | None = None  # of copies that an op in place on a view saves
 

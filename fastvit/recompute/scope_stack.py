@@ -37,15 +37,15 @@ def recompute_scope(products: bool = False, weight_casts: bool = False) -> Itera
     op are kept. An op is repeated by the same op on the same memory layout, so gradients have the same bits
     as without the scope. Running statistics are not touched.
 
-    The backward may run inside or outside of the scope. Scopes nest: at the end of an inner one, outputs that
-    wait for an ingredient are kept. Inside other saved-tensor hooks (save_on_cpu, an activation offloader) a
-    scope hands on what it keeps; inside torch's checkpoint it has no effect. Where saved-tensor hooks are
-    disabled it has none either, and warns once.
+    The backward may run inside or outside of the scope. Scopes nest: the end of an inner one decides what is
+    kept of the outputs so far. Inside other saved-tensor hooks (save_on_cpu, an activation offloader) a scope
+    hands on what it keeps; inside torch's checkpoint it has no effect. Where saved-tensor hooks are disabled
+    it has none either, and warns once.
 
     An output that was written to before it was saved is kept, unless the write is an op in place that was
     called in Python and is repeated too. Writes under no_grad, through `detach()`, `.data` and NumPy are
-    seen. A write by code that is neither Python's nor counts versions, such as a kernel of one's own, is not
-    noticed where the result is rebuilt, or another from it: `fastvit.verify` finds it.
+    seen. A write that counts no version by code that is not Python's, such as a kernel of one's own, is not
+    noticed: gradients of what is rebuilt from that memory are wrong. `fastvit.verify` finds it.
 
     Args:
         products: rebuild the output of a Linear too, where it is no narrower than the input. This halves the
