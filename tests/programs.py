@@ -46,7 +46,7 @@ class Outcome(enum.Enum):
     EAGER_RAISED = "eager raised"
     REFUSED = "refused"  # an error that names a site and `skip`, for a write to a large tensor
     NONDETERMINISTIC = "nondeterministic"  # eager differs from eager
-    CHANGED_BY_HOOKS = "changed by hooks"  # any saved-tensor hooks change the step, which lose subclasses
+    CHANGED_BY_HOOKS = "changed by hooks"  # as by saved-tensor hooks of any kind, which lose subclasses
     CRASHED = "crashed"
     LEFT_OPEN = "left open"  # a scope, after the step
     SILENT = "silent"

@@ -187,3 +187,9 @@ def test_reports_show_the_plan(x):
     report = fastvit.report(fastvit.convert(Net(6), budget=0.5), x)
     assert report.kept_after <= 0.52 * report.kept_before + x.nbytes
     assert any(row.reason == "the budget is met without it" for row in report.tensors)
+
+
+def test_an_empty_batch_plans_nothing(x):
+    model = fastvit.convert(Net(2), budget="1 MiB")
+    model(x[:0]).sum().backward()
+    model(x).sum().backward()

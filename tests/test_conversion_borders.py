@@ -318,7 +318,18 @@ def test_iterators_and_objects_with_state(function):
     assert counter.count == 0
     with pytest.raises(TypeError, match=r"argument 'it' is an object with state \(Locked\)"):
         function(Takes(), x, Locked())
-    for plain in (3, "a", None, State(x), torch.float32, len, object(), {"a": (1, {2})}, threading.Lock()):
+    for plain in (
+        3,
+        "a",
+        None,
+        State(x),
+        torch.float32,
+        len,
+        copy,
+        object(),
+        {"a": (1, {2})},
+        threading.Lock(),
+    ):
         function(Takes(), x, plain)
 
 

@@ -190,7 +190,7 @@ def test_pools(pool):
 
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(), nn.Hardtanh(), nn.GELU()])
 def test_forwards_without_a_backward_are_freed(act):
-    """A graph that is dropped frees what it has saved: no record refers to the node that holds it."""
+    """A graph that is dropped frees what it has saved: no packed tensor refers to the node that holds it."""
     model = fastvit.convert(nn.Sequential(conv(), nn.BatchNorm2d(C), act, nn.MaxPool2d(3, 2, 1), conv()))
 
     def records():

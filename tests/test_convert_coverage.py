@@ -169,6 +169,27 @@ def test_hooks_that_change_nothing(name, level):
     assert share <= BOUNDS[level] + 0.01
 
 
+READS = {"numpy": lambda t: t.detach().numpy().mean(), "address": lambda t: t.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("read", READS)
+def test_a_read_after_the_blocks_have_ended(read, level):
+    def make(reads):
+        def function(m, x):
+            outputs = [x]
+            for block in m.blocks:
+                outputs.append(block(outputs[-1]))
+            for y in outputs[1:] if reads else ():
+                READS[read](y)
+            return outputs[-1]
+
+        return Program(function, blocks=nn.ModuleList(mlp(nn.GELU) for _ in range(3)))
+
+    without = share_kept(lambda: make(False), tokens(), **LEVELS[level])
+    assert share_kept(lambda: make(True), tokens(), **LEVELS[level]) <= without + 0.001
+
+
 @pytest.mark.parametrize("kind", ["full backward", "full backward pre"])
 def test_backward_hooks_of_convolutions(kind):
     make = lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 16, 3))  # noqa: E731

@@ -3,8 +3,8 @@
 A site is an op in a block. Sites are ordered by the bytes that they free for their work: the bytes that
 recomputing moves, and the operations of matrix products. The numbers come from a forward that recomputes
 every site. With example inputs the number of sites is found by bisection over measured forwards, because
-sites are not independent: two may save views of one storage. Without them it is summed up from the records
-of a step.
+sites are not independent: two may save views of one storage. Without them it is summed up from what a step
+saves.
 """
 
 from __future__ import annotations

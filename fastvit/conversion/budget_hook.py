@@ -30,9 +30,9 @@ from .scope_hooks import ScopeHook, get_scope_hook
 class BudgetHook(ScopeHook):
     """The hook of a module that a user calls, with a budget.
 
-    The first training forward recomputes all that can be, and its records say what each site frees. From the
-    next forward on the fewest sites are recomputed that meet the budget. Inputs of more bytes plan again. If
-    recomputing inside of blocks is not enough, the next forward recomputes across blocks and plans again.
+    The first training forward recomputes all that can be, and what it saves says what each site frees. From
+    the next forward on the fewest sites are recomputed that meet the budget. Inputs of more bytes plan again.
+    If recomputing inside of blocks is not enough, the next forward recomputes across blocks and plans again.
 
     Args:
         policy: until the first plan, outside of training; shared with the hooks of the blocks.
@@ -92,6 +92,8 @@ class BudgetHook(ScopeHook):
         costs = sum_site_costs(decisions)
         least = sum(one.kept for one in decisions)
         original = least + sum(one.freed for one in decisions)
+        if not original:  # an empty batch
+            return
         allowed = self.budget.allowed_bytes(original)
         sites = order_sites(costs, self.level, self.sites_of_blocks)
         excess = least + sum(cost.freed_bytes for cost in costs.values()) - allowed
@@ -117,6 +119,8 @@ class BudgetHook(ScopeHook):
         """Gives the hooks that share this hook's policy another one."""
         before = self.policy
         policy = dataclasses.replace(before, level=RecomputeLevel(self.level), **changes)
+        if policy == before:
+            return
         for inner in module.modules():
             hook = get_scope_hook(inner)
             if hook is not None and hook.policy is before:

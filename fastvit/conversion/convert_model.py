@@ -1,4 +1,4 @@
-"""`convert` and `revert`: recompute scopes round the forwards of a model and of its blocks, by hooks."""
+"""`convert`: recompute scopes round the forwards of a model and of its blocks, by hooks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def convert(
         example_inputs: for a budget: a tensor, a tuple of arguments or a dict of keyword arguments, with
             which forwards of a copy are measured. Call `convert` as the model is trained, under the same
             autocast. Without them the first forward of the model in training with gradients keeps the least,
-            as "least" does, and its records give the plan, which holds from the next forward on; a budget
+            as "least" does, and what it saves gives the plan, which holds from the next forward on; a budget
             below that takes one more forward. A forward with inputs of more bytes plans again. In compiled
             code the share is torch's `activation_memory_budget`, which a convolutional model may exceed,
             "least" is products=True, and bytes need example inputs.

@@ -82,13 +82,14 @@ class EncoderLayerHook(OwnHook):
     def __call__(self, module: nn.Module, args: tuple, *result: object) -> None:
         if torch.compiler.is_compiling() or (module.training and not result):
             return
-        for inner in module.modules():
-            for name in _HOOK_NAMES:
-                hooks = inner.__dict__.get(name, {})
-                if result and isinstance(hooks, _UncountedHooks):
-                    inner.__dict__[name] = hooks.data
-                elif not result and any(map(is_own_hook, hooks.values())):
-                    inner.__dict__[name] = _UncountedHooks(hooks)
+        with _lock:
+            for inner in module.modules():
+                for name in _HOOK_NAMES:
+                    hooks = inner.__dict__.get(name, {})
+                    if result and isinstance(hooks, _UncountedHooks):
+                        inner.__dict__[name] = hooks.data
+                    elif not result and any(map(is_own_hook, hooks.values())):
+                        inner.__dict__[name] = _UncountedHooks(hooks)
 
 
 class _UncountedHooks(UserDict):

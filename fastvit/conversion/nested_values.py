@@ -9,7 +9,7 @@ import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from enum import Enum
-from types import MappingProxyType, MethodType
+from types import MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -82,8 +82,8 @@ def copy_arguments(
             copied = type(value)(copy_value(name, part) for part in value)
         elif type(value) is dict:
             copied = {key: copy_value(name, part) for key, part in value.items()}
-        elif isinstance(value, (Enum, MethodType)) or type(value) is object:  # told apart by identity
-            copied = value
+        elif isinstance(value, (Enum, MethodType, ModuleType)) or type(value) is object:
+            copied = value  # it is told apart by identity
         else:
             try:
                 with _CopyTensors(copy_tensor):

@@ -1,4 +1,4 @@
-"""The hooks that open a recompute scope round the forwards of a model and of its blocks."""
+"""The hooks that open a recompute scope round the forwards of a model and of its blocks; `revert`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def add_scope_hooks(
 def _register_first(module: nn.Module, hook: Callable, with_kwargs: bool) -> None:
     """Registers a hook that is called before and after the forward, and before all other hooks.
 
-    A scope closes so before FSDP reshards parameters. Dynamo of torch 2.11 reads hooks in the order of their
+    So a scope closes before FSDP reshards parameters. Dynamo of torch 2.11 reads hooks in the order of their
     insertion, which `prepend=True` does not change, so all others are inserted again.
     """
     module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)

@@ -129,9 +129,7 @@ def verify(
             expected, _ = _run_step(runner, revert, dtype, marks_inputs)
             break
         except RuntimeError as error:
-            if dtype is not None and any(
-                word in str(error) for word in ("dtype", "type Double", "Double and")
-            ):
+            if dtype is not None and any(word in str(error) for word in _DTYPE_WORDS):
                 message = f"the model does not run in {dtype} ({error}); pass dtype=None for its own dtype"
                 raise RuntimeError(f"verify: {message}") from error
             if marks_inputs or "requires_grad flags of leaf" not in str(error):
@@ -185,7 +183,7 @@ def _run_step(
     model.zero_grad(set_to_none=True)
     leaves = []
 
-    def copy_input(tensor: Tensor) -> Tensor:
+    def copy_as_leaf(tensor: Tensor) -> Tensor:
         leaf = _cast(tensor.detach().clone(), dtype)
         if leaf.is_floating_point() or leaf.is_complex():
             leaf.requires_grad_(not marks_inputs)
@@ -193,7 +191,7 @@ def _run_step(
         return leaf.clone()  # the result of an op, which the model may overwrite
 
     with runner.preserving_random_state():
-        given = runner.copy_inputs(copy_input)
+        given = runner.copy_inputs(copy_as_leaf)
         with observe_saved_tensors(lambda tensor: (tensor.detach(), tensor._version)) as observer:
             outputs = tensor_leaves(runner.run_forward(model, given))
         if not outputs:

@@ -51,6 +51,8 @@ class Plans(Protocol):
 
     def prepare_write(self, tensor: Tensor, is_shown: bool) -> None: ...
 
+    def has_outer_hooks(self) -> bool: ...
+
     def plan_pending(self) -> None: ...
 
     def replace_by_mask(self, packed: PackedTensor) -> None: ...
@@ -141,7 +143,6 @@ class CallObserver(TorchFunctionMode):
         """Drops what was pinned and no recipe reads. Recipes hold the pins that they read."""
         for info in self._pinned:
             info.call = None
-        self.tracker.pins_of_calls.clear()
 
     def pin(self, tensor: Tensor, dtype: torch.dtype | None = None) -> PinnedTensor:
         """Pins an operand of the op that runs."""
@@ -198,22 +199,22 @@ def _pinned_bias(
     return None if bias is None or not bias.is_leaf else observer.pin(bias)
 
 
-def _store_bias(observer: CallObserver, y: Any, bias: Any, first: int, *names: str) -> Any:
-    """Stores a bias that is a leaf on the node of `y`, the output of an op that autocast gives its casts.
+def _store_bias(observer: CallObserver, y: Any, bias: Any, first_number: int, *names: str) -> Any:
+    """Stores a bias that is a leaf on the node of `y`, the output of an op whose operands autocast may cast.
 
     Args:
-        first: the number of the first node that the call has made.
+        first_number: the sequence number of the first node that the call has made.
     """
     node = _node_of(y, *names)
     if node is not None and isinstance(bias, Tensor) and bias.is_leaf:
-        pinned = _pinned_cast(observer, node, bias, y.dtype, first)
+        pinned = _pinned_cast(observer, node, bias, y.dtype, first_number)
         if pinned is not None:
             observer.store_call_args(node, CallArgs(bias=pinned, leaves=(pinned,)))
     return y
 
 
 def _pinned_cast(
-    observer: CallObserver, node: Any, bias: Tensor, dtype: torch.dtype, first: int
+    observer: CallObserver, node: Any, bias: Tensor, dtype: torch.dtype, first_number: int
 ) -> PinnedTensor | None:
     """Pins a bias as the op of `node` has read it: autocast may have cast it for an earlier op.
 
@@ -227,7 +228,7 @@ def _pinned_cast(
         if getattr(cast.next_functions[0][0], "variable", None) is bias:
             call = OutputInfo.of_node(cast).call
             if call is None or call.bias is None:
-                if cast._sequence_nr() < first:
+                if cast._sequence_nr() < first_number:
                     return None
                 call = CallArgs(bias=observer.pin(bias, dtype))
                 observer.store_call_args(cast, call)

@@ -53,7 +53,7 @@ def current_environment(is_cuda: bool) -> Environment:
     """Returns the values now of the settings that ops on a GPU, or on the CPU, read."""
     if is_cuda:
         return True, *[get() for get in _CUDA_GETTERS]
-    # Those of _ON_CPU, without a loop: this is called for each saved tensor.
+    # This reads the settings of _ON_CPU without a loop, because it runs for each saved tensor.
     return False, _get_mkldnn(), _get_precision("mkldnn", "matmul"), _get_precision("mkldnn", "conv")
 
 

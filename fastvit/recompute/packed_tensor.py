@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from .environment import Environment
 from .masks import BitMask
-from .pins import OperandChanged, PinnedTensor
+from .pins import FREED, OperandChanged, PinnedTensor
 from .policy import OpSite
 from .storage import copy_memory, current_stream_id, is_freed, record_current_stream
 from .views import as_strided_in
@@ -129,7 +129,9 @@ class PackedTensor:
     holds_base = False  # as a view, and as a whole output: recipes may read all of the output's memory
     writes = 0  # untracked writes to the memory before the op
     stream = 0  # of the op that saved the tensor
-    tensor_id = 0  # of the program's tensor, which is held by another one of its memory
+    is_overwritten = False  # by those to whom its memory was lent, before the scope could copy it
+    # The address of the program's tensor, of which the state holds a detached one; and what reserves it.
+    source: tuple[int, Any] = 0, None
 
     def __init__(self, state: Kept):
         self.state = state
@@ -147,6 +149,10 @@ class PackedTensor:
         if isinstance(state, Kept):
             return state.is_unwritten()
         return isinstance(state, Replaced)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Returns whether `tensor` is the program's tensor that the op saved."""
+        return self.source[0] == tensor._cdata
 
     def is_sharded_now(self) -> bool:
         """Returns whether FSDP has freed the tensor, a parameter or a view of one, for now."""
@@ -186,14 +192,17 @@ class PackedTensor:
         if self.pre_write_copy is not None:
             return self.pre_write_copy
         state = self.state
-        if isinstance(state, Kept) and not state.is_unwritten():
-            raise OperandChanged(state.tensor, state.version)
+        if isinstance(state, Kept):
+            if self.is_overwritten:
+                raise OperandChanged(state.tensor, "has been written to by NumPy, DLPack or its storage")
+            if not state.is_unwritten():
+                raise OperandChanged.by_version(state.tensor, state.version)
         if isinstance(state, Replaced) and isinstance(state.replacement, OuterPackedTensor):
             tensor = state.replacement.unpack_in_layout()
         else:
             tensor = state.unpack()
         if is_freed(tensor):
-            raise OperandChanged(tensor, None)
+            raise OperandChanged(tensor, FREED)
         if current_stream_id(tensor) != self.stream:
             is_mask = isinstance(state, Replaced) and isinstance(state.replacement, BitMask)
             record_current_stream(state.replacement.packed if is_mask else tensor)  # type: ignore[union-attr]

@@ -19,15 +19,19 @@ MAX_COPY_BYTES = 2**16  # of a vector that is copied when an op reads it
 class OperandChanged(Exception):
     """Raised when a recipe would read a tensor that is no longer as the op read it."""
 
-    def __init__(self, tensor: Tensor, version: int | None):
-        shape = f"[{tensor.type()} {list(tensor.shape)}]"
-        if version is None:
-            super().__init__(f"the memory of its operand {shape} has been freed, or is sharded now")
-        else:
-            super().__init__(
-                f"its operand {shape} has been modified by an inplace operation after the op read it: it is "
-                f"at version {tensor._version}; expected version {version}"
-            )
+    def __init__(self, tensor: Tensor, change: str):
+        super().__init__(f"the memory of its operand [{tensor.type()} {list(tensor.shape)}] {change}")
+
+    @classmethod
+    def by_version(cls, tensor: Tensor, version: int) -> OperandChanged:
+        return cls(
+            tensor,
+            "has been modified by an inplace operation after the op read it: it is at version "
+            f"{tensor._version}; expected version {version}",
+        )
+
+
+FREED = "has been freed, or is sharded now"
 
 
 class PinnedTensor:
@@ -37,16 +41,16 @@ class PinnedTensor:
     version = 0
     writes = 0  # untracked writes to the memory before the op
 
-    def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None, is_copy: bool = False):
+    def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None, copies: bool = False):
         """Pins `tensor` now.
 
         Args:
             dtype: to which autocast has cast the op's operand.
-            is_copy: copy it. A small tensor, and one of another dtype, is copied in any case.
+            copies: whether it is copied. A small tensor, and one of another dtype, is copied in any case.
         """
         self.source = tensor if tensor.requires_grad else None  # as which the graph knows it
         self.stream = current_stream_id(tensor)
-        self.is_copy = is_copy or is_small(tensor) or (dtype is not None and dtype is not tensor.dtype)
+        self.is_copy = copies or is_small(tensor) or (dtype is not None and dtype is not tensor.dtype)
         self.number: tuple[Any, torch.dtype] | None = None
         self.tensor: Tensor | None = None
         if self.is_copy and tensor.dim() == 0 and tensor.device.type == "cpu":
@@ -84,9 +88,9 @@ class PinnedTensor:
         assert tensor is not None
         if not self.is_copy and self.pre_write_copy is None:
             if tensor._version != self.version:
-                raise OperandChanged(tensor, self.version)
+                raise OperandChanged.by_version(tensor, self.version)
             if is_freed(tensor):
-                raise OperandChanged(tensor, None)
+                raise OperandChanged(tensor, FREED)
         if current_stream_id(tensor) != self.stream:
             record_current_stream(tensor)
         return tensor
@@ -100,4 +104,6 @@ class PinnedTensor:
 
 def is_small(tensor: Tensor) -> bool:
     """Returns whether `tensor` is a number or a vector, such as one of channels."""
-    return tensor.nbytes <= MAX_COPY_BYTES and (tensor.dim() <= 1 or max(tensor.shape) == tensor.numel())
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.nbytes > MAX_COPY_BYTES:
+        return False
+    return tensor.dim() <= 1 or max(tensor.shape) == tensor.numel()

@@ -49,6 +49,7 @@ from .weak_list import WeakList
 _NO_OP = "it is not the output of an autograd node (an input, a constant, indices, or compiled code)"
 _autograd = torch._C._autograd
 _peek_transform = torch._C._functorch.peek_interpreter_stack
+_WeakTensorRef = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 _len_modes = torch._C._len_torch_function_stack
 _is_autocast_on = torch._C._is_any_autocast_enabled
 MAX_PENDING = 512  # tensors without a plan
@@ -75,6 +76,7 @@ class Scope:
         self._pinned: WeakList[PackedTensor] = WeakList()
         self._calls = CallObserver(self)
         self._tracker = self._calls.tracker
+        self._num_outputs = 0  # that were packed
         self._outer: Hooks | None = None  # hooks around this scope, through which kept tensors go
         self._pending: WeakList[PackedTensor] = WeakList()
         self._num_sites: dict[str, Counter[str]] = defaultdict(Counter)  # of a block, by the name of a node
@@ -98,6 +100,8 @@ class Scope:
         for packed in self._pinned:  # recipes hold the pins that they read
             packed.pin, packed.is_excluded = None, True
         self._calls.drop_pins()
+        with torch._C.DisableTorchFunction():
+            self._tracker.close()
         every = []
         while (hooks := current_saved_tensor_hooks()) is not None:
             every.append(hooks)
@@ -151,8 +155,9 @@ class Scope:
         if node is None:
             packed = self._pack_leaf(tensor)
         else:
-            if not len(self._pending) % 4:  # it takes time
-                self._close_dead_scopes()  # this one may be, and then it keeps what other models save
+            self._num_outputs += 1
+            if not self._num_outputs % 4:  # the search takes time, so it is not for each tensor
+                self._close_dead_scopes()  # a dead scope would pack what other models save
             packed = self._pack_output(tensor, node)
             packed.environment = current_environment(tensor.is_cuda)
         if self._tracker.counts:
@@ -173,10 +178,10 @@ class Scope:
             packed.replace_tensor(masks.dropout_bit_mask(tensor, p))
         elif self._calls.biases and (bias := self._calls.biases.pop(storage_id(tensor), None)) is not None:
             packed.bias = bias
-        elif tensor.layout is torch.strided and not tensor.is_nested and is_small(tensor):
+        elif is_small(tensor):
             needed = self._calls.pinned_operand
             if needed is ... or needed is tensor:
-                packed.pin = PinnedTensor(tensor, is_copy=True)
+                packed.pin = PinnedTensor(tensor, copies=True)
                 self._pinned.append(packed)
         else:  # every op whose settings matter saves a larger tensor too
             packed.environment = current_environment(tensor.is_cuda)
@@ -213,7 +218,7 @@ class Scope:
         if base is not None:
             pending.base = AsStridedArgs.of(base)
         packed = PackedTensor(pending)
-        packed.tensor_id = tensor._cdata
+        packed.source = tensor._cdata, _WeakTensorRef(tensor)
         if self.policy.weight_casts and producer.name() == "ToCopyBackward0":
             self._pin_weight(producer)
         self._pending.append(packed)
@@ -265,7 +270,8 @@ class Scope:
         """Called before a write to `tensor`: recipes that read the memory get a copy.
 
         Args:
-            is_shown: by autograd's graph or the version. If not, autograd reads what is written.
+            is_shown: whether autograd's graph or the version shows the write. If neither does, autograd reads
+                what is written.
         """
         if self._outer is not None:  # hooks around the scope may copy what they pack
             self.plan_pending()
@@ -273,6 +279,10 @@ class Scope:
         for packed in () if is_shown else self._tracker.restore_dropped(tensor):
             if self._outer is not None:
                 packed.pack_by_outer_hooks(*self._outer)
+
+    def has_outer_hooks(self) -> bool:
+        """Returns whether there are saved-tensor hooks around the scope."""
+        return self._outer is not None
 
     def abandon(self) -> None:
         """Keeps all that is pending, without a plan."""

@@ -34,4 +34,4 @@ class WeakList(Generic[T]):
         return len(self._references)
 
     def clear(self) -> None:
-        self._references.clear()
+        self._references, self._limit = [], _MIN_LIMIT

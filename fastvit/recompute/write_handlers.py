@@ -75,8 +75,7 @@ def _observe_write(
         try:
             return call()
         finally:
-            is_number = not x.dim() and x.untyped_storage().nbytes() == x.element_size()
-            if base.grad_fn is None and x._version != version and not is_number:  # recipes have copies
+            if base.grad_fn is None and x._version != version and not tracker.is_own_number(x):
                 tracker.add_write(x)
     is_tracked = before == (OutputInfo.of_node(node).expected_version or 0) and torch.is_grad_enabled()
     is_view = is_tracked and base is not x and not base.storage_offset()
@@ -133,15 +132,24 @@ def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: d
         info = OutputInfo.of_node(node)
         info.is_content_known = False
         for packed in info.packed_tensors:
-            if packed.tensor_id == x._cdata and not _is_saved_by(node, packed):
+            is_outside = observer.scope.has_outer_hooks()  # they have packed what was there
+            if packed.is_of(x) and not is_outside and not _is_saved_by(node, packed):
                 packed.keep(x.detach())
     return result
 
 
 def _is_saved_by(node: Any, packed: PackedTensor) -> bool:
     """Returns whether `packed` is an output that the op of `node` has saved itself."""
-    names = (name for name in dir(node) if name.startswith("_raw_saved_"))
-    return any(getattr(getattr(node, name), "data", None) is packed for name in names)
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            try:
+                saved = getattr(node, name)
+            except RuntimeError:  # its backward has run, and it holds nothing
+                return False
+            for one in saved if isinstance(saved, tuple) else (saved,):
+                if getattr(one, "data", None) is packed:
+                    return True
+    return False
 
 
 def _alias_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -158,7 +166,8 @@ def _alias_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict
 def _lend_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes a call that gives the memory to NumPy or others, who may read or write it."""
     if isinstance(args[0], Tensor) and has_storage(args[0]):
-        observer.scope.prepare_write(args[0], is_shown=False)
+        if observer.scope.has_outer_hooks():  # they may copy what they pack now
+            observer.scope.prepare_write(args[0], is_shown=False)
         observer.tracker.lend(args[0])
     return func(*args, **kwargs)
 

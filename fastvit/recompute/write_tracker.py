@@ -22,7 +22,7 @@ from .recipe import OutputInfo, Recipe
 from .storage import has_storage, storage_id, view_base
 from .weak_list import WeakList
 
-_FEW = 256
+_MIN_OWNERS = 256
 
 
 class _Owner(NamedTuple):
@@ -38,8 +38,8 @@ class WriteTracker:
     def __init__(self) -> None:
         self.counts: dict[int, int] = defaultdict(int)  # untracked writes, by storage
         self._owners: dict[int, _Owner] = {}  # of storages that have an alias without a graph
-        self._max_owners = _FEW  # before those that are gone are forgotten
-        self._recipes: WeakList[Recipe] = WeakList()  # whose operands are not among these yet:
+        self._max_owners = _MIN_OWNERS  # the number at which dead ones are removed
+        self._recipes: WeakList[Recipe] = WeakList()  # whose operands are not in `_operands` yet
         self._operands: dict[int, WeakList[PackedTensor | PinnedTensor]] = defaultdict(WeakList)
         self._lent: list[_Lent] = []
         # The leaves that composite functions read, and the numbers of the nodes that these have made.
@@ -53,7 +53,7 @@ class WriteTracker:
         """`alias` has the memory of the output of `node`, and not its graph."""
         if len(self._owners) >= self._max_owners:
             self._owners = {key: owner for key, owner in self._owners.items() if owner.info() is not None}
-            self._max_owners = max(_FEW, 2 * len(self._owners))
+            self._max_owners = max(_MIN_OWNERS, 2 * len(self._owners))
         storage = StorageWeakRef(alias.untyped_storage())
         self._owners[storage_id(alias)] = _Owner(storage, weakref.ref(OutputInfo.of_node(node)))
 
@@ -70,6 +70,11 @@ class WriteTracker:
                         self._operands[storage_id(tensor)].append(operand)
         self._recipes.clear()
 
+    def is_own_number(self, tensor: Tensor) -> bool:
+        """Returns whether `tensor` is a number with memory of its own, and a leaf: recipes have copies."""
+        is_number = not tensor.dim() and tensor.untyped_storage().nbytes() == tensor.element_size()
+        return is_number and self.find_owner(tensor) is None
+
     def find_owner(self, tensor: Tensor) -> OutputInfo | None:
         """Returns the op output that has the memory of `tensor`, as far as it is known."""
         node = view_base(tensor).grad_fn
@@ -80,8 +85,7 @@ class WriteTracker:
 
     def save_pre_write_copies(self, tensor: Tensor) -> None:
         """Called before a write to `tensor`: recipes that read its memory get a copy."""
-        if self._recipes:
-            self._find_operands()
+        self._find_operands()
         for operand in self._operands.pop(storage_id(tensor), ()):
             operand.save_pre_write_copy()
 
@@ -96,10 +100,13 @@ class WriteTracker:
 
         Called before a write to `tensor`, which has the memory: autograd reads what is written.
         """
-        restored: list[PackedTensor] = []
         info = self.find_owner(tensor)
         if info is None or not info.is_content_known:  # it has been written to already
-            return restored
+            return []
+        return self._restore(info, tensor)
+
+    def _restore(self, info: OutputInfo, tensor: Tensor) -> list[PackedTensor]:
+        restored = []
         for packed in info.packed_tensors:
             dropped = packed.find_dropped_memory()
             if dropped is not None:
@@ -120,9 +127,15 @@ class WriteTracker:
         if info is None:  # a leaf: who reads it from here on, reads what may be written
             self.counts[storage_id(tensor)] += 1
         elif tensor.device.type == "cpu" and info.is_content_known:
-            self._lent.append(_Lent(info, tensor))
+            self._lent.append(_Lent(info, tensor, self._is_dropped_or_read(info, tensor)))
         else:
             info.is_content_known = False
+
+    def _is_dropped_or_read(self, info: OutputInfo, tensor: Tensor) -> bool:
+        """Returns whether a packed tensor has dropped the memory of `tensor`, or a recipe reads it."""
+        self._find_operands()
+        is_dropped = any(packed.find_dropped_memory() is not None for packed in info.packed_tensors)
+        return is_dropped or storage_id(tensor) in self._operands
 
     def settle_lent(self, pending: list[PackedTensor]) -> list[OutputInfo]:
         """Finds out which of the memory that was lent has been written to. Called before a plan.
@@ -132,19 +145,39 @@ class WriteTracker:
         if not self._lent:
             return []
         memory = {storage_id(one.state.tensor): one.state.tensor for one in pending}  # type: ignore[union-attr]
-        unseen = [lent for lent in self._lent if lent.storage not in memory]
+        waiting, unseen = [], []
         for lent in self._lent:
             tensor = memory.get(lent.storage)
-            lent.info.is_content_known = tensor is not None and not (lent.is_out() or lent.is_written(tensor))
-        self._lent = unseen
-        return [lent.info for lent in unseen]
+            held = lent.held if tensor is None else tensor
+            is_written = held is not None and lent.is_written(held)
+            lent.info.is_content_known = tensor is not None and not (is_written or lent.is_out())
+            if is_written and lent.held is not None:
+                self._restore(lent.info, lent.held)
+                for operand in self._operands.pop(lent.storage, ()):
+                    if isinstance(operand, PackedTensor):
+                        operand.is_overwritten = True
+                self.counts[lent.storage] += 1
+            elif tensor is None:
+                unseen.append(lent.info)
+                waiting.append(lent)
+            elif lent.held is not None and lent.is_out():
+                waiting.append(lent)
+        self._lent = waiting
+        return unseen
+
+    def close(self) -> None:
+        """Called at the end of the scope."""
+        self.settle_lent([])
+        self._lent.clear()
+        self.pins_of_calls.clear()
 
 
 class _Lent:
     """Memory that was given away, and a checksum of it."""
 
-    def __init__(self, info: OutputInfo, tensor: Tensor):
+    def __init__(self, info: OutputInfo, tensor: Tensor, is_dropped_or_read: bool):
         self.info, self.storage = info, storage_id(tensor)
+        self.held = tensor.detach() if is_dropped_or_read else None  # what is written must reach backward
         self._alias = TensorWeakRef(tensor)  # which an array holds
         self._checksum = _checksum(tensor)
 
