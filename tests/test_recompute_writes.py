@@ -293,6 +293,20 @@ def test_memory_that_is_written_to_after_the_plan(op, lend):
         in_scope_and_eager(function)
 
 
+@pytest.mark.parametrize(
+    "write", [lambda w: torch.from_dlpack(w.detach()).mul_(2), lambda w: w.detach().numpy().fill(1)]
+)
+def test_a_large_leaf_that_is_lent_after_the_plan(write):
+    def function(scope, a, b, c, w):
+        with scope():
+            h = F.gelu(a + b)
+            y = h.sum(0) @ c.mT
+        write(b)
+        return y
+
+    in_scope_and_eager(function)
+
+
 @pytest.mark.parametrize("write", [lambda h: h.data.clamp_(max=0.0), lambda h: h.detach().mul_(0.5)])
 def test_a_write_after_hooks_around_have_copied(write):
     def function(scope, a, b, c, w):

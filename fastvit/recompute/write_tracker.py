@@ -125,6 +125,7 @@ class WriteTracker:
         """Called before `tensor` gives its memory away, to NumPy for example, which may read or write it."""
         info = self.find_owner(tensor)
         if info is None:  # a leaf: who reads it from here on, reads what may be written
+            self.save_pre_write_copies(tensor)
             self.counts[storage_id(tensor)] += 1
         elif tensor.device.type == "cpu" and info.is_content_known:
             self._lent.append(_Lent(info, tensor, self._is_dropped_or_read(info, tensor)))
