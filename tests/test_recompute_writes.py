@@ -67,6 +67,7 @@ WRITES = {  # of a tensor that is made and not saved, before an op whose result 
     "numpy": lambda h, b: h.detach().numpy().__imul__(2),
     "out, no_grad": no_grad(lambda h, b: torch.mul(h, 2, out=h)),
     "out, data": lambda h, b: torch.mul(h.data, 2, out=h.data),
+    "out of addmm, data": lambda h, b: torch.addmm(b.data, b.data, torch.eye(D), out=h.data),
     "two results": lambda h, b: torch.frexp(h.data, out=(h.data, torch.empty(h.shape, dtype=torch.int32))),
     "foreach": lambda h, b: torch._foreach_mul_([h], 2.0),
     "foreach, no_grad": no_grad(lambda h, b: torch._foreach_mul_([h], 2.0)),
@@ -236,7 +237,7 @@ def test_programs(program, scope):
     same_as_eager(PROGRAMS[program], scope)
 
 
-@pytest.mark.parametrize("write", ["data", "out, data", "two results", "foreach, data"])
+@pytest.mark.parametrize("write", ["data", "out, data", "out of addmm, data", "two results", "foreach, data"])
 def test_a_write_that_autograd_does_not_notice_reaches_what_was_saved(write):
     def function(a, b, c, w):
         h = F.gelu(a)

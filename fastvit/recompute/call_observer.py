@@ -104,9 +104,8 @@ class CallObserver(TorchFunctionMode):
             return func(*args, **kwargs or {})
         if types and (own := _find_overrides(types)) and torch._C._is_torch_function_enabled():
             return self._call_subclasses(func, own, types, args, kwargs or {})
-        handler = _find_handler(func) or (
-            write_handlers.in_place_handler if kwargs and "out" in kwargs else None
-        )
+        writes_out = kwargs and kwargs.get("out") is not None
+        handler = write_handlers.in_place_handler if writes_out else _find_handler(func)
         if handler is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         self.scope.check_open()
@@ -303,8 +302,6 @@ _SUMS = "AddBackward0", "SubBackward0"
 
 def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes a sum or a difference, which saves none of its terms."""
-    if "out" in kwargs:
-        return write_handlers.in_place_handler(observer, func, args, kwargs)
     other = get_argument(args, kwargs, 1, "other")
     if type(other) in (int, float):
         return _store_call_args(observer, func(*args, **kwargs), CallArgs(scalar=other), *_SUMS)
@@ -333,8 +330,6 @@ def _composite_handler(observer: CallObserver, func: Callable, args: tuple, kwar
 
 
 def _addcmul_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    if "out" in kwargs:
-        return write_handlers.in_place_handler(observer, func, args, kwargs)
     return _call_with_leaves(observer, func, args, kwargs, args[:1], "AddcmulBackward0")
 
 
@@ -348,8 +343,6 @@ def _elementwise_norm_handler(observer: CallObserver, func: Callable, args: tupl
 
 def _join_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes a concatenation, which saves none of its parts."""
-    if "out" in kwargs:
-        return write_handlers.in_place_handler(observer, func, args, kwargs)
     parts = get_argument(args, kwargs, 0, "tensors")
     return _call_with_leaves(observer, func, args, kwargs, parts, "CatBackward0", "StackBackward0")
 
