@@ -117,7 +117,7 @@ def _recomputed_memory(
 
 
 def _tensor_of(operand: Any) -> Tensor | None:
-    return getattr(operand.state, "tensor", None) if isinstance(operand, PackedTensor) else operand.tensor
+    return operand.held_tensor() if isinstance(operand, PackedTensor) else operand.tensor
 
 
 def _kept_memory(packed: PackedTensor, saved: list[tuple[Any, Callable[[], Tensor]]]) -> SavedMemory:

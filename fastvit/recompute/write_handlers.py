@@ -131,9 +131,10 @@ def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: d
     if node is not None:
         info = OutputInfo.of_node(node)
         info.is_content_known = False
+        if observer.scope.has_outer_hooks():  # they have packed what was there
+            return result
         for packed in info.packed_tensors:
-            is_outside = observer.scope.has_outer_hooks()  # they have packed what was there
-            if packed.is_of(x) and not is_outside and not _is_saved_by(node, packed):
+            if packed.is_of(x) and not _is_saved_by(node, packed):
                 packed.keep(x.detach())
     return result
 
