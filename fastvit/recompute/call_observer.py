@@ -285,8 +285,14 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
         _request_mask(observer, x.grad_fn)
     if observer.scope.policy.level < RecomputeLevel.MATMULS:
         return y
-    bias = get_argument(args, kwargs, 2, "bias")
-    return _store_bias(observer, y, bias, first, "AddmmBackward0", "AddBackward0")
+    bias, weight = get_argument(args, kwargs, 2, "bias"), get_argument(args, kwargs, 1, "weight")
+    y = _store_bias(observer, y, bias, first, "AddmmBackward0", "AddBackward0")
+    if not x.requires_grad and weight.is_leaf and (node := _node_of(y, "AddmmBackward0")) is not None:
+        # The op saves no weight, because the input needs no gradient.
+        call = OutputInfo.of_node(node).call
+        if call is not None:
+            observer.store_call_args(node, call._replace(leaves=(*call.leaves, observer.pin(weight))))
+    return y
 
 
 def _addmm_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -305,7 +311,20 @@ def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: di
     other = get_argument(args, kwargs, 1, "other")
     if type(other) in (int, float):
         return _store_call_args(observer, func(*args, **kwargs), CallArgs(scalar=other), *_SUMS)
+    if observer.scope.policy.level >= RecomputeLevel.EVERY_OP and isinstance(other, Tensor):
+        return _sum_with_constant(observer, func, args, kwargs, args[0], other)
     return _call_with_leaves(observer, func, args, kwargs, (*args[:1], other), *_SUMS)
+
+
+def _sum_with_constant(
+    observer: CallObserver, func: Callable, args: tuple, kwargs: dict, x: Any, other: Tensor
+) -> Any:
+    """Pins a term without gradient, such as a mask of attention, if it is small beside the sum."""
+    constants = [one for one in (x, other) if isinstance(one, Tensor) and not one.requires_grad]
+    if len(constants) != 1 or 2 * constants[0].nbytes > max(x.nbytes, other.nbytes):
+        return _call_with_leaves(observer, func, args, kwargs, (x, other), *_SUMS)
+    call = CallArgs(bias=observer.pin(constants[0]), leaves=_pinned_leaves(observer, (x, other)))
+    return _store_call_args(observer, func(*args, **kwargs), call, *_SUMS)
 
 
 def _call_with_leaves(
@@ -424,7 +443,27 @@ def _cast_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: d
     return y
 
 
+def _index_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes an index with tensors, which does not save the tensor that it reads."""
+    index = args[1]
+    has_tensors = any(isinstance(one, Tensor) for one in (index if type(index) is tuple else (index,)))
+    if not has_tensors or observer.scope.policy.level < RecomputeLevel.EVERY_OP:
+        return func(*args, **kwargs)
+    return _call_with_leaves(observer, func, args, kwargs, args[:1], "IndexBackward0")
+
+
+def _contiguous_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Observes a copy to a given memory format, which the graph does not show."""
+    y = func(*args, **kwargs)
+    if y is not args[0]:
+        memory_format = get_argument(args, kwargs, 1, "memory_format", torch.contiguous_format)
+        _store_call_args(observer, y, CallArgs(scalar=memory_format), "CloneBackward0")
+    return y
+
+
 _HANDLERS: dict[Callable, Handler] = {
+    Tensor.__getitem__: _index_handler,
+    Tensor.contiguous: _contiguous_handler,
     **dict.fromkeys((F.layer_norm, torch.layer_norm), _norm_handler("NativeLayerNormBackward0", 4)),
     **dict.fromkeys((F.group_norm, torch.group_norm), _norm_handler("NativeGroupNormBackward0", 4, bias=3)),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), _norm_handler("FusedRmsNormBackward0", 3, default=None)),

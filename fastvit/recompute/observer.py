@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .masks import BitMask
@@ -21,7 +22,9 @@ from .packed_tensor import (
 from .policy import OpSite, RecomputeLevel, display_op_name
 from .recipe import Recipe
 from .recompute_rules import RECOMPUTE_RULES
-from .storage import storage_id
+from .storage import storage_id, view_base
+
+_get_sequence_nr = torch._C._autograd._get_sequence_nr  # of the next node of this thread
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,30 @@ class SavedTensorObserver:
 
     def __init__(self, annotate: Callable[[Tensor], Any]):
         self._annotate = annotate
-        self._packed_tensors: list[tuple[weakref.ref[PackedTensor], Any]] = []
+        self._packed_tensors: list[tuple[weakref.ref[PackedTensor], Any, int, int]] = []
+        self.first_time = _get_sequence_nr()
+        self.plan_times: list[int] = []
+        self.unused_recipes: list[Recipe] = []  # of tensors that are kept, though they have one
 
     def add(self, packed: PackedTensor, tensor: Tensor) -> None:
-        self._packed_tensors.append((weakref.ref(packed), self._annotate(tensor)))
+        now = _get_sequence_nr() - 1
+        node = view_base(tensor).grad_fn
+        created = now if node is None else node._sequence_nr()
+        self._packed_tensors.append((weakref.ref(packed), self._annotate(tensor), now, created))
+
+    def add_plan(self) -> None:
+        """Called after each plan of a scope."""
+        self.plan_times.append(_get_sequence_nr())
+
+    def last_time(self) -> int:
+        return _get_sequence_nr()
+
+    def alive(self) -> list[tuple[PackedTensor, Any, int, int]]:
+        return [
+            (packed, *rest)
+            for reference, *rest in self._packed_tensors
+            if (packed := reference()) is not None
+        ]
 
     def decisions(self, besides: Iterable[Tensor] = ()) -> list[SavedMemory]:
         """Returns an entry for each storage or recipe of the saved tensors that are alive.
@@ -85,7 +108,7 @@ class SavedTensorObserver:
     def _group_by_memory(self, others: set[int]) -> dict[Recipe | int, list[tuple[Any, PackedTensor]]]:
         """Returns the packed tensors that are alive by their recipe, or by the storage that they keep."""
         groups: dict[Recipe | int, list[tuple[Any, PackedTensor]]] = defaultdict(list)
-        for reference, annotation in self._packed_tensors:
+        for reference, annotation, *_ in self._packed_tensors:
             if (packed := reference()) is not None:
                 state, key = packed.state, id(packed)
                 if isinstance(state, Recomputed):

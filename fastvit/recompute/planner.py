@@ -42,6 +42,7 @@ _MAX_DEPTH = {
     RecomputeLevel.EVERY_OP: 32,
     RecomputeLevel.ACROSS_BLOCKS: 1000,
 }
+_BLOCK_IO = "it goes into a block, or comes out of one"
 _MAX_OPS = 40  # in one recipe
 _MAX_UNSAVED = 40  # consecutive ops whose outputs no op has saved
 
@@ -60,8 +61,10 @@ class RecomputePlanner:
         pending: Iterable[PackedTensor],
         tracker: WriteTracker,
         keeps_bases: bool,
+        unused_recipes: list[Recipe] | None = None,
     ):
         self.policy, self.rules, self.tracker, self.keeps_bases = policy, rules, tracker, keeps_bases
+        self._unused_recipes = unused_recipes
         self._waiting: dict[OutputInfo, list[PackedTensor]] = {}
         for packed in pending:
             assert packed.info is not None
@@ -129,17 +132,30 @@ class RecomputePlanner:
         assert info.as_strided_args is not None
         if math.prod(info.as_strided_args.size) * pending.tensor.element_size() < MIN_RECOMPUTE_BYTES:
             raise NotRecomputable(f"it has less than {MIN_RECOMPUTE_BYTES} bytes")
-        if info.is_block_io and self.policy.level == RecomputeLevel.EVERY_OP:
-            raise NotRecomputable("it goes into a block, or comes out of one")
+        keeps_block_io = self.policy.sites is None and self.policy.level == RecomputeLevel.EVERY_OP
+        is_block_io = info.is_block_io and keeps_block_io
+        if is_block_io and self._unused_recipes is None:
+            raise NotRecomputable(_BLOCK_IO)
         if self._find_kept(info) is not None or self.find_rule(pending.producer.name()) is None:
             return None
         recipe = self._existing_recipe(info) or self._build_recipe(pending.producer, info, 0)
-        self._check_cost(info, recipe, pending.is_half_precision)
+        try:
+            if is_block_io:
+                raise NotRecomputable(_BLOCK_IO)
+            self._check_cost(info, recipe, pending.is_half_precision)
+        except NotRecomputable:
+            if self._unused_recipes is not None:
+                self._unused_recipes.append(recipe)
+            raise
         return recipe
 
     def _check_cost(self, info: OutputInfo, recipe: Recipe, is_half_precision: bool) -> None:
         """Raises NotRecomputable if the recipe exceeds a cost limit, or the policy excludes its site."""
         policy, max_depth = self.policy, _MAX_DEPTH[self.policy.level]
+        if policy.sites is not None:
+            if reason := policy.reason_to_keep(info.site):
+                raise NotRecomputable(reason)
+            return
         if recipe.depth >= max_depth:
             raise NotRecomputable(f"its recipe goes through more than {max_depth} recomputed tensors")
         if recipe.ops > _MAX_OPS and policy.level < RecomputeLevel.EVERY_OP:
@@ -245,7 +261,7 @@ class RecomputePlanner:
         except NotRecomputable:
             self._without_recipe.add(info)
             raise
-        recipe.dtype = output.dtype
+        recipe.dtype, recipe.created = output.dtype, node._sequence_nr()
         numel = math.prod(output.shape)
         recipe.add_operand_costs(numel * output.dtype.itemsize, reader.flops * numel)
         info.recipe = weakref.ref(recipe)

@@ -75,6 +75,7 @@ class Recipe:
     stream = 0  # on which the output was made
     num_consumers = 0  # packed tensors and recipes that take the output
     num_served = 0
+    created = 0  # the number of the node
     is_tracked = False  # the write tracker knows its operands
 
     def __init__(

@@ -52,7 +52,11 @@ def _sum_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]
         alpha = reader.attribute("alpha")
         if reader.edges[1][0] is None and (number := reader.call_args().scalar) is not None:
             return lambda t: function(t, number, alpha=alpha), (reader.graph_operand(0),)
-        arguments = reader.graph_operand(0), reader.graph_operand(1)
+        arguments = (
+            *[reader.bias(i) if reader.edges[i][0] is None else reader.graph_operand(i) for i in (0, 1)],
+        )
+        if None in arguments:
+            raise NotRecomputable("the call was not seen")
         return function if alpha == 1 else partial(function, alpha=alpha), arguments
 
     return rule
@@ -69,6 +73,12 @@ def _is_residual(reader: NodeReader) -> bool:
 
 def _scale_rule(reader: NodeReader) -> OpCall:
     return _bound(torch.mul, reader.attribute("other")), (reader.graph_operand(0),)
+
+
+def _index_rule(reader: NodeReader) -> OpCall:
+    """Recomputes `tensor[indices]`, with tensors among the indices."""
+    indices = tuple(reader.packed_operand(one.data) for one in reader.node._raw_saved_indices)
+    return lambda t, *indices: _aten.index(t, indices), (reader.graph_operand(0), *indices)
 
 
 def _pad_rule(reader: NodeReader) -> OpCall:
@@ -107,7 +117,10 @@ def _join_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall
 
 def _clone_rule(reader: NodeReader) -> OpCall:
     if reader.info is None or reader.info.as_strided_args is None:
-        raise NotRecomputable("the graph does not show the memory format of a copy")
+        memory_format = None if reader.info is None or reader.info.call is None else reader.info.call.scalar
+        if memory_format is None:
+            raise NotRecomputable("the graph does not show the memory format of a copy")
+        return lambda t: t.clone(memory_format=memory_format), (reader.graph_operand(0),)
     return identity, (
         reader.graph_operand(0),
     )  # Recipe._compute gives the output the strides of the original
@@ -169,7 +182,7 @@ def _require_no_narrowing(reader: NodeReader, weight: str) -> None:
 
     A budget may ask for it.
     """
-    shape = reader.size_of(weight)
+    shape = reader.attribute(f"{weight}_sym_sizes")
     if shape[0] > shape[1] and reader.policy.level < RecomputeLevel.EVERY_OP:
         raise NotRecomputable
     reader.flops = 2 * shape[0]
@@ -181,11 +194,14 @@ def _bmm_rule(reader: NodeReader) -> OpCall:
     return torch.bmm, arguments
 
 
-def _softmax_rule(reader: NodeReader) -> OpCall:
-    producer, dim = reader.edges[0][0], reader.attribute("dim")
-    if producer is None or producer._input_metadata[0].dtype is not reader.metadata().dtype:
-        raise NotRecomputable
-    return lambda t: torch.softmax(t, dim), (reader.graph_operand(0),)
+def _softmax_rule(function: Callable[[Tensor, int], Tensor]) -> Rule:
+    def rule(reader: NodeReader) -> OpCall:
+        producer, dim = reader.edges[0][0], reader.attribute("dim")
+        if producer is None or producer._input_metadata[0].dtype is not reader.metadata().dtype:
+            raise NotRecomputable
+        return lambda t: function(t, dim), (reader.graph_operand(0),)
+
+    return rule
 
 
 def _attention_rule(op: Callable[..., tuple], *masks: str, **options: bool) -> Rule:
@@ -322,7 +338,9 @@ _MATMULS: dict[str, Rule] = {"AddmmBackward0": _addmm_rule, "MmBackward0": _mm_r
 _EVERY_OP: dict[str, Rule] = {
     "ConvolutionBackward0": _convolution_rule,
     "BmmBackward0": _bmm_rule,
-    "SoftmaxBackward0": _softmax_rule,
+    "IndexBackward0": _index_rule,
+    "SoftmaxBackward0": _softmax_rule(torch.softmax),
+    "SafeSoftmaxBackward0": _softmax_rule(_aten._safe_softmax),  # of attention with a mask
     "ScaledDotProductFlashAttentionForCpuBackward0": _attention_rule(
         _aten._scaled_dot_product_flash_attention_for_cpu, "attn_mask"
     ),

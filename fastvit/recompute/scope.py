@@ -303,7 +303,11 @@ class Scope:
                 packed.make_mask = None
         unsettled = self._tracker.settle_lent(pending)
         keeps_bases = self._outer is None
-        RecomputePlanner(self.policy, RECOMPUTE_RULES, pending, self._tracker, keeps_bases).plan()
+        observer = self._saved_tensor_observer
+        unused = None if observer is None else observer.unused_recipes
+        RecomputePlanner(self.policy, RECOMPUTE_RULES, pending, self._tracker, keeps_bases, unused).plan()
+        if observer is not None:
+            observer.add_plan()
         for info in unsettled:
             info.is_content_known = True
         for packed in pending:
