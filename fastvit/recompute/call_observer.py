@@ -468,7 +468,7 @@ _HANDLERS: dict[Callable, Handler] = {
     **dict.fromkeys((F.group_norm, torch.group_norm), _norm_handler("NativeGroupNormBackward0", 4, bias=3)),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), _norm_handler("FusedRmsNormBackward0", 3, default=None)),
     F.linear: _linear_handler,
-    F.multi_head_attention_forward: _composite_handler,
+    **dict.fromkeys((F.multi_head_attention_forward, F.scaled_dot_product_attention), _composite_handler),
     **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm_handler),
     **dict.fromkeys((Tensor.add, torch.add, Tensor.sub, torch.sub), _sum_handler),
     **dict.fromkeys((torch.addcmul, Tensor.addcmul), _addcmul_handler),
