@@ -238,10 +238,11 @@ def main() -> None:
             continue
         rows = merged(rows, measure(name, precision, arguments), MODELS[group])
         path = write_table(write_csv(results, rows, arguments.out))
-        if arguments.curve:
-            draw_curve(rows, path.with_suffix(".png"))
         minutes = (time.monotonic() - begin) / 60
         print(f"{i}/{len(runs)} {name} {precision}, {minutes:.1f} minutes: {path}", flush=True)
+    if arguments.curve:
+        results = f"curve_{arguments.device}"
+        draw_curve(read_csv(results, arguments.out), arguments.out / f"{results}.png")
 
 
 if __name__ == "__main__":
