@@ -5,7 +5,7 @@ import functools
 import time
 
 import torch
-from budget_curve import BUDGETS
+from budget_curve import is_budget
 from harness import timed_us
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -124,7 +124,7 @@ COMPILED = tuple(f"compiled_{name}" for name in ("eager", "sac", "convert", "0.4
 
 def make(contender: str, eager, x):
     model, plain = copy.deepcopy(eager), contender.removeprefix("compiled_")
-    if plain in BUDGETS:
+    if is_budget(plain):
         has_casts = torch.is_autocast_enabled(x.device.type)
         budget = "least" if plain == "least" else float(plain)
         model = fastvit.convert(model, weight_casts=has_casts, budget=budget, example_inputs=x)
@@ -135,11 +135,11 @@ def make(contender: str, eager, x):
 
 def select_autocast(contender: str, precision: str, arguments):
     """Returns what makes the contender's autocast; autocast's cache would hold the copies of all weights."""
-    uncached = ("weight_casts", *BUDGETS, *(CHECKPOINTING if arguments.curve else ()))
+    uncached = ("weight_casts", *(CHECKPOINTING if arguments.curve else ()))
     return functools.partial(
         torch.autocast,
         arguments.device,
         torch.bfloat16,
         enabled=precision == "bf16",
-        cache_enabled=contender not in uncached,
+        cache_enabled=not (is_budget(contender) or contender in uncached),
     )
