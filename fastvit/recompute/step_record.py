@@ -235,7 +235,8 @@ def _find_gradients(results: list[Tensor], start: int, length: int) -> list[Grad
                 continue
             nbytes, is_cpu = _describe_gradient(after._input_metadata[number])
             if name == "ConvolutionBackward0" and is_cpu:
-                add(nbytes, now, now)  # oneDNN computes it in a layout of its own, and copies it
+                # oneDNN computes a gradient in a layout of its own, and copies it, that of an input twice.
+                add(nbytes if after not in times else 2 * nbytes, now, now)
             if after not in times:  # a parameter
                 if not is_alias:
                     add(nbytes, now, now)
