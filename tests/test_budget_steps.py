@@ -8,7 +8,6 @@ import pytest
 import torch
 from report_models import WIDTH, Net
 from torch import nn
-from vit_models import kept
 
 import fastvit
 from fastvit.memory import live_bytes, peak_bytes
