@@ -30,6 +30,7 @@ from .node_reader import LEAF
 from .observer import SavedTensorObserver
 from .packed_tensor import (
     MIN_RECOMPUTE_BYTES,
+    PLAIN_TYPES,
     AsStridedArgs,
     Kept,
     PackedShape,
@@ -143,18 +144,18 @@ class Scope:
 
     def pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
         """The pack hook."""
-        if _len_modes() or type(tensor) is not Tensor:  # they would intercept every attribute access below
+        if _len_modes() or type(tensor) not in PLAIN_TYPES:  # they would intercept each attribute access
             with torch._C.DisableTorchFunction():
                 return self._pack(tensor)
         return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
         node, calls = tensor.grad_fn, self._calls
-        if calls.shape_only_size is not None and node is not None and calls.shape_only_size == tensor.size():
-            return PackedShape(tensor)
         if node is None:
             packed = self._pack_leaf(tensor)
         else:
+            if calls.shape_only_size is not None and calls.shape_only_size == tensor.size():
+                return PackedShape(tensor)
             self._num_outputs += 1
             if not self._num_outputs % 4:  # the search takes time, so it is not for each tensor
                 self._close_dead_scopes()  # a dead scope would pack what other models save
@@ -170,8 +171,7 @@ class Scope:
 
     def _pack_leaf(self, tensor: Tensor) -> PackedTensor:
         """Packs a tensor without a node, and pins it for recipes if it is small."""
-        packed = PackedTensor(Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version))
-        packed.reason = _NO_OP
+        packed = PackedTensor(Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version), _NO_OP)
         p = self._calls.running_dropout_p
         if p is not None and type(tensor) is Tensor and self._may_pack_dropout_mask(packed, tensor):
             # The mask is packed instead of drawn again: drawing random numbers takes ten times as long.
@@ -200,20 +200,19 @@ class Scope:
         version = tensor._version
         if producer is None:  # a view of a leaf, such as a transposed weight
             held = tensor if node.name() in VIEWS else tensor.detach()
-            packed = PackedTensor(Kept(held, version))
-            packed.reason = _NO_OP
-            return packed
+            return PackedTensor(Kept(held, version), _NO_OP)
         # An op's own output refers to its node, and the node to what is packed: only detached it makes no
         # cycle.
         held = tensor.detach()
         if not self._is_open:
             return PackedTensor(Kept(held, version))
-        reason = self._reason_to_keep(tensor, node, tensor if base is None else base, producer)
-        if reason is not None:
-            packed = PackedTensor(Kept(held, version))
-            packed.reason, packed.is_excluded = reason, version > 0
+        output = tensor if base is None else base
+        reason = self._reason_to_keep(tensor, node, output, producer)
+        if reason:
+            packed = PackedTensor(Kept(held, version), reason)
+            packed.is_excluded = version > 0
             return packed
-        is_half_precision = (tensor if base is None else base).element_size() == 2 or _is_autocast_on()
+        is_half_precision = output.element_size() == 2 or _is_autocast_on()
         pending = Pending(held, version, producer, self.block, is_half_precision)
         if base is not None:
             pending.base = AsStridedArgs.of(base)
@@ -226,8 +225,8 @@ class Scope:
             self._calls.in_place_copies.append(packed)
         return packed
 
-    def _reason_to_keep(self, tensor: Tensor, node: Any, base: Tensor, producer: Any) -> str | None:
-        """Returns why an output is kept for certain; None where the planner is to look."""
+    def _reason_to_keep(self, tensor: Tensor, node: Any, base: Tensor, producer: Any) -> str:
+        """Returns why an output is kept for certain; empty where the planner is to look."""
         if tensor.is_nested or base.is_nested:
             return "it is nested"
         # The graph shows neither which of several outputs this is, nor a cast of the memory.
@@ -235,7 +234,7 @@ class Scope:
         if is_known and tensor._version:
             is_known = self._has_only_tracked_writes(base, producer)
         if is_known and reaches_through_views(node, tensor.output_nr, producer) and _peek_transform() is None:
-            return None
+            return ""
         op = display_op_name(skip_unsafe_view(producer).name())
         return f"one of several outputs of {op}, or written to before it was saved"
 
@@ -294,23 +293,25 @@ class Scope:
             state = packed.state
             assert type(state) is Pending
             packed.info = info = OutputInfo.of_node(state.producer)
-            if not state.is_unwritten():
+            if state.tensor._version != state.version:
                 info.is_content_known = False
             if info.site is None:
                 info.site = self._next_site(state.block, info.node_name)
-        for packed in pending:
-            if packed.make_mask is not None and self._reason_against_mask(packed):
+        masked = [packed for packed in pending if packed.make_mask is not None]
+        for packed in masked:
+            if self._reason_against_mask(packed):
                 packed.make_mask = None
         unsettled = self._tracker.settle_lent(pending)
         keeps_bases = self._outer is None
         RecomputePlanner(self.policy, RECOMPUTE_RULES, pending, self._tracker, keeps_bases).plan()
         for info in unsettled:
             info.is_content_known = True
-        for packed in pending:
+        for packed in masked:
             if packed.make_mask is not None:
                 self._replace_by_mask(packed)
-            if self._outer is not None and type(packed.state) is Kept and packed.state.is_unwritten():
-                packed.pack_by_outer_hooks(*self._outer)
+        for packed in () if self._outer is None else pending:
+            if type(packed.state) is Kept and packed.state.is_unwritten():
+                packed.pack_by_outer_hooks(*self._outer)  # type: ignore[misc]
 
     def _next_site(self, block: str, node_name: str) -> OpSite:
         counts = self._num_sites[block]
@@ -346,4 +347,5 @@ def _keep(planned: list[PackedTensor]) -> None:
     for packed in planned:
         if type(state := packed.state) is Pending:
             packed.state = Kept(state.tensor, state.version)
-        packed.make_mask = packed.mask_node = None
+        if packed.mask_node is not None:
+            packed.make_mask = packed.mask_node = None
