@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,6 +18,16 @@ from .write_tracker import WriteTracker
 
 LEAF = "torch::autograd::AccumulateGrad"
 SHARDED = "a parameter that FSDP has sharded again when the block ends"
+
+
+@functools.cache  # a name that is made anew is in no cache of attributes
+def _saved_name(name: str) -> str:
+    return sys.intern(f"_saved_{name}")
+
+
+@functools.cache
+def _raw_saved_name(name: str) -> str:
+    return sys.intern(f"_raw_saved_{name}")
 
 
 class NotRecomputable(Exception):
@@ -73,16 +85,11 @@ class NodeReader:
 
     def attribute(self, name: str):
         """Returns an option of the op, or several."""
-        return as_signed(getattr(self.node, f"_saved_{name}"))
-
-    def has_saved(self, name: str) -> bool:
-        """Returns whether the op has saved this input."""
-        packed = getattr(self.node, f"_raw_saved_{name}").data
-        return packed is not None and type(packed) is not PackedShape
+        return as_signed(getattr(self.node, _saved_name(name)))
 
     def saved_operand(self, name: str) -> Operand:
         """Returns an input that the op saved; None where the op did not get it."""
-        return self.packed_operand(getattr(self.node, f"_raw_saved_{name}").data)
+        return self.packed_operand(getattr(self.node, _raw_saved_name(name)).data)
 
     def packed_operand(self, packed: object, is_private: bool = False) -> Operand:
         """Returns the operand for what the op has packed.
@@ -111,7 +118,7 @@ class NodeReader:
 
     def size_of(self, name: str) -> tuple[int, ...]:
         """Returns the size of an input that the op saved."""
-        packed = getattr(self.node, f"_raw_saved_{name}").data
+        packed = getattr(self.node, _raw_saved_name(name)).data
         if type(packed) is not PackedTensor:
             raise NotRecomputable
         return packed.size()
@@ -155,7 +162,10 @@ class NodeReader:
 
     def operand(self, name: str, index: int) -> Operand:
         """Returns an input that the op has saved under this name, or that has this edge."""
-        return self.saved_operand(name) if self.has_saved(name) else self.graph_operand(index)
+        packed = getattr(self.node, _raw_saved_name(name)).data
+        if packed is None or type(packed) is PackedShape:  # the op has not saved it
+            return self.graph_operand(index)
+        return self.packed_operand(packed)
 
     def call_args(self) -> CallArgs:
         """Returns what the call observer has seen of the op's call."""

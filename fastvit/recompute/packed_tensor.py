@@ -25,8 +25,6 @@ from .policy import OpSite
 from .storage import copy_memory, current_stream_id, is_freed, record_current_stream
 from .views import as_strided_in
 
-PLAIN_TYPES = frozenset((Tensor, Parameter))  # whose attributes no __torch_function__ of a class intercepts
-_len_modes = torch._C._len_torch_function_stack
 MIN_RECOMPUTE_BYTES = 4096  # smaller tensors are kept: they are worth neither a recipe nor a mask
 
 
@@ -311,9 +309,6 @@ class OuterPackedTensor:
 
 
 def unpack_hook(packed: PackedTensor | PackedShape) -> Tensor:
-    if type(packed) is PackedTensor and type(state := packed.state) is Kept:
-        if type(state.tensor) in PLAIN_TYPES and not _len_modes():
-            return state.unpack()
     with torch._C.DisableTorchFunction():  # of modes and subclasses, which autograd does not call either
         return packed.unpack()
 

@@ -43,20 +43,34 @@ class CallArgs(NamedTuple):
 
 
 class OutputInfo:
-    """Facts on the output of one autograd node. Stored in the node's metadata; holds no tensor but pins."""
+    """Facts on the output of one autograd node. Stored in the node's metadata; holds no tensor but pins.
 
-    recipe: weakref.ref[Recipe] | None = None
-    site: OpSite | None = None  # where the output was saved first
-    as_strided_args: AsStridedArgs | None = None  # of the output, where an op has saved it
-    reason = ""  # why it is kept
+    What few outputs have is in a dictionary; its default is a class attribute.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "as_strided_args",
+        "call",
+        "node_name",
+        "packed_tensors",
+        "reason",
+        "recipe",
+        "site",
+    )
     is_content_known = True  # what is in its memory
     is_layout_known = True  # False after a cast to a given memory format, which the graph does not show
     expected_version: int | None = None  # that the op left on its output; None stands for 0
     is_block_io = False  # the input or output of a block
-    call: CallArgs | None = None
 
     def __init__(self, node_name: str) -> None:
         self.node_name = node_name
+        self.recipe: weakref.ref[Recipe] | None = None
+        self.site: OpSite | None = None  # where the output was saved first
+        self.as_strided_args: AsStridedArgs | None = None  # of the output, where an op has saved it
+        self.reason = ""  # why it is kept
+        self.call: CallArgs | None = None
         self.packed_tensors: WeakList[PackedTensor] = WeakList()  # of the output, and of views of it
 
     @classmethod
@@ -71,10 +85,25 @@ class OutputInfo:
 class Recipe:
     """An op call that recomputes the output of a node."""
 
-    output: Tensor | None = None  # while a consumer waits for it
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "bytes_moved",
+        "depth",
+        "dtype",
+        "environment",
+        "flops",
+        "function",
+        "info",
+        "inner",
+        "num_consumers",
+        "num_served",
+        "operands",
+        "ops",
+        "output",
+        "size",
+    )
     stream = 0  # on which the output was made
-    num_consumers = 0  # packed tensors and recipes that take the output
-    num_served = 0
     is_tracked = False  # the write tracker knows its operands
 
     def __init__(
@@ -86,7 +115,10 @@ class Recipe:
     ):
         self.info, self.function, self.operands, self.environment = info, function, operands, environment
         self.dtype: torch.dtype | None = None
-        self.inner = [base for operand in operands if type(base := base_of(operand)) is Recipe]
+        self.inner: list[Recipe] = [one for one in map(base_of, operands) if type(one) is Recipe]
+        self.output: Tensor | None = None  # while a consumer waits for it
+        self.num_consumers = 0  # packed tensors and recipes that take the output
+        self.num_served = 0
         self.depth = 0  # recomputed tensors on the longest path to tensors that are kept
         self.ops = 1
         self.size = 0  # bytes of the output
@@ -129,7 +161,7 @@ class Recipe:
             RuntimeError: an operand is no longer as the op read it.
         """
         if not self.is_computed():
-            recipes = self.in_topological_order(skip=Recipe.is_computed)
+            recipes = self.in_topological_order(skip=Recipe.is_computed) if self.inner else [self]
             for number, recipe in enumerate(recipes):
                 try:
                     recipe._compute()
@@ -156,7 +188,9 @@ class Recipe:
         if args is not None and output.stride() != args.stride:
             laid_out = torch.empty_strided(args.size, args.stride, dtype=output.dtype, device=output.device)
             output = laid_out.copy_(output)
-        self.output, self.stream = output, current_stream_id(output)
+        self.output = output
+        if output.is_cuda:
+            self.stream = current_stream_id(output)
 
     def in_topological_order(self, skip: Callable[[Recipe], bool] = lambda _: False) -> list[Recipe]:
         """Returns this recipe after all on which it depends; without those for which `skip` is true."""

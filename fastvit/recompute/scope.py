@@ -16,7 +16,7 @@ arXiv:1604.06174.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,7 +30,6 @@ from .node_reader import LEAF
 from .observer import SavedTensorObserver
 from .packed_tensor import (
     MIN_RECOMPUTE_BYTES,
-    PLAIN_TYPES,
     AsStridedArgs,
     Kept,
     PackedShape,
@@ -80,7 +79,8 @@ class Scope:
         self._num_outputs = 0  # that were packed
         self._outer: Hooks | None = None  # hooks around this scope, through which kept tensors go
         self._pending: WeakList[PackedTensor] = WeakList()
-        self._num_sites: dict[str, Counter[str]] = defaultdict(Counter)  # of a block, by the name of a node
+        # How many calls there were in a block, by the name of a node.
+        self._num_sites: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._saved_tensor_observer = saved_tensor_observer
 
     def enter(self) -> None:
@@ -100,6 +100,7 @@ class Scope:
         self._is_open = False
         for packed in self._pinned:  # recipes hold the pins that they read
             packed.pin, packed.is_excluded = None, True
+        self._pinned.clear()
         self._calls.drop_pins()
         with torch._C.DisableTorchFunction():
             self._tracker.close()
@@ -144,7 +145,7 @@ class Scope:
 
     def pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
         """The pack hook."""
-        if _len_modes() or type(tensor) not in PLAIN_TYPES:  # they would intercept each attribute access
+        if _len_modes() or type(tensor) is not Tensor:  # they would intercept every attribute access below
             with torch._C.DisableTorchFunction():
                 return self._pack(tensor)
         return self._pack(tensor)
