@@ -60,14 +60,17 @@ class NodeReader:
 
     Attributes:
         num_ops_from_target: ops between the node and the tensor that is to be recomputed.
+        metadata: of the node's output; each read of it from the node makes an object.
         flops: of a matrix product, for each element of the output; set by the rule.
         environment: in which the op ran, as far as the op has saved a tensor.
     """
 
-    __slots__ = ("environment", "flops", "info", "node", "num_ops_from_target", "planner")
+    __slots__ = ("environment", "flops", "info", "metadata", "node", "num_ops_from_target", "planner")
 
-    def __init__(self, node, planner: Planner, info: OutputInfo | None, num_ops_from_target: int):
-        self.node, self.planner, self.info = node, planner, info
+    def __init__(
+        self, node, planner: Planner, info: OutputInfo | None, num_ops_from_target: int, metadata: Any
+    ):
+        self.node, self.planner, self.info, self.metadata = node, planner, info, metadata
         self.num_ops_from_target = num_ops_from_target
         self.flops = 0
         self.environment: Environment | None = None
@@ -79,9 +82,6 @@ class NodeReader:
     @property
     def edges(self):
         return self.node.next_functions
-
-    def metadata(self):
-        return self.node._input_metadata[0]
 
     def attribute(self, name: str):
         """Returns an option of the op, or several."""
@@ -187,4 +187,4 @@ class NodeReader:
 
     def reader_of(self, node) -> NodeReader:
         """Returns a reader for another node of the same op call."""
-        return NodeReader(node, self.planner, None, self.num_ops_from_target)
+        return NodeReader(node, self.planner, None, self.num_ops_from_target, node._input_metadata[0])

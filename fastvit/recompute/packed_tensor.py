@@ -126,7 +126,8 @@ class PackedTensor:
         "is_recipe_operand",
         "pin",
         "reason",
-        "source",
+        "source_address",
+        "source_reference",
         "state",
     )
 
@@ -149,7 +150,7 @@ class PackedTensor:
         self.is_excluded = False  # from recipes: written in untracked ways, or only a mask is left
         self.holds_base = False  # as a view, and as a whole output: recipes may read all its memory
         # The address of the program's tensor, of which the state holds a detached one; what reserves it.
-        self.source: tuple[int, Any] | None = None
+        self.source_address, self.source_reference = 0, None
         if state.tensor.is_cuda:
             self.stream = current_stream_id(state.tensor)
 
@@ -167,7 +168,7 @@ class PackedTensor:
 
     def is_of(self, tensor: Tensor) -> bool:
         """Returns whether `tensor` is the program's tensor that the op saved."""
-        return self.source is not None and self.source[0] == tensor._cdata
+        return self.source_address == tensor._cdata
 
     def is_sharded_now(self) -> bool:
         """Returns whether FSDP has freed the tensor, a parameter or a view of one, for now."""

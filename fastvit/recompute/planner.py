@@ -240,7 +240,7 @@ class RecomputePlanner:
             output = node._input_metadata[0]
             if output.is_cpp_nested_tensor:  # it has no shape
                 raise NotRecomputable("it is nested")
-            reader = NodeReader(node, self, info, num_ops_from_target)
+            reader = NodeReader(node, self, info, num_ops_from_target, output)
             recipe = Recipe(info, *rule(reader), reader.environment)
         except NotRecomputable:
             self._without_recipe.add(info)

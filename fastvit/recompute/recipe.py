@@ -52,12 +52,13 @@ class OutputInfo:
         "__dict__",
         "__weakref__",
         "as_strided_args",
+        "block",
         "call",
         "node_name",
         "packed_tensors",
         "reason",
         "recipe",
-        "site",
+        "site_number",
     )
     is_content_known = True  # what is in its memory
     is_layout_known = True  # False after a cast to a given memory format, which the graph does not show
@@ -67,11 +68,16 @@ class OutputInfo:
     def __init__(self, node_name: str) -> None:
         self.node_name = node_name
         self.recipe: weakref.ref[Recipe] | None = None
-        self.site: OpSite | None = None  # where the output was saved first
+        self.block, self.site_number = "", 0  # where the output was saved first; 0 where it was not
         self.as_strided_args: AsStridedArgs | None = None  # of the output, where an op has saved it
         self.reason = ""  # why it is kept
         self.call: CallArgs | None = None
         self.packed_tensors: WeakList[PackedTensor] = WeakList()  # of the output, and of views of it
+
+    @property
+    def site(self) -> OpSite | None:
+        """Returns where the output was saved first; None where it was not."""
+        return OpSite(self.block, self.node_name, self.site_number) if self.site_number else None
 
     @classmethod
     def of_node(cls, node) -> OutputInfo:
@@ -115,7 +121,7 @@ class Recipe:
     ):
         self.info, self.function, self.operands, self.environment = info, function, operands, environment
         self.dtype: torch.dtype | None = None
-        self.inner: list[Recipe] = [one for one in map(base_of, operands) if type(one) is Recipe]
+        self.inner = tuple([one for one in map(base_of, operands) if type(one) is Recipe])
         self.output: Tensor | None = None  # while a consumer waits for it
         self.num_consumers = 0  # packed tensors and recipes that take the output
         self.num_served = 0

@@ -6,6 +6,7 @@ same bits. A rule raises `NotRecomputable` where the node lacks an argument.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -38,7 +39,11 @@ def _unary_rule(function: Callable[..., Tensor], *options: str, saves_input: boo
 
 
 def _bound(function: Callable[..., Tensor], *options: object) -> Callable[[Tensor], Tensor]:
-    return (lambda t: function(t, *options)) if options else function
+    return partial(_call_with_options, function, options) if options else function
+
+
+def _call_with_options(function: Callable[..., Tensor], options: tuple, tensor: Tensor) -> Tensor:
+    return function(tensor, *options)
 
 
 def _binary_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]:
@@ -60,7 +65,7 @@ def _sum_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]
 
 def _is_residual(reader: NodeReader) -> bool:
     """Returns whether this sum has two terms of its shape, one a matmul that is not kept."""
-    shape = reader.metadata().shape
+    shape = reader.metadata.shape
     terms = [node for node, _ in reader.edges]
     if any(node is None or node._input_metadata[0].shape != shape for node in terms):
         return False
@@ -80,7 +85,7 @@ def _pad_rule(reader: NodeReader) -> OpCall:
 def _native_dropout_rule(reader: NodeReader) -> OpCall:
     """Recomputes `input * mask * scale`."""
     reader.call_args()  # raises unless the call was in training; the node of an evaluation looks the same
-    mask, output = reader.saved_operand("result1"), reader.metadata()
+    mask, output = reader.saved_operand("result1"), reader.metadata
     on_gpu = output.device.type == "cuda"
     if not on_gpu and output.dtype.itemsize == 2:  # where some versions round the scale
         raise NotRecomputable
@@ -114,19 +119,23 @@ def _clone_rule(reader: NodeReader) -> OpCall:
 
 
 def _to_copy_rule(reader: NodeReader) -> OpCall:
-    output, producer = reader.metadata(), reader.edges[0][0]
-    if producer is None or producer._input_metadata[0].device != output.device:
+    output, producer = reader.metadata, reader.edges[0][0]
+    if producer is None:
+        raise NotRecomputable
+    is_leaf = producer.name() == LEAF
+    if (producer.variable if is_leaf else producer._input_metadata[0]).device != output.device:
         raise NotRecomputable
     info = reader.info
     if info is None or not (info.is_layout_known or info.as_strided_args):
         raise NotRecomputable("the graph does not show the memory format of a cast")
-    is_bias = producer.name() == LEAF and reader.num_ops_from_target and producer.variable.dim() <= 1
-    is_weight = producer.name() == LEAF and not is_bias
+    is_bias = is_leaf and reader.num_ops_from_target and producer.variable.dim() <= 1
+    is_weight = is_leaf and not is_bias
     if is_weight and not (reader.policy.weight_casts and type(producer.variable) is Parameter):
         raise NotRecomputable("the cast of a weight, which is not cast again without weight_casts=True")
     return _cast_to(output.dtype), (reader.graph_operand(0),)
 
 
+@functools.cache  # one function for thousands of recipes
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda t: t.to(dtype, copy=True)
 
@@ -136,7 +145,7 @@ def _unsafe_view_rule(reader: NodeReader) -> OpCall:
     producer = reader.edges[0][0]
     if producer is None:
         raise NotRecomputable
-    shape = tuple(reader.metadata().shape)
+    shape = tuple(reader.metadata.shape)
     if producer.name() == "CloneBackward0":
         return lambda t: t.contiguous().view(shape), (reader.reader_of(producer).graph_operand(0),)
     rule, level = reader.planner.find_rule(producer.name()), reader.planner.level_of(producer.name())
@@ -183,7 +192,7 @@ def _bmm_rule(reader: NodeReader) -> OpCall:
 
 def _softmax_rule(reader: NodeReader) -> OpCall:
     producer, dim = reader.edges[0][0], reader.attribute("dim")
-    if producer is None or producer._input_metadata[0].dtype is not reader.metadata().dtype:
+    if producer is None or producer._input_metadata[0].dtype is not reader.metadata.dtype:
         raise NotRecomputable
     return lambda t: torch.softmax(t, dim), (reader.graph_operand(0),)
 
@@ -205,7 +214,7 @@ def _attention_rule(op: Callable[..., tuple], *masks: str, **options: bool) -> R
 
 def _convolution_rule(reader: NodeReader) -> OpCall:
     """Recomputes a convolution by the kernel that operands and settings choose, without cuDNN's benchmark."""
-    if reader.metadata().device.type == "cuda" and torch.backends.cudnn.benchmark:
+    if reader.metadata.device.type == "cuda" and torch.backends.cudnn.benchmark:
         raise NotRecomputable("cuDNN may choose another kernel, in its benchmark mode")
     x, weight = reader.operand("input", 0), reader.operand("weight", 1)
     has_bias = reader.edges[2][0] is not None or any(reader.attribute("bias_sym_sizes_opt") or ())

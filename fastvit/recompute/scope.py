@@ -189,7 +189,9 @@ class Scope:
         return packed
 
     def _may_pack_dropout_mask(self, packed: PackedTensor, tensor: Tensor) -> bool:
-        packed.mask_site = self._next_site(self.block, "Dropout")
+        counts = self._num_sites[self.block]
+        counts["Dropout"] += 1
+        packed.mask_site = OpSite(self.block, "Dropout", counts["Dropout"])
         return tensor.nbytes >= MIN_RECOMPUTE_BYTES and not self.policy.reason_to_keep(packed.mask_site)
 
     def _pack_output(self, tensor: Tensor, node: Any) -> PackedTensor:
@@ -218,7 +220,7 @@ class Scope:
         if base is not None:
             pending.base = AsStridedArgs.of(base)
         packed = PackedTensor(pending)
-        packed.source = tensor._cdata, _WeakTensorRef(tensor)
+        packed.source_address, packed.source_reference = tensor._cdata, _WeakTensorRef(tensor)
         if self.policy.weight_casts and producer.name() == "ToCopyBackward0":
             self._pin_weight(producer)
         self._pending.append(packed)
@@ -296,8 +298,8 @@ class Scope:
             packed.info = info = OutputInfo.of_node(state.producer)
             if state.tensor._version != state.version:
                 info.is_content_known = False
-            if info.site is None:
-                info.site = self._next_site(state.block, info.node_name)
+            if not info.site_number:
+                self._number_site(info, state.block)
         masked = [packed for packed in pending if packed.make_mask is not None]
         for packed in masked:
             if self._reason_against_mask(packed):
@@ -314,18 +316,18 @@ class Scope:
             if type(packed.state) is Kept and packed.state.is_unwritten():
                 packed.pack_by_outer_hooks(*self._outer)  # type: ignore[misc]
 
-    def _next_site(self, block: str, node_name: str) -> OpSite:
+    def _number_site(self, info: OutputInfo, block: str) -> None:
         counts = self._num_sites[block]
-        counts[node_name] += 1
-        return OpSite(block, node_name, counts[node_name])
+        counts[info.node_name] += 1
+        info.block, info.site_number = block, counts[info.node_name]
 
     def _reason_against_mask(self, packed: PackedTensor) -> str:
         """Returns why the policy is against the mask that an activation makes of what it has saved."""
         info = OutputInfo.of_node(packed.mask_node)
-        if info.site is None:
-            info.site = self._next_site(self.block, info.node_name)
-        packed.mask_site = info.site
-        return self.policy.reason_to_keep(info.site)
+        if not info.site_number:
+            self._number_site(info, self.block)
+        packed.mask_site = site = info.site
+        return self.policy.reason_to_keep(site)
 
     def replace_by_mask(self, packed: PackedTensor) -> None:
         """Replaces a tensor that is planned already by a mask, if nothing else reads it."""
