@@ -48,6 +48,8 @@ class Planner(Protocol):
 
     def level_of(self, node_name: str) -> Any: ...
 
+    def is_excluded(self, node_name: str) -> bool: ...
+
     def is_unsaved_matmul(self, node: Any) -> bool: ...
 
     def require_intact(self, operand: PackedTensor | PinnedTensor) -> PackedTensor | PinnedTensor: ...
@@ -149,6 +151,17 @@ class NodeReader:
         if isinstance(operand, View):
             return View(operand.base, operand.views + views)
         return View(operand, views)
+
+    def require_rules(self) -> None:
+        """Raises NotRecomputable early if an input is the output of an op without a rule, and no op saved it.
+
+        So it is with most residual sums, at any length of the recipe of their other term.
+        """
+        for node, _ in self.edges:
+            while node is not None and node.name() in VIEWS:
+                node = node.next_functions[0][0]
+            if node is not None and OutputInfo.find(node) is None and self.planner.is_excluded(node.name()):
+                raise NotRecomputable
 
     def pinned_leaf(self, leaf: Tensor) -> Operand:
         """Returns a leaf that the op did not save, as it was pinned when the op ran."""

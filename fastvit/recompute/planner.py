@@ -160,13 +160,22 @@ class RecomputePlanner:
         found = self.rules.get(node_name)
         return None if found is None else found[0]
 
+    def is_excluded(self, node_name: str) -> bool:
+        """Returns whether only a higher level than the policy's uses the rule of a node."""
+        found = self.rules.get(node_name)
+        return found is not None and found[0] > self.policy.level
+
     def find_operand(self, node, num_ops_from_target: int) -> Operand:
         """Returns an operand for the output of `node`: the packed tensor that keeps it, or a recipe.
 
         Raises:
             NotRecomputable: there is neither.
         """
-        info = OutputInfo.of_node(node)
+        info = OutputInfo.find(node)
+        if info is None:
+            if self.find_rule(node.name()) is None:  # no op has saved it, and nothing is to be stored of it
+                raise NotRecomputable
+            info = OutputInfo.of_node(node)
         if not info.is_content_known:
             raise NotRecomputable("it was written to in ways that the graph does not show")
         if info in self._waiting:  # then it is planned first, and whether it is kept is known

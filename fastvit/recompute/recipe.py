@@ -79,6 +79,11 @@ class OutputInfo:
         """Returns where the output was saved first; None where it was not."""
         return OpSite(self.block, self.node_name, self.site_number) if self.site_number else None
 
+    @staticmethod
+    def find(node) -> OutputInfo | None:
+        """Returns the facts on the output of `node`; None where there are none."""
+        return node.metadata.get(_OUTPUT_INFO_KEY)
+
     @classmethod
     def of_node(cls, node) -> OutputInfo:
         """Returns the facts on the output of `node`, new ones where there are none."""

@@ -54,6 +54,7 @@ def _sum_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]
     def rule(reader: NodeReader) -> OpCall:
         if reader.policy.level == RecomputeLevel.MATMULS and _is_residual(reader):
             raise NotRecomputable("the sum is kept instead of repeating the product that is its term")
+        reader.require_rules()
         alpha = reader.attribute("alpha")
         if reader.edges[1][0] is None and (number := reader.call_args().scalar) is not None:
             return lambda t: function(t, number, alpha=alpha), (reader.graph_operand(0),)

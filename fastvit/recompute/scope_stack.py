@@ -147,7 +147,7 @@ def open_scope(
 def close_scope(owner: object, results: Iterable[object] = ()) -> None:
     """Closes the scope that `owner` opened last, and those inside it that an exception has left open."""
     entries = _stack.entries
-    if any(entry.owner is owner for entry in entries):
+    if entries and (entries[-1].owner is owner or any(entry.owner is owner for entry in entries)):
         while entries[-1].owner is not owner:
             entries.pop().close(None)
         entries.pop().close(results)
