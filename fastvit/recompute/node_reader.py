@@ -20,6 +20,12 @@ LEAF = "torch::autograd::AccumulateGrad"
 SHARDED = "a parameter that FSDP has sharded again when the block ends"
 
 
+def is_leaf_cast(node) -> bool:
+    """Returns whether a node is the cast of a leaf, such as a weight under autocast."""
+    producer = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
+    return producer is not None and producer.name() == LEAF
+
+
 @functools.cache  # a name that is made anew is in no cache of attributes
 def _saved_name(name: str) -> str:
     return sys.intern(f"_saved_{name}")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .node_reader import SHARDED, NodeReader, NotRecomputable
+from .node_reader import SHARDED, NodeReader, NotRecomputable, is_leaf_cast
 from .packed_tensor import MIN_RECOMPUTE_BYTES, AsStridedArgs, Kept, PackedTensor, Pending, Recomputed
 from .pins import PinnedTensor
 from .policy import Policy, RecomputeLevel
@@ -51,6 +51,8 @@ class RecomputePlanner:
 
     Args:
         keeps_bases: a kept view holds its base, of which recipes may take the rest.
+        explains: whether somebody reads the reasons why tensors are kept. If nobody does, no recipe is built
+            for an output that the policy keeps.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class RecomputePlanner:
         pending: Iterable[PackedTensor],
         tracker: WriteTracker,
         keeps_bases: bool,
+        explains: bool,
     ):
         self.policy, self.rules, self.tracker, self.keeps_bases = policy, rules, tracker, keeps_bases
+        self.explains, self._has_selection = explains, policy.sites is not None or bool(policy.skip)
         self._waiting: dict[OutputInfo, list[PackedTensor]] = {}
         for packed in pending:
             assert packed.info is not None
@@ -133,9 +137,22 @@ class RecomputePlanner:
             raise NotRecomputable("it goes into a block, or comes out of one")
         if self._find_kept(info) is not None or self.find_rule(pending.producer.name()) is None:
             return None
-        recipe = self._existing_recipe(info) or self._build_recipe(pending.producer, info, 0)
+        recipe = self._existing_recipe(info)
+        if recipe is None:
+            if not self.explains and self._is_kept_by_policy(info, pending.producer):
+                return None
+            recipe = self._build_recipe(pending.producer, info, 0)
         self._check_cost(info, recipe, pending.is_half_precision)
         return recipe
+
+    def _is_kept_by_policy(self, info: OutputInfo, producer) -> bool:
+        """Returns whether the policy keeps an output whatever its recipe: by its site, or as a weight's cast.
+
+        Casts of weights are a third of what ops save under autocast.
+        """
+        if self._has_selection and self.policy.reason_to_keep(info.site):
+            return True
+        return not self.policy.weight_casts and is_leaf_cast(producer)
 
     def _check_cost(self, info: OutputInfo, recipe: Recipe, is_half_precision: bool) -> None:
         """Raises NotRecomputable if the recipe exceeds a cost limit, or the policy excludes its site."""

@@ -6,12 +6,11 @@ same bits. A rule raises `NotRecomputable` where the node lacks an argument.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable
 from ctypes import c_float
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -39,11 +38,7 @@ def _unary_rule(function: Callable[..., Tensor], *options: str, saves_input: boo
 
 
 def _bound(function: Callable[..., Tensor], *options: object) -> Callable[[Tensor], Tensor]:
-    return partial(_call_with_options, function, options) if options else function
-
-
-def _call_with_options(function: Callable[..., Tensor], options: tuple, tensor: Tensor) -> Tensor:
-    return function(tensor, *options)
+    return (lambda t: function(t, *options)) if options else function
 
 
 def _binary_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]:
@@ -114,17 +109,15 @@ def _join_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall
 def _clone_rule(reader: NodeReader) -> OpCall:
     if reader.info is None or reader.info.as_strided_args is None:
         raise NotRecomputable("the graph does not show the memory format of a copy")
-    return identity, (
-        reader.graph_operand(0),
-    )  # Recipe._compute gives the output the strides of the original
+    # Recipe._compute gives the output the strides of the original.
+    return identity, (reader.graph_operand(0),)
 
 
 def _to_copy_rule(reader: NodeReader) -> OpCall:
     output, producer = reader.metadata, reader.edges[0][0]
-    if producer is None:
-        raise NotRecomputable
-    is_leaf = producer.name() == LEAF
-    if (producer.variable if is_leaf else producer._input_metadata[0]).device != output.device:
+    is_leaf = producer is not None and producer.name() == LEAF
+    source = producer and (producer.variable if is_leaf else producer._input_metadata[0])
+    if producer is None or source.device != output.device:
         raise NotRecomputable
     info = reader.info
     if info is None or not (info.is_layout_known or info.as_strided_args):
@@ -136,7 +129,7 @@ def _to_copy_rule(reader: NodeReader) -> OpCall:
     return _cast_to(output.dtype), (reader.graph_operand(0),)
 
 
-@functools.cache  # one function for thousands of recipes
+@cache  # one function for thousands of recipes
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda t: t.to(dtype, copy=True)
 

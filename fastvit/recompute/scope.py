@@ -79,8 +79,7 @@ class Scope:
         self._num_outputs = 0  # that were packed
         self._outer: Hooks | None = None  # hooks around this scope, through which kept tensors go
         self._pending: WeakList[PackedTensor] = WeakList()
-        # How many calls there were in a block, by the name of a node.
-        self._num_sites: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._num_sites: dict[str, dict[str, int]] = defaultdict(dict)  # of a block, by the name of a node
         self._saved_tensor_observer = saved_tensor_observer
 
     def enter(self) -> None:
@@ -189,9 +188,7 @@ class Scope:
         return packed
 
     def _may_pack_dropout_mask(self, packed: PackedTensor, tensor: Tensor) -> bool:
-        counts = self._num_sites[self.block]
-        counts["Dropout"] += 1
-        packed.mask_site = OpSite(self.block, "Dropout", counts["Dropout"])
+        packed.mask_site = OpSite(self.block, "Dropout", self._next_number(self.block, "Dropout"))
         return tensor.nbytes >= MIN_RECOMPUTE_BYTES and not self.policy.reason_to_keep(packed.mask_site)
 
     def _pack_output(self, tensor: Tensor, node: Any) -> PackedTensor:
@@ -204,21 +201,18 @@ class Scope:
         if producer is None:  # a view of a leaf, such as a transposed weight
             held = tensor if node.name() in VIEWS else tensor.detach()
             return PackedTensor(Kept(held, version), _NO_OP)
-        # An op's own output refers to its node, and the node to what is packed: only detached it makes no
-        # cycle.
+        # An op's output refers to its node, and that to what is packed: only detached it makes no cycle.
         held = tensor.detach()
         if not self._is_open:
             return PackedTensor(Kept(held, version))
         output = tensor if base is None else base
-        reason = self._reason_to_keep(tensor, node, output, producer)
-        if reason:
+        if reason := self._reason_to_keep(tensor, node, output, producer):
             packed = PackedTensor(Kept(held, version), reason)
             packed.is_excluded = version > 0
             return packed
         is_half_precision = output.element_size() == 2 or _is_autocast_on()
         pending = Pending(held, version, producer, self.block, is_half_precision)
-        if base is not None:
-            pending.base = AsStridedArgs.of(base)
+        pending.base = None if base is None else AsStridedArgs.of(base)
         packed = PackedTensor(pending)
         packed.source_address, packed.source_reference = tensor._cdata, _WeakTensorRef(tensor)
         if self.policy.weight_casts and producer.name() == "ToCopyBackward0":
@@ -298,15 +292,14 @@ class Scope:
             packed.info = info = OutputInfo.of_node(state.producer)
             if state.tensor._version != state.version:
                 info.is_content_known = False
-            if not info.site_number:
-                self._number_site(info, state.block)
+            self._number_site(info, state.block)
         masked = [packed for packed in pending if packed.make_mask is not None]
         for packed in masked:
             if self._reason_against_mask(packed):
                 packed.make_mask = None
         unsettled = self._tracker.settle_lent(pending)
-        keeps_bases = self._outer is None
-        RecomputePlanner(self.policy, RECOMPUTE_RULES, pending, self._tracker, keeps_bases).plan()
+        keeps_bases, explains = self._outer is None, self._saved_tensor_observer is not None
+        RecomputePlanner(self.policy, RECOMPUTE_RULES, pending, self._tracker, keeps_bases, explains).plan()
         for info in unsettled:
             info.is_content_known = True
         for packed in masked:
@@ -317,15 +310,18 @@ class Scope:
                 packed.pack_by_outer_hooks(*self._outer)  # type: ignore[misc]
 
     def _number_site(self, info: OutputInfo, block: str) -> None:
+        if not info.site_number:
+            info.block, info.site_number = block, self._next_number(block, info.node_name)
+
+    def _next_number(self, block: str, node_name: str) -> int:
         counts = self._num_sites[block]
-        counts[info.node_name] += 1
-        info.block, info.site_number = block, counts[info.node_name]
+        counts[node_name] = number = counts.get(node_name, 0) + 1
+        return number
 
     def _reason_against_mask(self, packed: PackedTensor) -> str:
         """Returns why the policy is against the mask that an activation makes of what it has saved."""
         info = OutputInfo.of_node(packed.mask_node)
-        if not info.site_number:
-            self._number_site(info, self.block)
+        self._number_site(info, self.block)
         packed.mask_site = site = info.site
         return self.policy.reason_to_keep(site)
 
