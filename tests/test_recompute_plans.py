@@ -1,4 +1,4 @@
-"""What a plan may leave out: it decides the same with and without an observer, and builds nothing that it drops."""
+"""What a plan leaves out: an observer changes no decision, and no recipe is built for what is kept anyway."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from fastvit.recompute.planner import RecomputePlanner
 
 
 class Block(nn.Module):
-    """LayerNorms, Linears, a gelu and residual sums; its bias has so many bytes that its cast is no small one."""
+    """A LayerNorm, Linears, a gelu and a residual sum. The cast of the larger bias is no small tensor."""
 
     def __init__(self, dim=32):
         super().__init__()
