@@ -38,7 +38,27 @@ class AsStridedArgs(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> AsStridedArgs:
         # The constructor of a named tuple is a function in Python, and takes longer than the three reads.
-        return tuple.__new__(cls, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+        return share_args(tuple.__new__(cls, (tensor.size(), tensor.stride(), tensor.storage_offset())))
+
+
+_known_args: dict[AsStridedArgs, AsStridedArgs] = {}
+_MAX_KNOWN_ARGS = 4096
+
+
+def share_args(args: AsStridedArgs) -> AsStridedArgs:
+    """Returns one object for equal arguments: tensors of all blocks and steps have few layouts.
+
+    The garbage collector's time grows with the square of the number of objects that saved tensors have.
+    """
+    try:
+        found = _known_args.get(args)
+    except TypeError:  # sizes that are symbols have no hash
+        return args
+    if found is None:
+        if len(_known_args) >= _MAX_KNOWN_ARGS:
+            _known_args.clear()
+        found = _known_args[args] = args
+    return found
 
 
 class Kept:

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from .node_reader import SHARDED, NodeReader, NotRecomputable, is_leaf_cast
-from .packed_tensor import MIN_RECOMPUTE_BYTES, AsStridedArgs, Kept, PackedTensor, Pending, Recomputed
+from .packed_tensor import (
+    MIN_RECOMPUTE_BYTES,
+    AsStridedArgs,
+    Kept,
+    PackedTensor,
+    Pending,
+    Recomputed,
+    share_args,
+)
 from .pins import PinnedTensor
 from .policy import Policy, RecomputeLevel
 from .recipe import Operand, OutputInfo, Recipe, View
@@ -117,7 +125,7 @@ class RecomputePlanner:
         view = None
         if state.base is not None:
             offset = tensor.storage_offset() - base.storage_offset
-            view = AsStridedArgs(tensor.size(), tensor.stride(), int(offset))
+            view = share_args(AsStridedArgs(tensor.size(), tensor.stride(), int(offset)))
             if view == (base.size, base.stride, 0):
                 view = None
         packed.state = Recomputed(recipe, view)
