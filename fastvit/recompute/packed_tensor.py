@@ -171,8 +171,8 @@ class PackedTensor:
         self.holds_base = False  # as a view, and as a whole output: recipes may read all its memory
         # The address of the program's tensor, of which the state holds a detached one; what reserves it.
         self.source_address, self.source_reference = 0, None
-        if state.tensor.is_cuda:
-            self.stream = current_stream_id(state.tensor)
+        if state.tensor.is_cuda and (stream := current_stream_id(state.tensor)):
+            self.stream = stream
 
     def unpack(self) -> Tensor:
         return self.state.unpack()

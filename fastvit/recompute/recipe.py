@@ -97,7 +97,6 @@ class Recipe:
     """An op call that recomputes the output of a node."""
 
     __slots__ = (
-        "__dict__",
         "__weakref__",
         "bytes_moved",
         "depth",
@@ -107,15 +106,15 @@ class Recipe:
         "function",
         "info",
         "inner",
+        "is_tracked",
         "num_consumers",
         "num_served",
         "operands",
         "ops",
         "output",
         "size",
+        "stream",
     )
-    stream = 0  # on which the output was made
-    is_tracked = False  # the write tracker knows its operands
 
     def __init__(
         self,
@@ -130,6 +129,8 @@ class Recipe:
         self.output: Tensor | None = None  # while a consumer waits for it
         self.num_consumers = 0  # packed tensors and recipes that take the output
         self.num_served = 0
+        self.stream = 0  # on which the output was made
+        self.is_tracked = False  # the write tracker knows its operands
         self.depth = 0  # recomputed tensors on the longest path to tensors that are kept
         self.ops = 1
         self.size = 0  # bytes of the output
@@ -199,9 +200,7 @@ class Recipe:
         if args is not None and output.stride() != args.stride:
             laid_out = torch.empty_strided(args.size, args.stride, dtype=output.dtype, device=output.device)
             output = laid_out.copy_(output)
-        self.output = output
-        if output.is_cuda:
-            self.stream = current_stream_id(output)
+        self.output, self.stream = output, current_stream_id(output)
 
     def in_topological_order(self, skip: Callable[[Recipe], bool] = lambda _: False) -> list[Recipe]:
         """Returns this recipe after all on which it depends; without those for which `skip` is true."""

@@ -161,8 +161,8 @@ class Scope:
                 self._close_dead_scopes()  # a dead scope would pack what other models save
             packed = self._pack_output(tensor, node)
             packed.environment = current_environment(tensor.is_cuda)
-        if self._tracker.counts:
-            packed.writes = self._tracker.count_of(tensor)
+        if self._tracker.counts and (writes := self._tracker.count_of(tensor)):
+            packed.writes = writes
         if self._outer is not None and type(packed.state) is Kept:
             packed.pack_by_outer_hooks(*self._outer)
         if self._saved_tensor_observer is not None:

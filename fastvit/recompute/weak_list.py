@@ -28,7 +28,7 @@ class WeakList(list[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Yields the objects that are alive."""
-        for reference in _references(self):
+        for reference in list(_references(self)):  # an append may forget dead ones meanwhile
             if (one := reference()) is not None:
                 yield one
 
