@@ -31,8 +31,8 @@ WORDS = {
     "layers": f"{COPIED}. A batch norm's bytes are 3 passes over the activation forward and 5 backward.\n"
     "keeps: what a forward leaves allocated, in activations.",
     "ops": f"{COPIED}.",
-    "host": "x: torch's time divided by this one's, each the least of all rounds, on tensors so small that "
-    "Python and dispatch dominate.",
+    "host": "x: torch's time divided by this one's, each the mean of all rounds, or the least where the "
+    "CSV has least_us, on tensors so small that Python and dispatch dominate.",
     "sync": "Median times of the slowest rank. `bare`: torch.distributed's collective of as many numbers. "
     "`local`: a layer without other ranks. x: in an exchange bare's time divided by this one's, in a step "
     "local's. `calls`: collectives + torch's ops, without ops inside ops, by torch's profiler. With more "
@@ -58,7 +58,7 @@ def cell(row: dict[str, str], torchs: dict[str, str]) -> str:
         peak, kept, us = (float(row[name]) / float(torchs[name]) for name in names)
         bits = "" if float(row["same_bits"]) == 1 else ", other bits"
         return f"peak {peak - 1:+.1%}, kept {kept - 1:+.1%}, {us:.2f}x{bits}"
-    us = float(row.get("p50_us") or row["least_us"])
+    us = float(row.get("p50_us") or row.get("mean_us") or row["least_us"])
     parts = [f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"]
     parts += [form.format(float(row[name])) for name, form in SHOWN.items() if float(row.get(name) or 0)]
     parts += [f"{row['collectives']} + {row['ops']} calls"] if row.get("ops") else []

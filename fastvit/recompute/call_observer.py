@@ -142,6 +142,7 @@ class CallObserver(TorchFunctionMode):
         """Drops what was pinned and no recipe reads. Recipes hold the pins that they read."""
         for info in self._pinned:
             info.call = None
+        self._pinned.clear()
 
     def pin(self, tensor: Tensor, dtype: torch.dtype | None = None) -> PinnedTensor:
         """Pins an operand of the op that runs."""
@@ -276,12 +277,11 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
     y = func(*args, **kwargs)
     if not isinstance(y, Tensor):
         return y
-    node: Any = y.grad_fn if y._base is None else None
-    if node is not None and y._version:
+    if y._version and y._base is None and (node := y.grad_fn) is not None:
         # torch adds the bias in place, for other strides.
         OutputInfo.of_node(node).expected_version = y._version
-    x = get_argument(args, kwargs, 0, "input")
-    if _is_frozen(x, get_argument(args, kwargs, 1, "weight")):
+    weight = get_argument(args, kwargs, 1, "weight")
+    if not weight.requires_grad and _is_frozen(x := get_argument(args, kwargs, 0, "input"), weight):
         _request_mask(observer, x.grad_fn)
     if observer.scope.policy.level < RecomputeLevel.MATMULS:
         return y
@@ -380,9 +380,9 @@ def _pinned_leaves(observer: CallObserver, tensors: tuple | list) -> tuple[Pinne
 def _dropout_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     p = get_argument(args, kwargs, 1, "p", 0.5)
     in_training = get_argument(args, kwargs, 2, "train", kwargs.get("training", True)) is not False
-    run = partial(write_handlers.inplace_option_handler, observer, func, args, kwargs)
     if type(p) is not float or not 0 < p < 1 or not in_training:
-        return run()
+        return write_handlers.inplace_option_handler(observer, func, args, kwargs)
+    run = partial(write_handlers.inplace_option_handler, observer, func, args, kwargs)
     result = observer.with_attribute("running_dropout_p", p, run)
     _store_call_args(
         observer, result[0] if type(result) is tuple else result, CallArgs(), "NativeDropoutBackward0"
