@@ -136,7 +136,7 @@ def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arg
 
 
 def _find_least(plans: list[Plan], measure: Callable[[Plan], int]) -> tuple[Plan, int]:
-    """Returns the plan with the least measured peak, and that peak; of equal ones the one with the least work.
+    """Returns the plan with the least measured peak, and that peak; of equal ones that with the least work.
 
     Near the least, peaks on paper are as far from measured ones as from one another.
     """
