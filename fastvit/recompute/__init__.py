@@ -12,6 +12,7 @@ write_tracker.py     writes that neither the graph nor the version counter shows
 scope.py             the saved-tensor hooks, and the end of a block
 scope_stack.py       the open scopes of a thread; torch_patches.py
 observer.py          what is kept and recomputed, for those who measure and check it
+step_record.py       what a forward made for its backward, for a replay of the step on paper
 dynamo_hooks.py, joint_graph.py   the same under torch.compile
 """
 
