@@ -60,7 +60,7 @@ class SeenTensor(NamedTuple):
 
 
 class SavedTensorObserver:
-    """Sees what ops save. Holds neither the tensors nor what is packed.
+    """Sees what ops save. Holds neither the tensors nor what is packed, but for operands of unused recipes.
 
     Args:
         annotate: returns what is to be remembered of a tensor.
