@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from .._checks import check_module
 from .._norm import SharesGroup
-from ..memory import live_bytes
+from ..memory import live_bytes, peak_bytes
 from ..recompute import active_scope
 from .nested_values import Arguments, copy_arguments, refuse_iterators, tensor_leaves
 from .scope_hooks import revert
@@ -166,6 +166,32 @@ class CopyRunner:
 
             torch.clear_autocast_cache()
             return live_bytes(work, *self.devices)[0]
+
+    def measure_original_peak(self) -> int:
+        """Returns the peak of a step of a copy that is neither converted nor fused."""
+        return self.measure_step_peak(revert(self.training_copy()))
+
+    def measure_step_peak(self, model: nn.Module) -> int:
+        """Returns the peak bytes of a step above those before it, without what gradients of weights leave."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
+
+        def step() -> None:
+            results = [one for one in tensor_leaves(self.run_forward(model, arguments)) if one.requires_grad]
+            torch.clear_autocast_cache()
+            if results:
+                torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+
+        try:
+            with self.preserving_random_state():
+                arguments = self.copy_inputs()
+                step()  # allocations of caches do not count
+            with self.preserving_random_state():
+                arguments = self.copy_inputs()
+                return peak_bytes(step, self.devices[0])
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @contextlib.contextmanager
     def holding_output(self, model: nn.Module) -> Iterator[Arguments]:
