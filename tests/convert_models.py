@@ -9,10 +9,19 @@ import torch
 from torch import nn
 
 import fastvit
+from fastvit.conversion.scope_hooks import add_scope_hooks
+from fastvit.recompute import Policy, RecomputeLevel
 
 D = 64  # features of a token
 LEVELS = {"default": {}, "products": {"products": True}, "least": {"budget": "least"}}
 WRITTEN = "modified by an inplace operation"  # what autograd says of a saved tensor that was written to
+
+
+def convert_at(level, model):
+    """Converts at a level; `least` recomputes every op in each step, without the plan of a budget."""
+    if level == "least":
+        return add_scope_hooks(model, Policy(RecomputeLevel.EVERY_OP))
+    return fastvit.convert(model, **LEVELS[level])
 
 
 class Program(nn.Module):

@@ -16,9 +16,10 @@ OPTIONS = {  # arguments of convert
     "products": {"products": True},
     "weight_casts": {"weight_casts": True},
     "products, weight_casts": {"products": True, "weight_casts": True},
-    "least": {"budget": "least"},
-    "some": {"budget": "least"},  # a random part of the sites
-    "across": {"budget": "least"},  # and across blocks
+    "least": {},  # every op that has a rule, but what goes into blocks and comes out of them
+    "some": {},  # a random part of the sites, at a random level
+    "across": {},  # a random part of the sites, and across blocks
+    "planned": {"budget": "least"},  # planned in the first step
     "share": {"budget": 0.6},  # planned in the first step
     "scope": None,  # recompute_scope() instead of convert
     "scope, products": None,

@@ -70,12 +70,13 @@ def convert_program(model: nn.Module, option: str, seed: int) -> None:
     if OPTIONS[option] is None:
         return
     fastvit.convert(model, **OPTIONS[option])
-    if option in ("some", "across"):
-        level = RecomputeLevel.ACROSS_BLOCKS if option == "across" else RecomputeLevel(seed % 3)
+    if option in ("least", "some", "across"):
+        level = RecomputeLevel(seed % 3) if option == "some" else RecomputeLevel.EVERY_OP
+        sites = None if option == "least" else SomeSites(seed)
         for module in model.modules():
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, ScopeHook):
-                    hook.policy = dataclasses.replace(hook.policy, sites=SomeSites(seed), level=level)
+                    hook.policy = dataclasses.replace(hook.policy, sites=sites, level=level)
 
 
 class Execution:

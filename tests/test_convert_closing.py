@@ -66,7 +66,7 @@ NEXT = {
     "report": lambda model: fastvit.report(mlp(), tokens()),
     "report of the model": lambda model: (mend(model), fastvit.report(model, tokens())),
     "verify": lambda model: fastvit.verify(mlp(), tokens()),
-    "a budget": lambda model: fastvit.convert(mlp(), budget=0.6, example_inputs=tokens()),
+    "a budget": lambda model: fastvit.convert(mlp(), budget=0.95, example_inputs=tokens()),
     "scope": lambda model: in_scope(),
 }
 ERRORS = [KeyboardInterrupt, SystemExit, GeneratorExit, ValueError, RecursionError, torch.OutOfMemoryError]

@@ -4,17 +4,15 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from convert_models import LEVELS, D, Program, assert_eager_bits, images, make_step, tokens
+from convert_models import LEVELS, D, Program, assert_eager_bits, convert_at, images, make_step, tokens
 from torch import nn
 from vit_models import kept
 
-import fastvit
 
-
-def share_kept(make, x, **options):
+def share_kept(make, x, level="default"):
     """The bytes that a converted model keeps, as a share of those of the model. Its bits are eager's."""
-    assert_eager_bits(make_step(make, x), **options)
-    return kept(fastvit.convert(make(), **options), x) / kept(make(), x)
+    assert_eager_bits(make_step(make, x), **LEVELS[level])
+    return kept(convert_at(level, make()), x) / kept(make(), x)
 
 
 # --- in place, as out of place
@@ -63,7 +61,7 @@ def test_an_activation_in_place_after_an_instance_norm(norm, activation, level):
         share_kept(
             lambda: norm_and_activation(make_norm, lambda: ACTIVATIONS[activation](inplace), dimensions),  # noqa: B023
             inputs(),
-            **LEVELS[level],
+            level,
         )
         * kept(norm_and_activation(make_norm, lambda: ACTIVATIONS[activation](inplace), dimensions), inputs())  # noqa: B023
         for inplace in (True, False)
@@ -122,7 +120,7 @@ def test_an_activation_in_place_after_a_linear_of_tokens(activation, level):
     sizes = []
     for inplace in (True, False):
         make = lambda: mlp(lambda: ACTIVATIONS[activation](inplace))  # noqa: B023, E731
-        sizes.append(share_kept(make, tokens(), **LEVELS[level]) * kept(make(), tokens()))
+        sizes.append(share_kept(make, tokens(), level) * kept(make(), tokens()))
     assert sizes[0] <= 1.02 * sizes[1] + 4096
     if activation == "silu":
         assert sizes[0] <= BOUNDS[level] * kept(make(), tokens())
@@ -165,7 +163,7 @@ HOOKS = {
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_that_change_nothing(name, level):
-    share = share_kept(lambda: hooked(lambda: mlp(nn.GELU), HOOKS[name]), tokens(), **LEVELS[level])
+    share = share_kept(lambda: hooked(lambda: mlp(nn.GELU), HOOKS[name]), tokens(), level)
     assert share <= BOUNDS[level] + 0.01
 
 
@@ -186,8 +184,8 @@ def test_a_read_after_the_blocks_have_ended(read, level):
 
         return Program(function, blocks=nn.ModuleList(mlp(nn.GELU) for _ in range(3)))
 
-    without = share_kept(lambda: make(False), tokens(), **LEVELS[level])
-    assert share_kept(lambda: make(True), tokens(), **LEVELS[level]) <= without + 0.001
+    without = share_kept(lambda: make(False), tokens(), level)
+    assert share_kept(lambda: make(True), tokens(), level) <= without + 0.001
 
 
 @pytest.mark.parametrize("kind", ["full backward", "full backward pre"])
@@ -246,7 +244,7 @@ def test_a_module_that_calls_itself(place, level):
         "in a model": lambda: nn.Sequential(Tree(), nn.Linear(D, 4)),
         "a block": lambda: nn.Sequential(nn.Sequential(Tree(), Tree()), nn.Linear(D, 4)),
     }
-    assert share_kept(makes[place], tokens(), **LEVELS[level]) <= BOUNDS[level] + 0.1
+    assert share_kept(makes[place], tokens(), level) <= BOUNDS[level] + 0.1
 
 
 class Split(nn.Module):
@@ -271,5 +269,5 @@ def test_least_keeps_no_more_than_the_default_with_a_module_round_a_norm(module)
         parts = [(nn.Conv2d(i, 16, 3), module(16), nn.SiLU()) for i in (3, 16, 16)]
         return nn.Sequential(*sum(parts, ()), nn.Conv2d(16, 4, 1))
 
-    default, least = (share_kept(make, squares(), **LEVELS[level]) for level in ("default", "least"))
+    default, least = (share_kept(make, squares(), level) for level in ("default", "least"))
     assert least <= default <= 0.4

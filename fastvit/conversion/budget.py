@@ -1,37 +1,34 @@
-"""Chooses which tensors to recompute, so that a training forward keeps no more than given bytes.
-
-A site is an op in a block. Sites are ordered by the bytes that they free for their work: the bytes that
-recomputing moves, and the operations of matrix products. The numbers come from a forward that recomputes
-every site. With example inputs the number of sites is found by bisection over measured forwards, because
-sites are not independent: two may save views of one storage. Without them it is summed up from what a step
-saves.
-"""
+"""A budget for the peak of a training step: what it says, and the plan that meets it with example inputs."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
-from bisect import bisect_left
-from collections.abc import Iterable
-from typing import NamedTuple
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..recompute import OpSite, Policy, RecomputeLevel, SavedMemory, observe_saved_tensors
+from ..recompute import Policy, RecomputeLevel, observe_saved_tensors
+from ..recompute.step_record import StepRecord, Value, record_step
 from .copy_runner import CopyRunner
-from .nested_values import Arguments
+from .nested_values import Arguments, tensor_leaves
+from .plan_chain import Plan, make_plans
 from .scope_hooks import add_scope_hooks
+from .timeline import Timeline
 
-# Operations of a matrix product in the time of moving a byte: 10 to 20 in fp32 on CPUs and GPUs, 200 in half
-# precision on a GPU.
-_OPERATIONS_A_BYTE = 16
+_MAX_MEASUREMENTS = 4  # of plans, whose peaks on paper are a few percent off
+_NUM_HOLDERS = 3  # in messages
 
 
 class Budget(NamedTuple):
-    """What may be kept: a fraction of the bytes that the original keeps, or, where that is 0, bytes."""
+    """The peak that a step may have: a fraction of the original's, or, if that is 0, bytes. 0: the least."""
 
     fraction: float
     nbytes: int
@@ -39,98 +36,168 @@ class Budget(NamedTuple):
     def allowed_bytes(self, original_bytes: int) -> int:
         return int(self.fraction * original_bytes) if self.fraction else self.nbytes
 
+    @property
+    def is_least(self) -> bool:
+        return not self.fraction and not self.nbytes
+
     def __str__(self) -> str:
         return str(self.fraction or self.nbytes)
 
 
-class SiteCost(NamedTuple):
-    """What recomputing the results of a site frees, and its work in bytes moved, products in their time."""
-
-    freed_bytes: int = 0
-    work: int = 0
-    has_products: bool = False
-
-
-def sum_site_costs(decisions: Iterable[SavedMemory]) -> dict[OpSite, SiteCost]:
-    """Returns the sites of what a forward recomputes, in its order."""
-    costs: dict[OpSite, SiteCost] = {}
-    for one in decisions:
-        if one.site is not None:
-            before = costs.get(one.site, SiteCost())
-            costs[one.site] = SiteCost(
-                before.freed_bytes + one.freed,
-                before.work + one.moved + one.flops // _OPERATIONS_A_BYTE,
-                before.has_products or one.flops > 0,
-            )
-    return costs
-
-
-def order_sites(costs: dict[OpSite, SiteCost], level: int, chosen: Iterable[OpSite] = ()) -> list[OpSite]:
-    """Returns the sites of a forward at `level` in the order in which a budget takes them.
+class StepPlans:
+    """The plans of one step.
 
     Args:
-        costs: of these sites, in the order of the forward.
-        level: above all others ACROSS_BLOCKS adds the outputs of blocks.
-        chosen: the order of the sites of the level below. These come first.
+        record: of a forward that recomputed all that can be.
+        device: that the step runs on.
     """
-    # EVERY_OP keeps block inputs and outputs, so sites of block outputs that a lower level recomputed are
-    # dropped here.
-    first = [site for site in chosen if site in costs or level == RecomputeLevel.ACROSS_BLOCKS]
-    added = [site for site in costs if site not in set(first)]
-    if level == RecomputeLevel.ACROSS_BLOCKS:
-        # Every second one first: the backward makes all between two kept ones at once.
-        return [*first, *added[1::2], *added[::2]]
 
-    def rank(site: OpSite) -> tuple[bool, float]:
-        return costs[site].has_products, -costs[site].freed_bytes / max(costs[site].work, 1)
+    def __init__(self, record: StepRecord, device: torch.device):
+        self.record = record
+        self.plans = make_plans(record, make_price(device))
 
-    return first + sorted(added, key=rank)
+    @property
+    def original_peak(self) -> int:
+        return self.plans[0].peak
+
+    def choose(self, allowed_bytes: float) -> Plan | None:
+        """Returns the plan with the least work whose peak is allowed; None if none is."""
+        return next((plan for plan in self.plans if plan.peak <= allowed_bytes), None)
+
+    def describe_holders(self, plan: Plan) -> str:
+        """Returns what holds most at the peak of a plan."""
+        timeline = Timeline(self.record)
+        memory, _ = timeline.replay(plan.recomputed)
+        slot, sizes = memory.index(max(memory)), Counter[str]()
+        for nbytes, first, last, value in timeline.find_intervals(plan.recomputed)[0]:
+            if first <= slot <= last:
+                sizes[_describe(value)] += nbytes
+        return ", ".join(f"{name}: {nbytes}" for name, nbytes in sizes.most_common(_NUM_HOLDERS))
+
+
+def _describe(value: Value | None) -> str:
+    if value is None:
+        return "gradients of activations and the result"
+    return f"{value.name} in {value.site.block or 'the model'}" if value.site else value.name
+
+
+def apply_plan(policy: Policy, plan: Plan, original: Plan) -> Policy:
+    """Returns the policy that recomputes what `plan` does."""
+    share = plan.kept / max(original.kept, 1)
+    return dataclasses.replace(policy, level=plan.level, sites=plan.sites, share=share)
+
+
+def recording_policy(policy: Policy) -> Policy:
+    """Returns the policy under which a forward shows all that can be recomputed."""
+    return dataclasses.replace(policy, level=RecomputeLevel.EVERY_OP, sites=None)
 
 
 def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arguments) -> Policy:
-    """Returns the policy with the fewest sites that meets `budget`, measured with copies of the model.
+    """Returns the policy with the least work that meets `budget`, by a record and measured steps of copies.
 
     Raises:
         ValueError: none meets it.
     """
     runner = CopyRunner("convert", model, arguments)
-    original = least = runner.measure_original_bytes()
-    allowed = budget.allowed_bytes(original)
-    if allowed >= original:
+    copied = add_scope_hooks(runner.training_copy(), recording_policy(policy))
+    with observe_saved_tensors(lambda _: None) as observer, runner.preserving_random_state():
+        given = runner.copy_inputs()
+        results = tensor_leaves(runner.run_forward(copied, given))
+        besides = [*copied.parameters(), *copied.buffers(), *tensor_leaves(given)]
+        step = StepPlans(record_step(observer, results, besides), runner.devices[0])
+        del results
+        torch.clear_autocast_cache()
+    original = step.plans[0]
+    if budget.is_least:
+        return apply_plan(policy, step.plans[-1], original)
+    measured_original = runner.measure_original_peak()
+    allowed = budget.allowed_bytes(measured_original)
+    if allowed >= measured_original:
         return dataclasses.replace(policy, sites=frozenset())
-    copied = runner.training_copy()
-
-    def choose_first(count: int) -> Policy:
-        return dataclasses.replace(policy, sites=frozenset(sites[:count]), share=allowed / original)
-
-    def is_met_by_first(count: int) -> bool:
-        add_scope_hooks(copied, choose_first(count))
-        return runner.measure_kept_bytes(copied) <= allowed
-
-    sites: list[OpSite] = []
-    # The levels are tried in the order of their cost: matmuls take ten times the arithmetic, and recomputing
-    # several blocks from one input raises the peak in backward.
-    for level in RecomputeLevel:
-        policy = dataclasses.replace(policy, level=level, sites=None)
-        add_scope_hooks(copied, policy)
-        with observe_saved_tensors(lambda _: None) as observer, runner.holding_output(copied):
-            costs = sum_site_costs(observer.decisions())
-        sites = order_sites(costs, level, sites)
-        least = min(least, runner.measure_kept_bytes(copied))
-        if least <= allowed:
-            return choose_first(bisect_left(range(len(sites)), True, key=is_met_by_first))
-    raise ValueError(f"convert: {describe_least(budget, least, original, policy)}")
+    on_paper = allowed / max(measured_original, 1) * original.peak
+    for _ in range(_MAX_MEASUREMENTS):
+        plan = step.choose(on_paper) or step.plans[-1]
+        chosen = apply_plan(policy, plan, original)
+        measured = runner.measure_step_peak(add_scope_hooks(copied, chosen))
+        if measured <= allowed:
+            return chosen
+        if plan is step.plans[-1]:
+            break
+        on_paper = min(plan.peak - 1, plan.peak * allowed / measured)
+    else:
+        plan = step.plans[-1]
+        chosen = apply_plan(policy, plan, original)
+        measured = runner.measure_step_peak(add_scope_hooks(copied, chosen))
+        if measured <= allowed:
+            return chosen
+    message = describe_least(budget, measured, measured_original, policy)
+    raise ValueError(f"convert: {message}; at that peak there are {step.describe_holders(plan)} bytes")
 
 
 def describe_least(budget: Budget, least: int, original: int, policy: Policy) -> str:
     """Returns what to say of a budget that cannot be met."""
-    fraction = least / (original or 1)
+    fraction = math.ceil(1000 * least / max(original, 1)) / 1000
     has_casts = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) and not policy.weight_casts
     return (
-        f"a budget of {budget} cannot be met; the least is {least} bytes, {fraction:.3f} of the {original} "
-        f"that the original keeps; pass budget='least' or a budget above {fraction:.3f}"
+        f"a budget of {budget} cannot be met; the least peak of a step is {least} bytes, {fraction:.3f} of "
+        f"the original's {original}; pass budget='least' or a budget of at least {fraction:.3f}"
         + ("; weight_casts=True frees copies of weights too" if has_casts else "")
     )
+
+
+def make_price(device: torch.device) -> Callable[[Value], float]:
+    """Returns the price of an op: the bytes that it moves, and operations of products in their time."""
+
+    def price(value: Value) -> float:
+        if not value.flops:
+            return float(value.moved)
+        return value.moved + value.flops / measure_operations_per_byte(device, value.dtype or torch.float32)
+
+    return price
+
+
+@functools.cache
+def measure_operations_per_byte(device: torch.device, dtype: torch.dtype) -> float:
+    """Measures how many operations of a matrix product take the time of moving a byte.
+
+    The result is a power of two, so that it is the same in each run: 8 to 32 in fp32, up to 512 in half
+    precision on a GPU, 1 and less in half precision on a CPU without instructions for it.
+    """
+    size = 512 if device.type == "cpu" else 4096
+    options: dict[str, Any] = {"device": device, "dtype": dtype}
+    with torch.no_grad(), torch._C._DisableAutocast():
+        matrix, memory = torch.ones(size, size, **options), torch.ones(size, 8 * size, **options)
+        product = _measure_seconds(lambda: matrix @ matrix, device) / (2 * size**3)
+        copy = _measure_seconds(lambda: memory + memory, device) / (2 * memory.nbytes)
+    return 2.0 ** min(max(round(math.log2(copy / product)), -3), 9)
+
+
+def _measure_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Returns the least time of a few runs."""
+
+    def run() -> float:
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    run()
+    return min(run() for _ in range(5))
+
+
+def parse_bytes(text: object) -> int | None:
+    """Returns a number of bytes: an int above 1, or a str such as "2 GiB"; None for anything else."""
+    found = re.fullmatch(r"\s*([0-9.e+-]+)\s*([KMGT]i?B)?\s*", str(text))
+    with contextlib.suppress(ValueError, OverflowError):
+        number = float(found[1]) if found and not isinstance(text, bool) else math.nan
+        if found and found[2]:
+            number *= (1024 if "i" in found[2] else 1000) ** ("KMGT".index(found[2][0]) + 1)
+        elif not str(text).strip().isdecimal():  # 2.0 is no number of bytes
+            return None
+        if number > 1:
+            return int(number)
+    return None
 
 
 def parse_budget(budget: object) -> Budget:
@@ -139,18 +206,14 @@ def parse_budget(budget: object) -> Budget:
     Raises:
         ValueError: it is neither.
     """
-    found = re.fullmatch(r"\s*([0-9.e+-]+)\s*([KMGT]i?B)?\s*", str(budget))
-    with contextlib.suppress(ValueError):
-        number = float(found[1]) if found and not isinstance(budget, bool) else math.nan
-        if found and found[2]:
-            number *= (1024 if "i" in found[2] else 1000) ** ("KMGT".index(found[2][0]) + 1)
-            number //= 1
-        elif 0 < number <= 1:
+    if isinstance(budget, str) and budget == "least":
+        return Budget(0.0, 0)
+    if (nbytes := parse_bytes(budget)) is not None:
+        return Budget(0.0, nbytes)
+    with contextlib.suppress(ValueError, TypeError):
+        number = math.nan if isinstance(budget, bool) else float(str(budget))
+        if 0 < number <= 1:
             return Budget(number, 0)
-        elif not str(budget).strip().isdecimal():  # 2.0 is neither a share nor a number of bytes
-            number = math.nan
-        if number > 1:
-            return Budget(0.0, int(number))
     raise ValueError(
         "convert: budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', or "
         f"'least', got {budget!r}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._checks import Model, check_flag, check_module
 from ..recompute import Policy, RecomputeLevel
 from .blocks import name_scoped_modules
-from .budget import parse_budget, plan_budget
+from .budget import parse_budget, plan_budget, recording_policy
 from .budget_hook import BudgetHook
 from .copy_runner import as_arguments
 from .scope_hooks import add_scope_hooks, is_converted
@@ -47,18 +47,18 @@ def convert(
         weight_casts: cast weights again instead of keeping the half-precision copies that autocast makes. A
             write to a weight before the backward is then an error, and one through `weight.data` is not
             noticed: the gradient is that of the new weight.
-        budget: what remains of the kept bytes: a share, above 0 and at most 1, or bytes, an int or a str such
-            as "2 GiB". The budget recomputes as few ops as it needs, first those that free most bytes for
-            their work, then matmuls, then attention, convolutions and narrowing Linears. "least" recomputes
-            all of these and keeps the inputs of blocks. A smaller budget recomputes several blocks from the
-            input of the first, which may raise the peak of a step.
-        example_inputs: for a budget: a tensor, a tuple of arguments or a dict of keyword arguments, with
-            which forwards of a copy are measured. Call `convert` as the model is trained, under the same
-            autocast. Without them the first forward of the model in training with gradients keeps the least,
-            as "least" does, and what it saves gives the plan, which holds from the next forward on; a budget
-            below that takes one more forward. A forward with inputs of more bytes plans again. In compiled
-            code the share is torch's `activation_memory_budget`, which a convolutional model may exceed,
-            "least" is products=True, and bytes need example inputs.
+        budget: the peak of a step: a share of the model's own, above 0 and at most 1, or bytes, an int or a
+            str such as "2 GiB". The peak is what a forward and a backward allocate at a time above the model,
+            its gradients and the optimizer's state. The budget recomputes as little work as it needs: any op
+            that has a rule, up to whole blocks, and several blocks from one input where that has a smaller
+            peak. "least" is the smallest peak. A smaller budget never has a larger peak.
+        example_inputs: for a budget: a tensor, a tuple of arguments or a dict of keyword arguments. A forward
+            of a copy is recorded, and steps of a copy are measured. Call `convert` as the model is trained,
+            under the same autocast. Without them the first forward of the model in training with gradients
+            recomputes whole blocks, and its record gives the plan, which holds from the next forward on. A
+            forward with inputs of more bytes plans again. In compiled code the share is torch's
+            `activation_memory_budget`, of kept bytes, which a convolutional model may exceed, "least" is
+            products=True, and bytes need example inputs.
         skip: pairs of a block's name and an op, whose results are kept: `[("blocks.3", "gelu")]`. "" is the
             model itself. `verify(...).sites` has those that differ.
 
@@ -92,14 +92,12 @@ def convert(
 def _convert_to_budget(
     model: Model, policy: Policy, budget: float | str, example_inputs: Tensor | Sequence | Mapping | None
 ) -> Model:
-    if budget == "least":
-        return add_scope_hooks(model, dataclasses.replace(policy, level=RecomputeLevel.EVERY_OP))
     parsed = parse_budget(budget)
     if example_inputs is not None:
         return add_scope_hooks(model, plan_budget(model, policy, parsed, as_arguments(example_inputs)))
     if parsed.fraction == 1:
         return add_scope_hooks(model, dataclasses.replace(policy, sites=frozenset()))
-    policy = dataclasses.replace(policy, share=parsed.fraction)
+    policy = dataclasses.replace(recording_policy(policy), share=1.0 if parsed.is_least else parsed.fraction)
     return add_scope_hooks(model, policy, functools.partial(BudgetHook, budget=parsed))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -12,12 +11,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .budget import parse_budget
+from .budget import parse_bytes
 from .copy_runner import CopyRunner
 from .nested_values import copy_arguments, name_arguments, tensor_leaves
+from .plan_chain import Plan
+from .step_memory import StepMemory, extrapolate_record
 
 _MIN_BATCH = 4  # below it steps with the batch and twice the batch are measured, and else with half of it
 _MAX_BATCH = 2**40
+_MAX_PLANS = 3  # each one for the batch that fits by the one before
+_FAR = 0.1  # share of a measured peak by which that on paper may differ
 
 Result = TypeVar("Result")
 
@@ -28,9 +31,8 @@ def parse_memory(memory: object) -> int:
     Raises:
         ValueError: it says none.
     """
-    with contextlib.suppress(ValueError):
-        if nbytes := parse_budget(memory).nbytes:
-            return nbytes
+    if (nbytes := parse_bytes(memory)) is not None:
+        return nbytes
     raise ValueError(f"report: memory must be bytes, as an int or as '8 GiB', got {memory!r}")
 
 
@@ -40,8 +42,8 @@ class BatchSearch:
     A step holds the model, two tensors like each trained parameter, which are AdamW's state, the inputs, the
     activations, and the gradients of parameters that the backward has made so far. In each slot of a step on
     paper the bytes are an affine function of the batch, known from records with two batches; so which slot
-    holds most depends on the batch. What steps with these batches hold more than on paper, measured, is taken
-    for an affine function too.
+    holds most depends on the batch. A measured step says by which factor the peak differs from that on paper.
+    If it differs much, as with compiled or checkpointed code, the measured peak is taken for affine.
 
     Args:
         runner: of the model, with a batch as it is trained.
@@ -99,19 +101,46 @@ class BatchSearch:
             made: bytes of the gradients of parameters in each slot of the second one.
         """
         (small, large), slots = self.sizes, list(zip(*self._align(timelines), made, strict=True))
-        excess = [peak - max(timeline) for peak, timeline in zip(peaks, timelines, strict=True)]
+        low_excess, high_excess = (
+            peak - max(timeline) for peak, timeline in zip(peaks, timelines, strict=True)
+        )
+        is_exact = abs(high_excess) < _FAR * peaks[1]
+        high_share = high_excess / max(*timelines[1], 1)
 
         def count_bytes(batch: int) -> int:
             steps = (batch - large) / (large - small)
             on_paper = max(high + (high - low) * steps + more for low, high, more in slots)
-            activations = on_paper + excess[1] + (excess[1] - excess[0]) * steps
-            most = max(activations, self._weights + self._temporary)
+            excess = on_paper * high_share if is_exact else high_excess + (high_excess - low_excess) * steps
+            most = max(on_paper + excess, self._weights + self._temporary)
             return math.ceil(self.model_bytes + self._input_bytes * batch + most)
 
         limit = 1
         while limit < _MAX_BATCH and count_bytes(limit) <= self.memory:
             limit *= 2
         return bisect_right(range(1, limit), self.memory, key=count_bytes)
+
+    def find_least_plan(self, steps: tuple[StepMemory, StepMemory], plan: Plan, batch: int) -> Plan:
+        """Returns the plan by which the largest batch fits, on paper.
+
+        Args:
+            steps: with either batch.
+            plan: with the least peak for the batch of the inputs. For a larger one others have less.
+            batch: that fits by another plan.
+        """
+        (small, large), best = self.sizes, self._find_on_paper(steps, plan)
+        for _ in range(_MAX_PLANS):
+            distance = (max(batch, best) - large) / (large - small)
+            record = extrapolate_record(steps[0].record, steps[1].record, distance)
+            other = StepMemory(record, steps[1].weight_gradients).find_least_plan(self._runner.devices[0])
+            found = self._find_on_paper(steps, other)
+            if found <= best:
+                break
+            best, plan = found, other
+        return plan
+
+    def _find_on_paper(self, steps: tuple[StepMemory, StepMemory], plan: Plan) -> int:
+        few, many = (step.replay(plan.sites) for step in steps)
+        return self.find_batch((max(few), max(many)), (few, many), steps[1].weight_gradients)
 
     def _align(self, timelines: tuple[list[int], list[int]]) -> tuple[list[float], list[int]]:
         """Returns timelines with the same slots, also if the model runs other ops with another batch."""

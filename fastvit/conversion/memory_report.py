@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..fuse import is_fused
 from ..recompute import (
+    OpSite,
     Policy,
     RecomputeLevel,
     SavedMemory,
@@ -248,15 +249,22 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
         peaks["as converted"] = search.run_sizes(lambda: runner.measure_step_peak(copied))
     _change_policies(copied, level=RecomputeLevel.EVERY_OP, sites=None)
     steps = _record_steps(runner, copied)
-    chosen = dict(zip(steps, (frozenset(), sites, steps["least"].find_least_sites()), strict=True))
-    batches = {}
+    plan = steps["least"].find_least_plan(runner.devices[0])
+    chosen = {"as it was": frozenset[OpSite](), "as converted": sites, "least": plan.sites}
+    timelines = {name: step.replay(chosen[name]) for name, step in steps.items()}
+    holders = {name: steps[name].find_holders(chosen[name]) for name in ("as it was", "as converted")}
+    batches: dict[str, int] = {}
     if search:
-        pairs = search.run_sizes(lambda: _record_steps(runner, copied))
-        _change_policies(copied, sites=chosen["least"])
-        peaks["least"] = search.run_sizes(lambda: runner.measure_step_peak(copied))
-        for name, pair in peaks.items():
-            small, large = (every[name].replay(chosen[name]) for every in pairs)
-            batches[name] = search.find_batch(pair, (small, large), pairs[1][name].weight_gradients)
+        few, many = search.run_sizes(lambda: _record_steps(runner, copied))
+        for name in steps:
+            pair = few[name], many[name]
+            if name == "least":
+                plan = search.find_least_plan(pair, plan, batches["as converted"])
+                chosen[name] = plan.sites
+                _change_policies(copied, level=plan.level, sites=plan.sites)
+                peaks[name] = search.run_sizes(lambda: runner.measure_step_peak(copied))
+            lines = few[name].replay(chosen[name]), many[name].replay(chosen[name])
+            batches[name] = search.find_batch(peaks[name], lines, many[name].weight_gradients)
     return Report(
         kept_before,
         kept_after,
@@ -265,8 +273,8 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
         is_converted(model),
         peak_before,
         peak_after,
-        {name: step.replay(chosen[name]) for name, step in steps.items()},
-        {name: steps[name].find_holders(chosen[name]) for name in ("as it was", "as converted")},
+        timelines,
+        holders,
         allowed,
         search.model_bytes if search else 0,
         batches,

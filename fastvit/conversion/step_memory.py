@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 
 from ..recompute import OpSite, SavedTensorObserver
 from ..recompute.step_record import StepRecord, Value, record_step
+from .budget import StepPlans
 from .copy_runner import CopyRunner
 from .module_labels import label_module
 from .nested_values import tensor_leaves
-from .plan_chain import make_plans
+from .plan_chain import Plan
 from .timeline import Timeline
 
 GRADIENTS = "gradients of activations and the result"
-_OPERATIONS_A_BYTE = 16  # of a matrix product, in the time of moving a byte
 
 
 class StepMemory:
@@ -51,10 +52,9 @@ class StepMemory:
         sizes[GRADIENTS] = memory[slot] - sizes.total()
         return [(label, nbytes) for label, nbytes in sizes.most_common() if nbytes > 0]
 
-    def find_least_sites(self) -> frozenset[OpSite]:
-        """Returns what the plan with the least peak recomputes."""
-        plans = make_plans(self.record, lambda value: value.moved + value.flops / _OPERATIONS_A_BYTE)
-        return plans[-1].sites
+    def find_least_plan(self, device: torch.device) -> Plan:
+        """Returns the plan with the least peak."""
+        return StepPlans(self.record, device).plans[-1]
 
 
 def _get_label(value: Value) -> str:
@@ -94,8 +94,8 @@ def _sum_weight_gradients(
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        # The backward runs the nodes in the opposite order, in two slots each. In the second one the record has
-        # the gradient as what the node makes.
+        # The backward runs the nodes in the opposite order, in two slots each. In the second slot of a node
+        # the record has what the node makes.
         slot = 3 * length - 2 * (node._sequence_nr() - first_time)
         for after, _ in node.next_functions:
             variable = getattr(after, "variable", None)
@@ -109,3 +109,41 @@ def _sum_weight_gradients(
     for parameter, slot in made.items():
         changes[slot] += parameter.nbytes
     return list(accumulate(changes))
+
+
+def extrapolate_record(small: StepRecord, large: StepRecord, steps: float) -> StepRecord:
+    """Returns the record of a step with another batch, whose bytes are affine functions of the batch.
+
+    Args:
+        small: of the step with a batch.
+        large: of the step with a larger batch.
+        steps: distance from the larger batch, in differences of the two batches.
+    """
+
+    def extrapolate(low: float, high: float) -> int:
+        return max(round(high + (high - low) * steps), 0)
+
+    # Another batch may be so small that other tensors are recorded.
+    has_same_values = len(small.values) == len(large.values) and len(small.gradients) == len(large.gradients)
+    copies = {
+        after: dataclasses.replace(
+            after,
+            nbytes=extrapolate(before.nbytes, after.nbytes),
+            mask_bytes=extrapolate(before.mask_bytes, after.mask_bytes),
+            moved=extrapolate(before.moved, after.moved),
+            flops=extrapolate(before.flops, after.flops),
+        )
+        for before, after in zip(small.values if has_same_values else large.values, large.values, strict=True)
+    }
+    for value in copies.values():
+        value.operands = [copies[operand] for operand in value.operands]
+    gradients = [
+        after._replace(nbytes=extrapolate(before.nbytes, after.nbytes))
+        for before, after in zip(
+            small.gradients if has_same_values else large.gradients, large.gradients, strict=True
+        )
+    ]
+    result_bytes = extrapolate(small.result_bytes, large.result_bytes)
+    return dataclasses.replace(
+        large, values=list(copies.values()), gradients=gradients, result_bytes=result_bytes
+    )

@@ -1,108 +1,123 @@
-"""A training step on paper: the bytes that it holds at each time, for a choice of what is recomputed."""
+"""`Timeline`: a training step on paper, with the bytes that it holds at each time by what is recomputed."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection
 from itertools import accumulate
+from typing import NamedTuple
 
 from ..recompute.step_record import StepRecord, Value
+
+
+class Interval(NamedTuple):
+    """Memory, and the first and last slot in which a step holds it; of a value, or of a gradient: None."""
+
+    nbytes: int
+    first: int
+    last: int
+    value: Value | None
 
 
 class Timeline:
     """Replays a step.
 
-    The forward has a slot a node, and the backward two: in the first one a node unpacks what it saved.
+    A node of the forward has one slot. In the backward a node has two: in the first one it unpacks what it
+    saved, which recomputes, and in the second one it makes gradients.
     """
 
     def __init__(self, record: StepRecord):
         self.record = record
-        self.length = 3 * record.length
-        self._last = 2 * record.length - 1
-        self._base = [0] * (self.length + 1)
-        for nbytes, first, last in record.gradients:
-            self._add(self._base, nbytes, self._runs(first), self._runs(last))
-        self._add(self._base, record.result_bytes, record.length - 1, self.length - 1)
+        self.num_slots = 3 * record.length
+        self._last_time = 2 * record.length - 1
+        self._gradients = [
+            Interval(one.nbytes, self._run_slot(one.first), self._run_slot(one.last), None)
+            for one in record.gradients
+        ]
+        self._gradients.append(Interval(record.result_bytes, record.length - 1, self.num_slots - 1, None))
 
-    def _unpacks(self, time: int) -> int:
-        """Returns the slot in which the node unpacks that runs at `time`."""
+    def _unpack_slot(self, time: int) -> int:
         return time if time < self.record.length else 2 * time - self.record.length
 
-    def _runs(self, time: int) -> int:
-        return time if time < self.record.length else 2 * time - self.record.length + 1
+    def _run_slot(self, time: int) -> int:
+        return self._unpack_slot(time) + (time >= self.record.length)
 
     def last_slot(self, value: Value) -> int:
-        """Returns until when a value is kept that stays."""
-        return self._runs(self._last - value.uses[0])
+        """Returns until when a saved value is held that is kept."""
+        return self._run_slot(self._last_time - value.uses[0])
 
-    @staticmethod
-    def _add(changes: list[int], nbytes: int, first: int, last: int) -> None:
-        changes[first] += nbytes
-        changes[last + 1] -= nbytes
+    def replay(self, recomputed: Collection[Value]) -> tuple[list[int], list[Value]]:
+        """Returns the bytes in each slot, and the values whose ops run again."""
+        intervals, run = self.find_intervals(recomputed)
+        changes = [0] * (self.num_slots + 1)
+        for nbytes, first, last, _ in intervals:
+            changes[first] += nbytes
+            changes[last + 1] -= nbytes
+        return list(accumulate(changes[:-1])), run
 
-    def find_intervals(
-        self, gone: Collection[Value]
-    ) -> tuple[list[tuple[int, int, int, Value]], list[Value]]:
-        """Returns when memory is held and by which value; and the values whose ops run again."""
-        record, end = self.record, self._last
-        needs: dict[Value, list[int]] = {}
-        found, run = [], []
-        rebuilt: dict[int, list[tuple[Value, int]]] = {}  # by time, the last first, and until when it is held
-        last_needs: dict[Value, int] = {}
-        for value in reversed(record.values):
-            uses = value.uses
-            if value not in gone and uses:
-                found.append((value.nbytes, value.created, self._runs(end - uses[0]), value))
+    def find_intervals(self, recomputed: Collection[Value]) -> tuple[list[Interval], list[Value]]:
+        """Returns what a step holds, and the values whose ops run again.
+
+        Args:
+            recomputed: values that are choices, and are not kept.
+        """
+        found, run = self._gradients.copy(), []
+        needs: dict[Value, list[int]] = defaultdict(list)  # when recipes of other values read a value
+        remade: dict[int, list[Value]] = defaultdict(list)  # by the time, the last one of the forward first
+        stays: set[Value] = set()  # recomputed values that are held beyond the unpacking
+        for value in reversed(self.record.values):
+            if value.uses and value not in recomputed:
+                found.append(Interval(value.nbytes, value.created, self.last_slot(value), value))
                 continue
-            times = [end - use for use in uses] + needs.get(value, [])
+            times = [self._last_time - use for use in value.uses] + needs[value]
             if not times:
                 continue
-            first, last = min(times), max(times)
-            if uses:  # until the block ends
-                index = bisect_right(record.plans, uses[-1])
-                found.append(
-                    (
-                        value.nbytes,
-                        value.created,
-                        record.plans[index] if index < len(record.plans) else record.length,
-                        value,
-                    )
-                )
             run.append(value)
-            if value.kept_bytes:
-                found.append((value.kept_bytes, value.created, self._runs(last), value))
-                found += [(value.nbytes, self._unpacks(time), self._runs(time), value) for time in times]
+            if value.uses:
+                found.append(Interval(value.nbytes, value.created, self._find_plan(value), value))
+            if value.mask_bytes:
+                found.append(Interval(value.mask_bytes, value.created, self.last_slot(value), value))
+                found += [
+                    Interval(value.nbytes, self._unpack_slot(time), self._run_slot(time), value)
+                    for time in times
+                ]
                 continue
-            if uses or last > first:
-                found.append((value.nbytes, self._unpacks(first), self._runs(last), value))
-            rebuilt.setdefault(first, []).append((value, bool(uses) or last > first))
+            first, last = min(times), max(times)
+            remade[first].append(value)
+            if value.uses or last > first:
+                stays.add(value)
+                found.append(Interval(value.nbytes, self._unpack_slot(first), self._run_slot(last), value))
             for operand in value.operands:
-                needs.setdefault(operand, []).append(first)
-        for time, every in rebuilt.items():
-            if len(every) < 2:
-                continue
-            held = peak = 0
-            stays = sum(value.nbytes for value, remains in every if remains)
-            left = {
-                value: sum(value in one.operands for one, _ in every)
-                for value, remains in every
-                if not remains
-            }
-            for value, remains in reversed(every):
-                held += value.nbytes
-                peak = max(peak, held)
-                for operand in value.operands:
-                    if operand in left:
-                        left[operand] -= 1
-                        if not left[operand]:
-                            held -= operand.nbytes
-            if peak > stays:
-                found.append((peak - stays, self._unpacks(time), self._unpacks(time), every[0][0]))
+                needs[operand].append(first)
+        for time, values in remade.items():
+            if (nbytes := _count_temporary_bytes(values, stays)) > 0:
+                slot = self._unpack_slot(time)
+                found.append(Interval(nbytes, slot, slot, values[0]))
         return found, run
 
-    def replay(self, gone: Collection[Value]) -> tuple[list[int], list[Value]]:
-        changes = self._base.copy()
-        intervals, run = self.find_intervals(gone)
-        for nbytes, first, last, _ in intervals:
-            self._add(changes, nbytes, first, last)
-        return list(accumulate(changes[:-1])), run
+    def _find_plan(self, value: Value) -> int:
+        """Returns when a scope drops a value."""
+        plans = self.record.plans
+        index = bisect_left(plans, value.uses[0])
+        return plans[index] if index < len(plans) else self.record.length - 1
+
+
+def _count_temporary_bytes(values: list[Value], stays: Collection[Value]) -> int:
+    """Returns the peak of making `values`, the last one first, above the bytes of those that stay."""
+    if len(values) == 1:
+        return 0
+    held = peak = 0
+    num_readers: dict[Value, int] = defaultdict(int)
+    for value in values:
+        for operand in value.operands:
+            num_readers[operand] += 1
+    made = set(values)
+    for value in reversed(values):
+        held += value.nbytes
+        peak = max(peak, held)
+        for operand in value.operands:
+            num_readers[operand] -= 1
+            if not num_readers[operand] and operand in made and operand not in stays:
+                held -= operand.nbytes
+    return peak - sum(value.nbytes for value in values if value in stays)

@@ -311,7 +311,7 @@ def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: di
     other = get_argument(args, kwargs, 1, "other")
     if type(other) in (int, float):
         return _store_call_args(observer, func(*args, **kwargs), CallArgs(scalar=other), *_SUMS)
-    if observer.scope.policy.level >= RecomputeLevel.EVERY_OP and isinstance(other, Tensor):
+    if isinstance(other, Tensor):
         return _sum_with_constant(observer, func, args, kwargs, args[0], other)
     return _call_with_leaves(observer, func, args, kwargs, (*args[:1], other), *_SUMS)
 

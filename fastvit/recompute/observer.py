@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,6 @@ class SavedMemory:
         kept: bytes that stay in memory, of which other decisions do not count any.
         freed: bytes that do not.
         site: whose output is recomputed, or that makes the mask; None where it is kept.
-        moved: bytes that rebuilding reads and writes.
-        flops: of its matrix products.
         forget: drops what unpacking has made.
         is_mask: whether a bit mask is kept in place of a tensor.
     """
@@ -48,10 +46,17 @@ class SavedMemory:
     kept: int
     freed: int
     site: OpSite | None = None
-    moved: int = 0
-    flops: int = 0
     forget: Callable[[], None] = lambda: None
     is_mask: bool = False
+
+
+class SeenTensor(NamedTuple):
+    """A saved tensor: when an op saved it and when an op made it, as numbers of nodes."""
+
+    packed: PackedTensor
+    annotation: Any
+    time: int
+    created: int
 
 
 class SavedTensorObserver:
@@ -63,30 +68,29 @@ class SavedTensorObserver:
 
     def __init__(self, annotate: Callable[[Tensor], Any]):
         self._annotate = annotate
-        self._packed_tensors: list[tuple[weakref.ref[PackedTensor], Any, int, int]] = []
+        self._seen: list[tuple[weakref.ref[PackedTensor], Any, int, int]] = []
         self.first_time = _get_sequence_nr()
-        self.plan_times: list[int] = []
-        self.unused_recipes: list[Recipe] = []  # of tensors that are kept, though they have one
+        self.plan_times: list[int] = []  # the number of the next node, at each plan of a scope
+        self.unused_recipes: list[Recipe] = []  # of tensors that are kept all the same
 
     def add(self, packed: PackedTensor, tensor: Tensor) -> None:
-        now = _get_sequence_nr() - 1
+        time = _get_sequence_nr() - 1  # an op's node exists when the op saves
         node = view_base(tensor).grad_fn
-        created = now if node is None else node._sequence_nr()
-        self._packed_tensors.append((weakref.ref(packed), self._annotate(tensor), now, created))
+        created = time if node is None else node._sequence_nr()
+        self._seen.append((weakref.ref(packed), self._annotate(tensor), time, created))
 
     def add_plan(self) -> None:
         """Called after each plan of a scope."""
         self.plan_times.append(_get_sequence_nr())
 
     def last_time(self) -> int:
+        """Returns the number that the next node gets."""
         return _get_sequence_nr()
 
-    def alive(self) -> list[tuple[PackedTensor, Any, int, int]]:
-        return [
-            (packed, *rest)
-            for reference, *rest in self._packed_tensors
-            if (packed := reference()) is not None
-        ]
+    def seen_tensors(self) -> list[SeenTensor]:
+        """Returns those that are alive."""
+        every = ((reference(), *rest) for reference, *rest in self._seen)
+        return [SeenTensor(packed, *rest) for packed, *rest in every if packed is not None]
 
     def decisions(self, besides: Iterable[Tensor] = ()) -> list[SavedMemory]:
         """Returns an entry for each storage or recipe of the saved tensors that are alive.
@@ -108,16 +112,15 @@ class SavedTensorObserver:
     def _group_by_memory(self, others: set[int]) -> dict[Recipe | int, list[tuple[Any, PackedTensor]]]:
         """Returns the packed tensors that are alive by their recipe, or by the storage that they keep."""
         groups: dict[Recipe | int, list[tuple[Any, PackedTensor]]] = defaultdict(list)
-        for reference, annotation, *_ in self._packed_tensors:
-            if (packed := reference()) is not None:
-                state, key = packed.state, id(packed)
-                if isinstance(state, Recomputed):
-                    groups[state.recipe].append((annotation, packed))
-                    continue
-                if isinstance(state, Kept):
-                    key = storage_id(state.tensor)
-                if key not in others:
-                    groups[key].append((annotation, packed))
+        for packed, annotation, *_ in self.seen_tensors():
+            state, key = packed.state, id(packed)
+            if isinstance(state, Recomputed):
+                groups[state.recipe].append((annotation, packed))
+                continue
+            if isinstance(state, Kept):
+                key = storage_id(state.tensor)
+            if key not in others:
+                groups[key].append((annotation, packed))
         return groups
 
 
@@ -135,8 +138,7 @@ def _recomputed_memory(
     ops = list(dict.fromkeys(display_op_name(one.info.node_name) for one in every))
     reason = f"{'its' if len(ops) == 1 else 'the'} saved input{'s' if inputs > 1 else ''}"
     reason = f"recomputed by {', '.join(ops)} from {reason}"
-    price = recipe.bytes_moved, recipe.flops
-    return SavedMemory(saved, reason, own, recipe.size, recipe.info.site, *price, recipe.clear_cached_outputs)
+    return SavedMemory(saved, reason, own, recipe.size, recipe.info.site, recipe.clear_cached_outputs)
 
 
 def _tensor_of(operand: Any) -> Tensor | None:
@@ -151,7 +153,7 @@ def _kept_memory(packed: PackedTensor, saved: list[tuple[Any, Callable[[], Tenso
         if not isinstance(mask, BitMask):
             return SavedMemory(saved, "packed by the saved-tensor hooks around the scope", nbytes, 0)
         kept = mask.packed.nbytes
-        return SavedMemory(saved, mask.reason, kept, nbytes - kept, packed.mask_site, nbytes, is_mask=True)
+        return SavedMemory(saved, mask.reason, kept, nbytes - kept, packed.mask_site, is_mask=True)
     assert isinstance(state, Kept)
     nbytes = state.tensor.untyped_storage().nbytes()
     return SavedMemory(

@@ -35,12 +35,11 @@ Rules = Mapping[str, tuple[RecomputeLevel, Rule]]  # the lowest level that uses 
 # residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
 # made of the one before, move 5 more each.
 _MAX_MOVED, _MAX_MOVED_IN_HALF_PRECISION = 24, 10
-# Most recomputed tensors on the way to one that is kept. Across blocks the sites of a policy cut the way.
+# Most recomputed tensors on the way to one that is kept. The sites of a budget cut the way themselves.
 _MAX_DEPTH = {
     RecomputeLevel.CHEAP: 4,
     RecomputeLevel.MATMULS: 4,
     RecomputeLevel.EVERY_OP: 32,
-    RecomputeLevel.ACROSS_BLOCKS: 1000,
 }
 _BLOCK_IO = "it goes into a block, or comes out of one"
 _MAX_OPS = 40  # in one recipe
@@ -52,6 +51,7 @@ class RecomputePlanner:
 
     Args:
         keeps_bases: a kept view holds its base, of which recipes may take the rest.
+        unused_recipes: takes the recipes of what is kept all the same.
     """
 
     def __init__(
@@ -132,7 +132,8 @@ class RecomputePlanner:
         assert info.as_strided_args is not None
         if math.prod(info.as_strided_args.size) * pending.tensor.element_size() < MIN_RECOMPUTE_BYTES:
             raise NotRecomputable(f"it has less than {MIN_RECOMPUTE_BYTES} bytes")
-        keeps_block_io = self.policy.sites is None and self.policy.level == RecomputeLevel.EVERY_OP
+        policy = self.policy
+        keeps_block_io = policy.sites is None and policy.level == RecomputeLevel.EVERY_OP
         is_block_io = info.is_block_io and keeps_block_io
         if is_block_io and self._unused_recipes is None:
             raise NotRecomputable(_BLOCK_IO)
@@ -144,7 +145,7 @@ class RecomputePlanner:
                 raise NotRecomputable(_BLOCK_IO)
             self._check_cost(info, recipe, pending.is_half_precision)
         except NotRecomputable:
-            if self._unused_recipes is not None:
+            if self._unused_recipes is not None and not policy.skips(info.site):
                 self._unused_recipes.append(recipe)
             raise
         return recipe
@@ -152,9 +153,9 @@ class RecomputePlanner:
     def _check_cost(self, info: OutputInfo, recipe: Recipe, is_half_precision: bool) -> None:
         """Raises NotRecomputable if the recipe exceeds a cost limit, or the policy excludes its site."""
         policy, max_depth = self.policy, _MAX_DEPTH[self.policy.level]
+        if reason := policy.reason_to_keep(info.site):
+            raise NotRecomputable(reason)
         if policy.sites is not None:
-            if reason := policy.reason_to_keep(info.site):
-                raise NotRecomputable(reason)
             return
         if recipe.depth >= max_depth:
             raise NotRecomputable(f"its recipe goes through more than {max_depth} recomputed tensors")
@@ -164,11 +165,9 @@ class RecomputePlanner:
         max_moved = _MAX_MOVED_IN_HALF_PRECISION if is_half_precision else _MAX_MOVED
         if factor > max_moved and policy.level < RecomputeLevel.MATMULS:
             raise NotRecomputable(f"its recipe moves {factor:.0f} bytes for each that it frees")
-        if reason := policy.reason_to_keep(info.site):
-            raise NotRecomputable(reason)
 
     def find_rule(self, node_name: str) -> Rule | None:
-        level, rule = self.rules.get(node_name, (RecomputeLevel.ACROSS_BLOCKS, None))
+        level, rule = self.rules.get(node_name, (RecomputeLevel.EVERY_OP, None))
         return rule if level <= self.policy.level else None
 
     def level_of(self, node_name: str) -> RecomputeLevel | None:
@@ -261,7 +260,7 @@ class RecomputePlanner:
         except NotRecomputable:
             self._without_recipe.add(info)
             raise
-        recipe.dtype, recipe.created = output.dtype, node._sequence_nr()
+        recipe.dtype, recipe.time = output.dtype, node._sequence_nr()
         numel = math.prod(output.shape)
         recipe.add_operand_costs(numel * output.dtype.itemsize, reader.flops * numel)
         info.recipe = weakref.ref(recipe)

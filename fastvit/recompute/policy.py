@@ -23,7 +23,6 @@ class RecomputeLevel(IntEnum):
     CHEAP = 0  # ops that take little arithmetic
     MATMULS = 1  # Linears that do not narrow
     EVERY_OP = 2  # every op with a rule: attention, convolutions and Linears that narrow
-    ACROSS_BLOCKS = 3  # the inputs and outputs of blocks, which EVERY_OP keeps
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class Policy:
     """What a scope recomputes.
 
     Args:
-        level: which ops a scope may recompute.
+        level: which ops a scope may recompute. Without `sites` the highest one keeps inputs and outputs of
+            blocks.
         weight_casts: recompute autocast's copies of weights too.
         sites: recompute only the outputs of these op calls; None for all.
         skip: keep the outputs of ops with these skip keys.
@@ -48,9 +48,11 @@ class Policy:
         """Returns why the output of `site` is kept; empty where it may be recomputed."""
         if self.sites is not None and site not in self.sites:
             return "the budget is met without it"
-        if self.skip and site is not None and skip_key(site) in self.skip:
-            return "skipped"
-        return ""
+        return "skipped" if self.skips(site) else ""
+
+    def skips(self, site: OpSite | None) -> bool:
+        """Returns whether the user wants the output of `site` to be kept."""
+        return bool(self.skip) and site is not None and skip_key(site) in self.skip
 
 
 def skip_key(site: OpSite) -> tuple[str, str]:

@@ -72,10 +72,10 @@ class Recipe:
     """An op call that recomputes the output of a node."""
 
     output: Tensor | None = None  # while a consumer waits for it
-    stream = 0  # on which the output was made
+    stream, version = 0, 0  # on which the output was made, and its version then
     num_consumers = 0  # packed tensors and recipes that take the output
     num_served = 0
-    created = 0  # the number of the node
+    time = 0  # the number of the node
     is_tracked = False  # the write tracker knows its operands
 
     def __init__(
@@ -121,7 +121,13 @@ class Recipe:
         self.num_consumers += 1
 
     def is_computed(self) -> bool:
-        return self.output is not None and self.stream == current_stream_id(self.output)
+        """Returns whether the output is there, and no backward has written over it after unpacking."""
+        output = self.output
+        return (
+            output is not None
+            and output._version == self.version
+            and self.stream == current_stream_id(output)
+        )
 
     def get_tensor(self) -> Tensor:
         """Returns the output to one of its consumers. Recipes of operands are computed first.
@@ -157,7 +163,7 @@ class Recipe:
         if args is not None and output.stride() != args.stride:
             laid_out = torch.empty_strided(args.size, args.stride, dtype=output.dtype, device=output.device)
             output = laid_out.copy_(output)
-        self.output, self.stream = output, current_stream_id(output)
+        self.output, self.stream, self.version = output, current_stream_id(output), output._version
 
     def in_topological_order(self, skip: Callable[[Recipe], bool] = lambda _: False) -> list[Recipe]:
         """Returns this recipe after all on which it depends; without those for which `skip` is true."""

@@ -1,7 +1,7 @@
-"""`StepRecord`: the values that one training forward made for its backward, by which a step is replayed on paper.
+"""`record_step`: what one training forward made for its backward, by which a step is replayed on paper.
 
-Time counts the nodes of autograd's graph in the order in which the forward made them. The backward runs them
-in the opposite order: autograd takes the node with the highest number that is ready.
+Time counts the nodes of autograd's graph in the order in which the forward made them. The backward runs the
+node with the highest number first, so its times go on from the last node of the forward to the first one.
 """
 
 from __future__ import annotations
@@ -9,225 +9,253 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from .observer import SavedTensorObserver
-from .packed_tensor import Kept, PackedTensor, Recomputed, Replaced
 from .masks import BitMask
-from .policy import OpSite, RecomputeLevel
+from .observer import SavedTensorObserver, SeenTensor
+from .packed_tensor import Kept, PackedTensor, Recomputed
+from .policy import OpSite, RecomputeLevel, display_op_name
 from .recipe import OutputInfo, Recipe, base_of
 from .recompute_rules import RECOMPUTE_RULES
 from .storage import storage_id
-from .views import PASS_THROUGH_NODES, VIEWS
+from .views import PASS_THROUGH_NODES
 
 
 @dataclass(eq=False)
 class Value:
-    """Memory that ops of the forward have saved, or the result of an op that a recipe repeats.
+    """Memory that ops of a forward have saved, or the output of an op that a recipe repeats.
 
     Attributes:
-        nbytes: of it.
+        nbytes: of the memory.
         created: when the forward made it.
-        site: by which a policy chooses it; None where it is always kept, or never.
-        uses: when ops saved it. Empty where only recipes read it.
-        operands: what its op reads, of those values that may be gone.
-        kept_bytes: what stays where it is dropped, such as a bit mask.
+        name: of the op that made it.
+        site: by which a policy chooses to recompute it; None where it is kept in any case, or never kept.
+        uses: when ops saved it, in order. Empty where only recipes read it.
+        operands: what its op reads, of the values that may be recomputed.
+        mask_bytes: of the bit mask that stays in place of it; 0 where it is recomputed.
         moved: bytes that its op reads and writes.
-        flops: of its matrix product.
+        flops: of its matrix product, in `dtype`.
         level: the lowest one that repeats its op.
-        owner: whose forward saved it first.
+        is_block_io: whether it goes into a block, or comes out of one.
+        owner: what the observer annotated when it was saved first.
     """
 
     nbytes: int
     created: int
+    name: str = ""
     site: OpSite | None = None
     uses: list[int] = field(default_factory=list)
     operands: list[Value] = field(default_factory=list)
-    kept_bytes: int = 0
+    mask_bytes: int = 0
     moved: int = 0
     flops: int = 0
+    dtype: torch.dtype | None = None
     level: RecomputeLevel = RecomputeLevel.CHEAP
+    is_block_io: bool = False
     owner: Any = None
-    name: str = ""
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether a policy can keep it or recompute it."""
+        return self.site is not None and bool(self.uses)
+
+
+class Gradient(NamedTuple):
+    """The gradient of an activation: its bytes, and when the backward holds it first and last."""
+
+    nbytes: int
+    first: int
+    last: int
 
 
 @dataclass
 class StepRecord:
-    """
+    """What a training forward made for its backward.
+
     Attributes:
-        values: in the order of their creation.
-        length: of the forward, in nodes.
-        plans: when blocks ended.
-        gradients: of activations: for each its bytes, and the times between which the backward holds it.
+        values: in the order in which the forward made them.
+        length: nodes of the forward.
+        plans: when scopes planned, which is when they dropped what is recomputed.
+        gradients: of activations.
         result_bytes: of what the forward returned.
     """
 
     values: list[Value]
     length: int
     plans: list[int]
-    gradients: list[tuple[int, int, int]]
+    gradients: list[Gradient]
     result_bytes: int
 
 
 def record_step(
     observer: SavedTensorObserver, results: Iterable[Tensor], besides: Iterable[Tensor] = ()
 ) -> StepRecord:
-    results = list(results)
-    first = observer.first_time
+    """Returns the record of a forward that has just ended, and whose graph is alive.
+
+    Args:
+        observer: of the forward, whose policy recomputes all that can be.
+        results: of the forward.
+        besides: tensors whose memory does not count, such as parameters.
+    """
+    results, first = list(results), observer.first_time
+    length = max(observer.last_time() - first, 1)
     builder = _Builder(first, {0, *map(storage_id, besides)})
-    for recipe in observer.unused_recipes:
-        builder.value_of_recipe(recipe)
-    saved = observer.alive()
-    for packed, *_ in saved:
-        if isinstance(packed.state, Recomputed):
-            builder.value_of_recipe(packed.state.recipe)
-    builder.resolve_operands()
-    for packed, annotation, time, created in saved:
-        builder.add_saved(packed, annotation, time - first, created - first)
-    length = observer.last_time() - first + 1
-    return StepRecord(
-        sorted(builder.values.values(), key=lambda value: value.created),
-        length,
-        [time - first for time in observer.plan_times],
-        _find_gradients(results, first, length),
-        sum({storage_id(one): one.untyped_storage().nbytes() for one in results}.values()),
-    )
+    seen = observer.seen_tensors()
+    for recipe in (
+        *observer.unused_recipes,
+        *(one.packed.state.recipe for one in seen if isinstance(one.packed.state, Recomputed)),
+    ):
+        builder.add_recipe(recipe)
+    for one in seen:
+        builder.add_saved(one)
+    values = sorted(builder.finish(), key=lambda value: value.created)
+    plans = [min(time - first, length - 1) for time in observer.plan_times]
+    sizes = {storage_id(one): _nbytes_of_storage(one) for one in results}
+    return StepRecord(values, length, plans, _find_gradients(results, first, length), sum(sizes.values()))
+
+
+def _nbytes_of_storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if storage_id(tensor) and not tensor.is_nested else 0
 
 
 class _Builder:
+    """Makes values of recipes and of packed tensors.
+
+    Args:
+        first: the number of the first node.
+        others: storages that do not count.
+    """
+
     def __init__(self, first: int, others: set[int]):
-        self.first, self.others = first, others
-        self.values: dict[Any, Value] = {}
+        self._first, self._others = first, others
+        self._of_info: dict[OutputInfo, Value] = {}
+        self._of_memory: dict[int, Value] = {}  # by the storage, or the packed tensor
+        self._operands: list[tuple[Value, list[OutputInfo]]] = []
 
-    def value_of_recipe(self, recipe: Recipe) -> Value:
-        if recipe.info not in self.values:
-            for one in recipe.in_topological_order(skip=lambda one: one.info in self.values):
-                self._add_recipe(one)
-        return self.values[recipe.info]
+    def add_recipe(self, recipe: Recipe) -> None:
+        if recipe.info not in self._of_info:
+            for one in recipe.in_topological_order(skip=lambda one: one.info in self._of_info):
+                self._add_op(one)
 
-    def _add_recipe(self, recipe: Recipe) -> None:
-        moved, flops, operands = recipe.bytes_moved, recipe.flops, []
-        level = (
-            RECOMPUTE_RULES[recipe.info.node_name][0]
-            if recipe.info.node_name in RECOMPUTE_RULES
-            else RecomputeLevel.EVERY_OP
+    def _add_op(self, recipe: Recipe) -> None:
+        info, moved, flops = recipe.info, recipe.bytes_moved, recipe.flops
+        for inner in recipe.inner:
+            if inner.info.as_strided_args is None:  # whose costs the recipe's have
+                moved, flops = moved - inner.bytes_moved, flops - inner.flops
+        bases = [base_of(operand) for operand in recipe.operands]
+        self._operands.append(
+            (
+                value := Value(
+                    recipe.size,
+                    recipe.time - self._first,
+                    display_op_name(info.node_name),
+                    info.site,
+                    moved=max(moved, 0),
+                    flops=max(flops, 0),
+                    dtype=recipe.dtype,
+                    level=RECOMPUTE_RULES.get(info.node_name, (RecomputeLevel.EVERY_OP, None))[0],
+                    is_block_io=info.is_block_io,
+                ),
+                [
+                    base.info
+                    for base in bases
+                    if isinstance(base, (Recipe, PackedTensor)) and base.info is not None
+                ],
+            )
         )
-        for base in map(base_of, recipe.operands):
-            if isinstance(base, Recipe):
-                operands.append(self.values[base.info])
-                if base.info.as_strided_args is None:
-                    moved, flops = moved - base.bytes_moved, flops - base.flops
-            elif isinstance(base, PackedTensor):
-                operands += [base]
-        self.values[recipe.info] = Value(
-            recipe.size,
-            recipe.created - self.first,
-            recipe.info.site,
-            [],
-            operands,
-            0,
-            moved,
-            flops,
-            level,
-            name=recipe.info.node_name,
-        )
+        self._of_info[info] = value
 
-    def resolve_operands(self) -> None:
-        for value in self.values.values():
-            value.operands = [
-                found
-                for one in value.operands
-                if (found := one if isinstance(one, Value) else self.values.get(one.info or 0)) is not None
-            ]
-
-    def add_saved(self, packed: PackedTensor, annotation: Any, time: int, created: int) -> None:
-        state = packed.state
-        if isinstance(state, Recomputed):
-            value = self.values[state.recipe.info]
-        elif packed.info is not None and packed.info in self.values:
-            value = self.values[packed.info]
-        elif isinstance(state, Kept):
-            key = storage_id(state.tensor)
-            if key in self.others:
+    def add_saved(self, one: SeenTensor) -> None:
+        packed, state = one.packed, one.packed.state
+        value = self._of_info.get(packed.info) if packed.info is not None else None
+        if value is None and isinstance(state, Kept):
+            if (key := storage_id(state.tensor)) in self._others:
                 return
-            value = self.values.get(key)
+            value = self._of_memory.get(key)
             if value is None:
-                value = self.values[key] = Value(state.tensor.untyped_storage().nbytes(), created)
-        else:
-            value = self.values[id(packed)] = Value(state.storage_nbytes, created)
+                name = display_op_name(packed.info.node_name) if packed.info is not None else packed.reason
+                value = Value(_nbytes_of_storage(state.tensor), one.created - self._first, name)
+                self._of_memory[key] = value
+        elif value is None:
+            assert not isinstance(state, (Kept, Recomputed))
+            value = Value(state.storage_nbytes, one.created - self._first, "packed by hooks around the scope")
             if isinstance(state.replacement, BitMask):
-                value.kept_bytes = state.replacement.packed.nbytes
+                value.mask_bytes, value.name = state.replacement.packed.nbytes, state.replacement.reason
                 value.site, value.moved = packed.mask_site, value.nbytes
-        if value.owner is None:
-            value.owner = annotation
-            value.created = min(value.created, created)
-        value.uses.append(time)
+            self._of_memory[id(packed)] = value
+        if not value.uses:
+            value.owner = one.annotation
+        value.created = min(value.created, one.created - self._first)
+        value.uses.append(one.time - self._first)
+
+    def finish(self) -> list[Value]:
+        for value, infos in self._operands:
+            value.operands = [self._of_info[info] for info in infos if info in self._of_info]
+        every = [*self._of_info.values(), *self._of_memory.values()]
+        for value in every:
+            value.created = max(value.created, 0)  # an input of the model
+            value.uses.sort()
+        return every
 
 
-_ALIASES = {
-    *(
-        f"{name}Backward0"
-        for name in (
-            "View",
-            "ReshapeAlias",
-            "Alias",
-            "Permute",
-            "Transpose",
-            "T",
-            "Unsqueeze",
-            "Squeeze",
-            "Add",
-            "Clone",
-            "UnsafeView",
-        )
-    ),
-    "SqueezeBackward1",
-    *PASS_THROUGH_NODES,
-}
+_RESHAPES = "View ReshapeAlias Alias Permute Transpose T Unsqueeze Squeeze UnsafeView Clone Add"
+# Nodes that return the gradient that they get, or a view of it.
+_ALIASES = {*(f"{name}Backward0" for name in _RESHAPES.split()), "SqueezeBackward1", *PASS_THROUGH_NODES}
 
 
-def _find_gradients(results: list[Tensor], first: int, length: int) -> list[tuple[int, int, int]]:
-    """Returns the gradients of activations: bytes, and the first and last time at which the backward holds them."""
+def _find_gradients(results: list[Tensor], start: int, length: int) -> list[Gradient]:
+    """Returns the gradients that the backward holds, by the shapes in autograd's graph."""
     times: dict[Any, int] = {}
     waiting = [one.grad_fn for one in results if one.grad_fn is not None]
     while waiting:
         node = waiting.pop()
-        if node not in times and 0 <= (time := node._sequence_nr() - first) < length:
+        if node not in times and 0 <= (time := node._sequence_nr() - start) < length:
             times[node] = time
             waiting += [after for after, _ in node.next_functions if after is not None]
     end = 2 * length - 1
-    found: list[list[int]] = []  # bytes, first, last
-    held: dict[Any, list[list[int]]] = {}  # of the output of a node, until it runs
+    found: list[list[int]] = []  # bytes, first and last
+    held: dict[Any, list[list[int]]] = {}  # gradients of the output of a node, until it runs
+
+    def add(nbytes: int, first: int, last: int) -> list[int]:
+        found.append([nbytes, first, last])
+        return found[-1]
+
     for one in results:
         if one.grad_fn in times:
-            found.append([one.nbytes, length, end - times[one.grad_fn]])
-            held.setdefault(one.grad_fn, []).append(found[-1])
+            gradient = add(_nbytes_of_storage(one), length, end - times[one.grad_fn])
+            held.setdefault(one.grad_fn, []).append(gradient)
     for node, time in sorted(times.items(), key=lambda item: -item[1]):
-        now, own = end - time, held.pop(node, [])
-        is_alias = node.name() in _ALIASES and len(own) == 1
+        now, own, name = end - time, held.pop(node, []), node.name()
+        is_alias = name in _ALIASES and len(own) == 1
         for after, number in node.next_functions:
             if after is None:
                 continue
-            shape = after._input_metadata[number]
-            nbytes = 0 if shape.is_cpp_nested_tensor else math.prod(shape.shape) * shape.dtype.itemsize
-            if node.name() == "ConvolutionBackward0" and shape.device.type == "cpu":
-                found.append([nbytes, now, now])  # oneDNN computes it in a layout of its own, and copies it
-            if after not in times:
+            nbytes, is_cpu = _describe_gradient(after._input_metadata[number])
+            if name == "ConvolutionBackward0" and is_cpu:
+                add(nbytes, now, now)  # oneDNN computes it in a layout of its own, and copies it
+            if after not in times:  # a parameter
                 if not is_alias:
-                    found.append([nbytes, now, now])
+                    add(nbytes, now, now)
                 continue
-            until, others = end - times[after], held.setdefault(after, [])
-            same = [one for one in others if one[0] == nbytes]
-            if same:  # the sum is in one of them
-                same[0][2] = max(same[0][2], until)
+            last, others = end - times[after], held.setdefault(after, [])
+            same = next((one for one in others if one[0] == nbytes), None)
+            if same is not None:  # autograd adds to it in place
+                same[2] = max(same[2], last)
                 if not is_alias:
-                    found.append([nbytes, now, now])
+                    add(nbytes, now, now)
             elif is_alias and own[0][0] == nbytes:
-                own[0][2] = max(own[0][2], until)
+                own[0][2] = max(own[0][2], last)
                 others.append(own[0])
             else:
-                found.append([nbytes, now, until])
-                others.append(found[-1])
-    return [(nbytes, first, last) for nbytes, first, last in found]
+                others.append(add(nbytes, now, last))
+    return [Gradient(*one) for one in found]
+
+
+def _describe_gradient(metadata: Any) -> tuple[int, bool]:
+    """Returns the bytes of the gradient of a node's output, and whether it lies on the CPU."""
+    if metadata.is_cpp_nested_tensor or not all(type(size) is int for size in metadata.shape):
+        return 0, False  # nested tensors have no size that is known
+    return math.prod(metadata.shape) * metadata.dtype.itemsize, metadata.device.type == "cpu"
