@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from batch_steps import measure_training
+from packages import package
 from report_models import WIDTH, Net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -210,7 +211,7 @@ def test_the_largest_batch_is_that_which_fits(make, monkeypatch):
     ],
 )
 def test_the_largest_batch_of_published_models(name, options, size, memory, monkeypatch):
-    timm = pytest.importorskip("timm")
+    timm = package("timm")
     model = timm.create_model(name, **options).train()
     check_batches(monkeypatch, model, torch.randn(8, 3, size, size), memory)
 

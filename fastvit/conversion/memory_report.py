@@ -25,7 +25,7 @@ from .copy_runner import CopyRunner
 from .largest_batch import BatchSearch, parse_memory
 from .module_labels import observe_modules
 from .nested_values import tensor_leaves
-from .report_pictures import draw_timelines, format_bytes, plot_report
+from .report_pictures import Bar, draw_timelines, format_bytes, plot_report
 from .scope_hooks import add_scope_hooks, get_scope_hook, is_converted, revert
 from .step_memory import StepMemory, record_step_memory
 
@@ -98,8 +98,7 @@ class Report:
         """`kept_before` minus `kept_after`: below 0 where the converted model keeps more."""
         return self.kept_before - self.kept_after
 
-    def large_tensors(self) -> list[TensorReport]:
-        """Returns the rows of `tensors` that have at least half a percent of all bytes."""
+    def _large_tensors(self) -> list[TensorReport]:
         least = _SHOWN * self.kept_before
         return [row for row in self.tensors if max(row.rebuilt_bytes, row.kept_bytes) >= least]
 
@@ -112,7 +111,7 @@ class Report:
         return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])
 
     def _describe_tensors(self) -> list[str]:
-        shown = self.large_tensors()
+        shown = self._large_tensors()
         rows = [
             (
                 " & ".join(row.names),
@@ -176,7 +175,12 @@ class Report:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        plot_report(self, path)
+        bars = [
+            Bar(f"{row.count} x {' & '.join(row.names)}", row.kept_bytes, row.rebuilt_bytes)
+            for row in self._large_tensors()
+        ]
+        title = self.summary().replace(": ", "\n").replace("; ", "\n")
+        plot_report(path, title, self.timelines, bars)
 
 
 def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs: object) -> Report:

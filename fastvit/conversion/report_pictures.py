@@ -5,14 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .memory_report import Report
+from typing import NamedTuple
 
 _FORWARD_COLUMNS, _BACKWARD_COLUMNS = 14, 28  # with labels and bytes 72 columns at most
 _BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _COLORS = ("#8b949e", "#1f77b4", "#2ca02c")
+
+
+class Bar(NamedTuple):
+    """Bytes of the tensors of one kind."""
+
+    label: str
+    kept_bytes: int
+    rebuilt_bytes: int
 
 
 def format_bytes(count: float) -> str:
@@ -56,8 +61,10 @@ def _find_maxima(memory: Sequence[int], count: int) -> list[int]:
     ]
 
 
-def plot_report(report: Report, path: str | Path) -> None:
-    """Draws bytes over the step, where there are timelines, and bars of the kept and the rebuilt tensors.
+def plot_report(
+    path: str | Path, title: str, timelines: Mapping[str, Sequence[int]], bars: Sequence[Bar]
+) -> None:
+    """Draws bytes over a step, if there are timelines, and bars to an image file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -68,17 +75,16 @@ def plot_report(report: Report, path: str | Path) -> None:
         where = "pip install matplotlib, or in fastvit's sources pip install '.[train]'"
         raise ImportError(f"Report.plot needs matplotlib: {where} ({error})") from error
 
-    num_bars = len(report.large_tensors())
-    heights = [3.0] * bool(report.timelines) + [0.8 + 0.3 * num_bars]
+    heights = [3.0] * bool(timelines) + [0.8 + 0.3 * len(bars)]
     figure = Figure(figsize=(10, 0.8 + sum(heights)), layout="constrained")
     axes = figure.subplots(len(heights), height_ratios=heights, squeeze=False)[:, 0]
-    if report.timelines:
-        _plot_timelines(axes[0], report.timelines)
-    _plot_bars(axes[-1], report)
+    if timelines:
+        _plot_timelines(axes[0], timelines)
+    _plot_bars(axes[-1], bars)
     for axis in axes:
         axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(report.summary().replace(": ", "\n").replace("; ", "\n"), fontsize=8)  # axes cut it off
+    figure.suptitle(title, fontsize=8)  # the axes would cut off a title
     figure.savefig(path, dpi=110)
 
 
@@ -97,13 +103,11 @@ def _plot_timelines(axis, timelines: Mapping[str, Sequence[int]]) -> None:
     axis.set_ylabel("MiB in a step, on paper", fontsize=8)
 
 
-def _plot_bars(axis, report: Report) -> None:
-    rows = report.large_tensors()
-    kept, rebuilt = [row.kept_bytes / 2**20 for row in rows], [row.rebuilt_bytes / 2**20 for row in rows]
-    axis.barh(range(len(rows)), kept, label="kept", color="#1f77b4")
-    axis.barh(range(len(rows)), rebuilt, label="rebuilt", color="#c9d1d9", left=kept)
-    labels = [f"{row.count} x {' & '.join(row.names)}" for row in rows]
-    axis.set_yticks(range(len(rows)), labels, fontsize=7)
+def _plot_bars(axis, bars: Sequence[Bar]) -> None:
+    kept, rebuilt = [one.kept_bytes / 2**20 for one in bars], [one.rebuilt_bytes / 2**20 for one in bars]
+    axis.barh(range(len(bars)), kept, label="kept", color="#1f77b4")
+    axis.barh(range(len(bars)), rebuilt, label="rebuilt", color="#c9d1d9", left=kept)
+    axis.set_yticks(range(len(bars)), [one.label for one in bars], fontsize=7)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.03 * max(map(sum, zip(kept, rebuilt, strict=True)), default=0) or 1)
     axis.set_xlabel("MiB for backward", fontsize=8)
