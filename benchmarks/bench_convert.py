@@ -3,7 +3,7 @@
 Contenders, each from the eager model:
 
     convert, products   fastvit.convert, and with products=True
-    0.8, least          fastvit.convert with budget=0.8 and budget="least"
+    0.8, least          fastvit.convert with budget=0.8, or any other share, and budget="least"
     weight_casts        with weight_casts=True (bf16 only)
     fuse                fastvit.fuse, then fastvit.convert (models with BatchNorm only): other roundings
     sac                 selective checkpointing of each block: products, convolutions and attention are kept
@@ -12,39 +12,43 @@ Contenders, each from the eager model:
 
 Kept bytes are the allocator's live bytes after one training forward minus those before. The peak is that of a
 whole step, above the bytes before it and without the gradients of weights. Gradients are compared with the
-eager model's, bit by bit. Time is processor time, on a GPU wall time until its work is done.
-
-`--curve` measures budgets from 0.8 down beside the others (`--compiled`: and torch.compile of the model, of
-selective checkpointing, and of converted models), and draws bytes against time to curve_DEVICE.png.
+eager model's, bit by bit. Time is processor time, on a GPU wall time until its work is done; contenders take
+turns, and the median counts.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
-                                       [--precision fp32|bf16] [--batch 8] [--threads 1] [--repeats 5]
-                                       [--contenders convert,products] [--device cpu|cuda]
-                                       [--curve [--compiled]]
+                                       [--precision fp32|bf16|fp32,bf16] [--batch 8] [--threads 1]
+                                       [--repeats 5] [--contenders convert,products] [--device cpu|cuda]
+                                       [--resume]
 
-Needs timm, torchvision and transformers (`pip install '.[models]'`). Writes results/convert_vits_DEVICE.csv
-(of ViTs and two language models) and convert_DEVICE.csv (of models with BatchNorm), in which rows of models
-that were not measured remain, and their tables.
+This writes results/convert_vits_DEVICE.csv (of ViTs and two language models) and convert_DEVICE.csv (of
+models with BatchNorm), in which rows of models that were not measured remain, and their tables. `--resume`
+skips models whose rows are of this commit, batch and number of threads.
+
+    python benchmarks/bench_convert.py --curve [--compiled] [the options above]
+
+This measures budgets from 0.8 to "least", shares of the peak, beside convert, products and checkpointing. It
+writes curve_DEVICE.csv and its table, and draws peak against time to curve_DEVICE.png. The default is the
+models and batches of CURVE, both precisions, and 7 repeats: about an hour of one core. A budget that
+cannot be met is left out. `--compiled` adds torch.compile of the model, of selective checkpointing, and of
+converted models.
+
+    python benchmarks/bench_convert.py --check-curve
+
+This reads curve_DEVICE.csv and prints which contender dominates the curve, and which budget is not convex,
+not monotone or exceeded (budget_curve.py). The exit status is 1 if there is one.
+
+Needs timm, torchvision and transformers (`pip install '.[models]'`).
 """
 
-import copy
-import functools
+import sys
 import time
-from pathlib import Path
 
 import torch
-from harness import command_line, percentiles, provenance, read_csv, reuse_memory, timed_us, write_csv
+from budget_curve import BUDGETS, check_curve, draw_curve, is_budget
+from convert_contenders import COMPILED, MAKERS, MIB, Contender, make, select_autocast
+from harness import command_line, commit, percentiles, provenance, read_csv, reuse_memory, write_csv
 from real_models import create, inputs
 from report import write_table
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-import fastvit
-from fastvit.conversion.blocks import find_blocks
-from fastvit.memory import live_bytes, peak_bytes
 
 VITS = """
     vit_small_patch16_224 torchvision:vit_b_16 transformers:vit transformers:siglip transformers:clip
@@ -57,131 +61,28 @@ NORMS = """
     mobilevit_s efficientformer_l1 efficientvit_b1 levit_256 tresnet_m resnet50 repvit_m1_1
     mobilenetv4_hybrid_medium densenet121 tiny_vit_11m_224 coatnet_0_rw_224 efficientformerv2_s1
 """
-MODELS = {"convert_vits": VITS.split(), "convert": NORMS.split()}
-GROUPS = {"vits": "convert_vits", "norms": "convert"}
-MIB = 2**20
-
-
-class Contender:
-    def __init__(self, model, arguments, cache: bool = True):
-        self.model, self.device, self.cache = model, arguments.device, cache
-        self.is_bf16 = arguments.precision == "bf16"
-        self.us = []
-
-    def forward(self, x):
-        torch.manual_seed(0)  # drop path and dropout draw the same
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.is_bf16, cache_enabled=self.cache):
-            return self.model(x)
-
-    def step(self, x) -> None:
-        self.forward(x).float().square().mean().backward()
-
-    def zero(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-
-    def gradients(self, x) -> dict:
-        """Runs a first step, which allocates one-time buffers."""
-        self.zero()
-        self.step(x)
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        self.zero()
-        return gradients
-
-    def kept(self, x) -> float:
-        """MiB that a training forward leaves allocated."""
-        return live_bytes(lambda: self.forward(x), self.device)[0] / MIB
-
-    def peak(self, x) -> float:
-        """Peak MiB of a step; gradients of weights, which are no activations, are freed at once."""
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
-        peak = peak_bytes(lambda: self.step(x), self.device) / MIB
-        for hook in hooks:
-            hook.remove()
-        return peak
-
-    def timed(self, x) -> None:
-        clock = time.perf_counter if self.device == "cuda" else time.process_time
-        timed_us(lambda: None, x.device)  # waits until a GPU has finished earlier work
-        self.us.append(timed_us(lambda: self.step(x), x.device, clock))
-        self.zero()
-
-
-def _innermost_blocks(model) -> set:
-    found = set(find_blocks(model))
-    return {block for block in found if not any(m in found for m in block.modules() if m is not block)}
-
-
-def checkpointed(model, context_fn=None):
-    options = {} if context_fn is None else {"context_fn": context_fn}
-    found = _innermost_blocks(model)
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, **options),
-        check_fn=lambda module: module in found,
-    )
-    return model
-
-
-aten = torch.ops.aten
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-KEPT = PRODUCTS | {
-    aten.convolution.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
+# A model of the curve -> its batch in fp32, and under bf16 autocast, where copies of weights take less than a
+# quarter of the peak. A step takes at most about a second on one core.
+CURVE = {
+    "vit_small_patch16_224": (2, 4),
+    "deit3_small_patch16_224": (2, 4),
+    "vit_relpos_small_patch16_224": (2, 3),
+    "xcit_nano_12_p16_224": (4, 8),
+    "resnet26": (2, 4),
+    "resnet50": (2, 4),
+    "convnext_tiny": (2, 3),
+    "swin_tiny_patch4_window7_224": (2, 3),
+    "mobilevit_s": (2, 2),
+    "transformers:clip": (2, 4),
+    "transformers:llama": (1, 2),
+    "transformers:gpt2": (1, 2),
 }
+MODELS = {"convert_vits": VITS.split(), "convert": NORMS.split(), "curve": list(CURVE)}
+GROUPS = {"vits": "convert_vits", "norms": "convert", "curve": "curve"}
+PRECISIONS = ("fp32", "bf16")
 
 
-def selective(repeats_second: bool):
-    """Keeps convolutions, attention and products; with repeats_second every second product is repeated."""
-
-    def context_fn():
-        count = {False: 0, True: 0}
-
-        def policy(context, op, *args, **kwargs):
-            if op in PRODUCTS:
-                count[context.is_recompute] += 1
-                if repeats_second and count[context.is_recompute] % 2 == 0:
-                    return CheckpointPolicy.PREFER_RECOMPUTE
-            return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    return context_fn
-
-
-MAKERS = {  # a contender's name -> what makes it of a copy of the eager model
-    "convert": fastvit.convert,
-    "products": lambda model: fastvit.convert(model, products=True),
-    "weight_casts": lambda model: fastvit.convert(model, weight_casts=True),
-    "fuse": lambda model: fastvit.convert(fastvit.fuse(model)),
-    "sac": lambda model: checkpointed(model, selective(False)),
-    "sac_half": lambda model: checkpointed(model, selective(True)),
-    "checkpoint": checkpointed,
-}
-BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "0.05", "least")
-OTHERS = {  # name and mark in the picture
-    "sac": ("selective checkpointing", "s"),
-    "sac_half": ("every second product", "D"),
-    "checkpoint": ("block checkpointing", "^"),
-    "compiled_sac": ("selective checkpointing, compiled", "x"),
-}
-COMPILED = tuple(f"compiled_{name}" for name in ("eager", "sac", "convert", "0.4", "0.2", "0.1"))
-
-
-def make(contender: str, eager, x):
-    model, plain = copy.deepcopy(eager), contender.removeprefix("compiled_")
-    if plain in BUDGETS:
-        given = {"budget": "least"} if plain == "least" else {"budget": float(plain), "example_inputs": x}
-        model = fastvit.convert(model, weight_casts=torch.is_autocast_enabled(x.device.type), **given)
-    elif plain != "eager":
-        model = MAKERS[plain](model)
-    return torch.compile(model) if contender in COMPILED else model
-
-
-def chosen(name: str, arguments) -> list[str]:
+def chosen(name: str, precision: str, arguments) -> list[str]:
     """The contenders that are measured for a model."""
     if arguments.contenders:
         return arguments.contenders.split(",")
@@ -189,7 +90,7 @@ def chosen(name: str, arguments) -> list[str]:
         some = [contender for contender in MAKERS if contender not in ("fuse", "weight_casts")]
         return [*some, *BUDGETS, *(COMPILED if arguments.compiled else ())]
     some = ["fuse"] if name in MODELS["convert"] else []
-    some += ["weight_casts"] if arguments.precision == "bf16" else []
+    some += ["weight_casts"] if precision == "bf16" else []
     return ["convert", "products", *some, "sac", "sac_half", "checkpoint"]
 
 
@@ -198,107 +99,150 @@ def _plain(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").removeprefix("_orig_mod.")
 
 
-def measure(name: str, arguments) -> list[dict]:
-    """A row for each contender."""
+def select_batch(name: str, precision: str, arguments) -> int:
+    """Returns --batch, or the default of the model and precision."""
+    if arguments.batch or not arguments.curve:
+        return arguments.batch or 8
+    return CURVE.get(name, (1, 4))[PRECISIONS.index(precision)]
+
+
+def measure(name: str, precision: str, arguments) -> list[dict]:
+    """A row for each contender. Budgets below one that cannot be met are not tried."""
     torch.manual_seed(0)
     eager, size = create(name)
-    eager, x = eager.to(arguments.device), inputs(name, arguments.batch, size).to(arguments.device)
-    by, rows = {"torch": Contender(eager, arguments)}, {}
-    want = by["torch"].gradients(x)
-    for contender in ["torch", *chosen(name, arguments)]:
+    x = inputs(name, select_batch(name, precision, arguments), size).to(arguments.device)
+    eager = eager.to(arguments.device)
+    by = {"torch": Contender(eager, select_autocast("torch", precision, arguments))}
+    expected = by["torch"].gradients(x)
+    rows: dict[str, dict] = {}
+    is_met = True
+    for contender in ["torch", *chosen(name, precision, arguments)]:
+        is_share = is_budget(contender) and contender != "least"
+        if is_share and not is_met:
+            continue
         try:
             if contender != "torch":
-                with torch.autocast(arguments.device, torch.bfloat16, enabled=arguments.precision == "bf16"):
+                autocast = select_autocast(contender, precision, arguments)
+                with autocast():
                     model = make(contender, eager, x)
-                by[contender] = Contender(model, arguments, cache=contender not in ("weight_casts", *BUDGETS))
-            got = {_plain(n): g for n, g in by[contender].gradients(x).items()}
+                by[contender] = Contender(model, autocast)
+            actual = {_plain(n): g for n, g in by[contender].gradients(x).items()}
+            same_bits = sum(torch.equal(actual[n], expected[n]) for n in expected) / len(expected)
             rows[contender] = {
                 "what": name,
                 "shape": "x".join(map(str, x.shape)),
-                "dtype": arguments.precision,
+                "dtype": precision,
                 "threads": arguments.threads,
                 "contender": contender,
-                "same_bits": sum(torch.equal(got[n], want[n]) for n in want) / len(want),
+                "same_bits": same_bits,
                 "kept_MiB": by[contender].kept(x),
                 "peak_MiB": by[contender].peak(x),
             }
         except Exception as error:  # a contender may not take a model; the rest is still measured
-            print(f"{name}: {contender}: {type(error).__name__}: {str(error)[:150]}")
+            is_met = is_met and not (is_share and isinstance(error, ValueError))
+            print(f"{name}: {contender}: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
             by.pop(contender, None)
+    if precision == "bf16":
+        _print_weight_share(name, eager, rows["torch"]["peak_MiB"])
     for _ in range(arguments.repeats):  # contenders take turns, so that a slow minute hits all
         for one in by.values():
             one.timed(x)
     where = provenance(arguments.device)
-    return [row | percentiles(by[contender].us, (50,)) | where for contender, row in rows.items()]
+    return [row | percentiles(by[contender].us) | where for contender, row in rows.items()]
 
 
-def merged(old: list[dict], new: list[dict]) -> list[dict]:
-    """`new`, and the rows of other models, in the order of MODELS."""
+def _print_weight_share(name: str, model, peak_mib: float) -> None:
+    """Says where autocast's copies of weights are much of the peak: pick a larger batch there."""
+    copied = sum(2 * p.numel() for p in model.parameters() if p.ndim > 1) / MIB
+    if copied > peak_mib / 4:
+        print(f"{name}: copies of weights take {copied / peak_mib:.0%} of the peak")
+
+
+def is_measured(rows: list[dict], name: str, precision: str, arguments) -> bool:
+    """Returns whether the rows of a model are of this commit, without changes, and of these options."""
+    head = commit()
+    if head == "unknown" or head.endswith("+changes"):
+        return False
+    expected = (head, str(arguments.threads), str(select_batch(name, precision, arguments)))
+    found = [
+        (row["commit"], row["threads"], row["shape"].split("x")[0])
+        for row in rows
+        if (row["what"], row["dtype"]) == (name, precision)
+    ]
+    return set(found) == {expected}
+
+
+def merged(old: list[dict], new: list[dict], models: list[str]) -> list[dict]:
+    """`new`, and the rows of other models, in the order of `models`."""
     first = new[0]
     rows = [row for row in old if (row["what"], row["dtype"]) != (first["what"], first["dtype"])]
-    order = {model: i for i, model in enumerate(sum(MODELS.values(), []))}
+    order = {model: i for i, model in enumerate(models)}
     return sorted([*rows, *new], key=lambda r: (r["dtype"] != "fp32", order.get(r["what"], len(order))))
 
 
-def curve(rows: list[dict], path: Path) -> None:
-    """Bytes against time, for each model: our budgets as a line, other contenders as points."""
-    import matplotlib.pyplot as plt
-
-    models = list(dict.fromkeys((row["what"], row["dtype"]) for row in rows))
-    columns = min(3, len(models))
-    lines = -(-len(models) // columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(5 * columns, 4 * lines), layout="constrained", squeeze=False
+def parse_arguments():
+    parser = command_line(__doc__)
+    parser.add_argument("--models", help="vits, norms, curve, or names of models, by commas")
+    parser.add_argument("--precision", help="fp32, bf16 or fp32,bf16 (default: fp32; with --curve both)")
+    parser.add_argument("--batch", type=int, help="default: 8; with --curve by model and precision")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, help="default: 5; with --curve 7")
+    parser.add_argument("--contenders", help="names from the list above, by commas")
+    parser.add_argument("--curve", action="store_true", help="peak against time, from budget to budget")
+    parser.add_argument("--compiled", action="store_true", help="with --curve: under torch.compile too")
+    parser.add_argument("--resume", action="store_true", help="skip what was measured on this commit")
+    parser.add_argument(
+        "--check-curve", action="store_true", help="measure nothing; find faults of the curve"
     )
-    for model, axis in zip(models, axes.flat, strict=False):
-        found = {row["contender"]: row for row in rows if (row["what"], row["dtype"]) == model}
-        at = {
-            contender: tuple(float(r[key]) / float(found["torch"][key]) for key in ("kept_MiB", "p50_us"))
-            for contender, r in found.items()
-        }
-        eager = [point for contender, point in at.items() if contender not in (*OTHERS, *COMPILED)]
-        axis.plot(*zip(*sorted(eager), strict=True), "o-", label="fastvit.convert, by budget", markersize=4)
-        compiled = [at[contender] for contender in COMPILED if contender in at and contender not in OTHERS]
-        if compiled:
-            axis.plot(*zip(*sorted(compiled), strict=True), "o--", label="the same, compiled", markersize=4)
-        for contender, (label, marker) in OTHERS.items():
-            if contender in at:
-                axis.plot(*at[contender], marker, color="#d6a419", label=label)
-        axis.set_title(", ".join(model), fontsize=9)
-        axis.set_xlabel("kept for backward, eager = 1", fontsize=8)
-        axis.set_ylabel("time of a step, eager = 1", fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes.flat[0].legend(fontsize=7)
-    for axis in list(axes.flat)[len(models) :]:
-        axis.remove()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    arguments = parser.parse_args()
+    arguments.models = arguments.models or ("curve" if arguments.curve else "vits,norms")
+    precisions = (arguments.precision or ("fp32,bf16" if arguments.curve else "fp32")).split(",")
+    if not set(precisions) <= set(PRECISIONS):
+        parser.error(f"--precision takes fp32, bf16 or fp32,bf16, got {arguments.precision}")
+    arguments.precisions = precisions
+    arguments.repeats = arguments.repeats or (7 if arguments.curve else 5)
+    return arguments
+
+
+def check(arguments) -> None:
+    """Prints the faults of the curve that was measured, and ends the program with status 1 if it has some."""
+    name = f"curve_{arguments.device}"
+    rows = read_csv(name, arguments.out)
+    if not rows:
+        sys.exit(
+            f"bench_convert: --check-curve found no rows in {arguments.out / name}.csv; run --curve before"
+        )
+    lines, has_faults = check_curve(rows)
+    print(*lines, sep="\n")
+    sys.exit(int(has_faults))
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--models", default="vits,norms", help="vits, norms, or names of models, by commas")
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--contenders", help="names from the list above, by commas")
-    parser.add_argument("--curve", action="store_true", help="bytes against time, from budget to budget")
-    parser.add_argument("--compiled", action="store_true", help="with --curve: under torch.compile too")
-    arguments = parser.parse_args()
+    arguments = parse_arguments()
+    if arguments.check_curve:
+        check(arguments)
     if arguments.device == "cpu":
         reuse_memory()
     torch.set_num_threads(arguments.threads)
     torch._dynamo.config.recompile_limit = 32  # the contenders share one forward
-    for given in arguments.models.split(","):
-        for name in MODELS[GROUPS[given]] if given in GROUPS else (given,):
-            group = "convert" if name in MODELS["convert"] else "convert_vits"
-            results = f"{'curve' if arguments.curve else group}_{arguments.device}"
-            rows = merged(read_csv(results, arguments.out), measure(name, arguments))
-            path = write_table(write_csv(results, rows, arguments.out))
-            if arguments.curve:
-                curve(rows, path.with_suffix(".png"))
-            print(f"{name} {arguments.precision}: {path}", flush=True)
+    given = arguments.models.split(",")
+    names = [name for one in given for name in (MODELS[GROUPS[one]] if one in GROUPS else (one,))]
+    runs = [(name, precision) for precision in arguments.precisions for name in names]
+    begin = time.monotonic()
+    for i, (name, precision) in enumerate(runs, 1):
+        group = "curve" if arguments.curve else "convert" if name in MODELS["convert"] else "convert_vits"
+        results = f"{group}_{arguments.device}"
+        rows = read_csv(results, arguments.out)
+        if arguments.resume and is_measured(rows, name, precision, arguments):
+            print(f"{i}/{len(runs)} {name} {precision}: measured before", flush=True)
+            continue
+        rows = merged(rows, measure(name, precision, arguments), MODELS[group])
+        path = write_table(write_csv(results, rows, arguments.out))
+        minutes = (time.monotonic() - begin) / 60
+        print(f"{i}/{len(runs)} {name} {precision}, {minutes:.1f} minutes: {path}", flush=True)
+    if arguments.curve:
+        results = f"curve_{arguments.device}"
+        draw_curve(read_csv(results, arguments.out), arguments.out / f"{results}.png")
 
 
 if __name__ == "__main__":

@@ -5,15 +5,21 @@ python benchmarks/report.py [NAME ...]     writes results/NAME.md from NAME.csv,
 
 from pathlib import Path
 
+from budget_curve import check_curve, order_contenders
 from harness import command_line, conditions, markdown, read_csv
 
 KEYS = ("world", "what", "shape", "dtype", "threads", "direction")
 CONVERTED = """\
-MiB: bytes that a training forward leaves allocated. peak: of a whole step, without the gradients of weights.
-x: the time of a step divided by torch's; on a CPU processor time. bf16 is autocast, with cache_enabled=False
-for weight_casts and for budgets, which include weight_casts then. sac: selective checkpointing of each block,
-which keeps products, convolutions and attention; sac_half: every second product is repeated too; checkpoint:
-of whole blocks."""
+peak: of a whole step, above the model and without the gradients of weights. kept: what a training forward
+leaves allocated. x: the time of a step divided by torch's; on a CPU processor time. bf16 is autocast, with
+cache_enabled=False for weight_casts and for budgets, which include weight_casts then. sac: selective
+checkpointing of each block, which keeps products, convolutions and attention; sac_half: every second product
+is repeated too; checkpoint: of whole blocks."""
+CURVE = f"""\
+{CONVERTED} Under bf16 these three have cache_enabled=False too.
+A number at the head of a column is a budget, a share of the peak; an empty cell is one that cannot be met.
+
+![peak against time](NAME.png)"""
 COPIED = """\
 x: torch's time divided by this one's. of copy: the bandwidth of the bytes that must be read and written at
 least, divided by that of a copy of the same size that is timed in turn. +-: the largest time of a turn less
@@ -21,12 +27,12 @@ the least, divided by the median. host: what the host spends on queueing one cal
 host was late, so that gaps between launches may be in the time"""
 WORDS = {
     "convert": CONVERTED,
-    "curve": f"{CONVERTED}\n\n![bytes against time](NAME.png)",
+    "curve": CURVE,
     "layers": f"{COPIED}. A batch norm's bytes are 3 passes over the activation forward and 5 backward.\n"
     "keeps: what a forward leaves allocated, in activations.",
     "ops": f"{COPIED}.",
-    "host": "x: torch's time divided by this one's, each the least of all rounds, on tensors so small that "
-    "Python and dispatch dominate.",
+    "host": "x: torch's time divided by this one's, each the mean of all rounds, or the least where the "
+    "CSV has least_us, on tensors so small that Python and dispatch dominate.",
     "sync": "Median times of the slowest rank. `bare`: torch.distributed's collective of as many numbers. "
     "`local`: a layer without other ranks. x: in an exchange bare's time divided by this one's, in a step "
     "local's. `calls`: collectives + torch's ops, without ops inside ops, by torch's profiler. With more "
@@ -45,14 +51,14 @@ SHOWN = {
 def cell(row: dict[str, str], torchs: dict[str, str]) -> str:
     """Time, and what else was measured; for a converted model beside the eager one's."""
     if row.get("kept_MiB"):
-        names = ("kept_MiB", "peak_MiB", "p50_us")
-        kept, peak, us = (float(row[name]) for name in names)
+        names = ("peak_MiB", "kept_MiB", "p50_us")
+        peak, kept, us = (float(row[name]) for name in names)
         if row is torchs:
-            return f"{kept:.0f} MiB, peak {peak:.0f}, {us / 1e3:.0f} ms"
-        kept, peak, us = (float(row[name]) / float(torchs[name]) for name in names)
+            return f"peak {peak:.0f} MiB, kept {kept:.0f}, {us / 1e3:.0f} ms"
+        peak, kept, us = (float(row[name]) / float(torchs[name]) for name in names)
         bits = "" if float(row["same_bits"]) == 1 else ", other bits"
-        return f"{kept - 1:+.1%}, peak {peak - 1:+.1%}, {us:.2f}x{bits}"
-    us = float(row.get("p50_us") or row["least_us"])
+        return f"peak {peak - 1:+.1%}, kept {kept - 1:+.1%}, {us:.2f}x{bits}"
+    us = float(row.get("p50_us") or row.get("mean_us") or row["least_us"])
     parts = [f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"]
     parts += [form.format(float(row[name])) for name, form in SHOWN.items() if float(row.get(name) or 0)]
     parts += [f"{row['collectives']} + {row['ops']} calls"] if row.get("ops") else []
@@ -62,7 +68,7 @@ def cell(row: dict[str, str], torchs: dict[str, str]) -> str:
 def table(name: str, rows: list[dict[str, str]]) -> str:
     """A line for each thing that was measured, with a column for each contender."""
     keys = [key for key in KEYS if any(row.get(key) for row in rows)]
-    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    contenders = order_contenders(dict.fromkeys(row["contender"] for row in rows))
     measured: dict[tuple[str, ...], dict[str, dict]] = {}
     for row in rows:
         measured.setdefault(tuple(row[key] for key in keys), {})[row["contender"]] = row
@@ -75,9 +81,10 @@ def table(name: str, rows: list[dict[str, str]]) -> str:
     more += [first["instructions"]] if first.get("instructions") else []
     more += [f"a delay of {first['delay_ms']} ms between hosts"] if first.get("delay_ms") else []
     words = next(words for kind, words in WORDS.items() if name.startswith(kind))
+    faults = ["", *check_curve(rows)[0]] if name.startswith("curve") else []
     measured_on = dict.fromkeys(conditions(row, *more) for row in rows)
     lines = markdown([*keys, *contenders], cells)
-    return "\n".join([*lines, "", words.replace("NAME", name), "", f"{'; '.join(measured_on)}.", ""])
+    return "\n".join([*lines, "", words.replace("NAME", name), *faults, "", f"{'; '.join(measured_on)}.", ""])
 
 
 def write_table(path: Path) -> Path:

@@ -1,18 +1,25 @@
-"""`convert(budget=)`: the share that is kept, what is chosen, and what cannot be met."""
+"""`convert(budget=)`: the peak of a step that remains, what is chosen, and what cannot be met."""
 
 import copy
-import pickle
+import itertools
+import random
 import warnings
 
 import pytest
 import torch
+from convert_models import convert_at
 from report_models import WIDTH, Block, Net, holding
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vit_models import kept
 
 import fastvit
-from fastvit.recompute import RecomputeLevel
+from fastvit.conversion.budget import StepPlans, recording_policy
+from fastvit.conversion.plan_chain import make_plans
+from fastvit.conversion.scope_hooks import add_scope_hooks
+from fastvit.memory import peak_bytes
+from fastvit.recompute import Policy, RecomputeLevel, observe_saved_tensors
+from fastvit.recompute.step_record import record_step
 
 BLOCKS = 6
 
@@ -27,60 +34,179 @@ def policy(model):
     return next(hook.policy for hook in model._forward_pre_hooks.values())
 
 
-THOROUGH = [pytest.param(budget, marks=pytest.mark.thorough) for budget in (0.9, 0.75, 0.65, 0.57, 0.4, 0.3)]
+def peak(model, x):
+    """The peak of a step. Gradients of weights are freed at once."""
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    def step():
+        y = copied(x)
+        y.backward(torch.ones_like(y))
+
+    step()
+    step()
+    return peak_bytes(step)
 
 
-@pytest.mark.parametrize("budget", [*THOROUGH, 0.5, 0.2, 0.15, 0.1, 0.06])
-def test_the_share_that_remains(budget, x):
+def record(model, x):
+    copied = add_scope_hooks(copy.deepcopy(model), recording_policy(Policy()))
+    with observe_saved_tensors(lambda _: None) as observer:
+        y = copied(x)
+    return record_step(observer, [y], [*copied.parameters(), *copied.buffers(), x])
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return (self.norm(self.conv(x)) + x).relu_()
+
+
+def conv_net(depth=8, width=32):
+    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *(ConvBlock(width) for _ in range(depth)))
+
+
+def random_net(seed):
+    """Blocks of random kinds and widths, behind one another."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            hidden = WIDTH * draw.choice([1, 2, 4])
+            activation = draw.choice([nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh])
+            norm = draw.choice([nn.LayerNorm, nn.LayerNorm, nn.Identity])
+            self.parts = nn.Sequential(
+                norm(WIDTH), nn.Linear(WIDTH, hidden), activation(), nn.Linear(hidden, WIDTH)
+            )
+
+        def forward(self, x):
+            return x + self.parts(x)
+
+    kinds = [Block, Residual]
+    return nn.Sequential(*(draw.choice(kinds)() for _ in range(draw.randint(5, 9))), nn.LayerNorm(WIDTH))
+
+
+@pytest.mark.parametrize("budget", [0.9, 0.7, 0.5, 0.4, 0.3])
+def test_the_peak_that_remains(budget, x):
     model = Net(BLOCKS)
-    whole = kept(model, x)
+    whole = peak(model, x)
     assert fastvit.convert(model, budget=budget, example_inputs=x) is model
-    share = kept(model, x) / whole
-    assert budget - 0.045 < share < budget + 0.015  # without big steps; the graph's objects count too
-    assert (policy(model).level >= RecomputeLevel.MATMULS) == (budget < 0.62)
+    assert budget - 0.09 < peak(model, x) / whole <= budget
     assert fastvit.verify(model, x, dtype=None)
 
 
+@pytest.mark.parametrize(
+    ("make", "difference"),
+    [
+        pytest.param(lambda: Net(BLOCKS), 0.05, id="transformer"),
+        pytest.param(conv_net, 0.1, id="convolutions"),
+    ],
+)
+def test_the_peak_on_paper_is_that_of_a_step(make, difference, x):
+    """oneDNN's copies in the backward of a convolution depend on its sizes."""
+    model = make()
+    given = x if isinstance(model, Net) else torch.randn(4, 3, 32, 32)
+    plans = StepPlans(record(model, given), torch.device("cpu")).plans
+    for plan in plans[:: max(1, len(plans) // 6)]:
+        planned = Policy(plan.level, sites=plan.sites)
+        copied = add_scope_hooks(copy.deepcopy(model), planned)
+        assert peak(copied, given) == pytest.approx(plan.peak, rel=difference)
+        assert kept(copied, given) == pytest.approx(plan.kept, rel=difference)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_plans_have_ever_smaller_peaks_for_ever_more_work(seed, x):
+    plans = make_plans(record(random_net(seed), x), lambda value: value.moved + value.flops / 16)
+    assert len(plans) > 3 and not plans[0].recomputed
+    for before, after in itertools.pairwise(plans):
+        assert after.peak < before.peak and after.work > before.work
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_smaller_budget_has_no_larger_peak(seed, x):
+    """Measured; and each budget is met."""
+    model, peaks = random_net(seed), []
+    whole = peak(model, x)
+    for budget in (1.0, 0.8, 0.6, 0.5, 0.45, 0.4, "least"):
+        try:
+            fastvit.convert(model, budget=budget, example_inputs=x)
+        except ValueError:
+            continue
+        peaks.append(peak(model, x))
+        assert budget == "least" or peaks[-1] <= budget * whole
+    assert all(after <= 1.005 * before for before, after in itertools.pairwise(peaks))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_budget_takes_more_work_than_the_mix_of_two_others(seed, x):
+    """Within 3 % of a step. Whole values are recomputed, and not parts of them."""
+    plans = make_plans(record(random_net(seed), x), lambda value: value.moved + value.flops / 16)
+    step = 3 * plans[-1].work  # a backward takes twice the time of a forward
+    for i, plan in enumerate(plans):
+        for before, after in itertools.product(plans[:i], plans[i + 1 :]):
+            share = (before.peak - plan.peak) / (before.peak - after.peak)
+            mixed = before.work + share * (after.work - before.work)
+            assert plan.work <= mixed + 0.03 * step
+
+
 def test_products_are_rebuilt_last_and_early_blocks_first(x):
-    model = fastvit.convert(Net(BLOCKS), budget=0.5, example_inputs=x)
+    model = fastvit.convert(Net(BLOCKS), budget=0.6, example_inputs=x)
     sites = policy(model).sites
     products = [site for site in sites if site[1] == "AddmmBackward0"]
     cheap = [site for site in sites if site[1] in ("NativeLayerNormBackward0", "GeluBackward0")]
-    assert len(cheap) == 3 * BLOCKS and 0 < len(products) < 2 * BLOCKS
+    assert len(cheap) >= 2 * BLOCKS and 0 < len(products) < 2 * BLOCKS
     assert "blocks.0" in {block for block, _, _ in products}
     assert "blocks.5" not in {block for block, _, _ in products}
 
 
-def test_a_budget_that_is_met_by_one_site(x):
+def test_a_budget_that_is_met_by_few_sites(x):
     model = fastvit.convert(Net(BLOCKS), budget=0.985, example_inputs=x)
-    assert len(policy(model).sites) == 1 and policy(model).level == RecomputeLevel.CHEAP
+    assert len(policy(model).sites) <= 2 and policy(model).level == RecomputeLevel.CHEAP
 
 
-def test_a_budget_that_cannot_be_met_says_the_least(x):
+def test_a_budget_that_cannot_be_met_says_the_least_and_what_holds_it(x):
     model = Net(BLOCKS)
-    whole = kept(model, x)
-    with pytest.raises(ValueError, match=r"a budget of 0.01 cannot be met; the least is \d+ bytes") as caught:
+    message = (
+        r"a budget of 0.01 cannot be met; the least peak of a step is \d+ bytes, .* at that peak there are"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
         fastvit.convert(model, budget=0.01, example_inputs=x)
-    least = int(str(caught.value).split(" bytes")[0].rsplit(" ", 1)[1])
-    fastvit.convert(model, budget=least + 512, example_inputs=x)
-    assert kept(model, x) < 0.1 * whole and kept(model, x) == pytest.approx(least, abs=4096)
+    said = str(caught.value)
+    assert "gradients of activations and the result: " in said and " in blocks." in said
+    least = int(said.split(" bytes")[0].rsplit(" ", 1)[1])
+    fastvit.convert(model, budget=least, example_inputs=x)
+    assert peak(model, x) == pytest.approx(least, rel=0.05)
     assert fastvit.verify(model, x, dtype=None)
 
 
-def test_below_whole_blocks_outputs_of_blocks_are_rebuilt_every_second_first(x):
-    model = fastvit.convert(Net(BLOCKS), budget="least")
-    whole_blocks = kept(model, x)
-    budget = whole_blocks - 2 * x.nbytes + 4096
-    fastvit.convert(model, budget=budget, example_inputs=x)
-    assert budget - 1.5 * x.nbytes < kept(model, x) <= budget
-    inputs = [block for block, *name in policy(model).sites if name == ["AddBackward0", 1]]
-    numbers = sorted(int(block.split(".")[1]) for block in inputs)
-    assert len(numbers) == 2 and numbers[1] - numbers[0] > 1
+def test_several_blocks_are_made_from_one_input_where_that_has_a_smaller_peak():
+    """Of many small blocks about every third input of a block is kept."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Thin() for _ in range(64))), torch.randn(64, 64)
+    fastvit.convert(model, budget="least", example_inputs=x)
+    assert peak(model, x) < 0.7 * 64 * x.nbytes
+    inputs = {block for block, name, _ in policy(model).sites if name == "AddBackward0"}
+    assert 16 < len(inputs) < 64
+    assert fastvit.verify(model, x, dtype=None)
+
+
+class Thin(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x)).tanh()
 
 
 def test_bytes(x):
     model = Net(BLOCKS)
-    whole = kept(model, x)
+    whole = peak(model, x)
     for budget, share in (
         (whole // 2, 0.5),
         (f"{0.5 * whole / 2**20:.4f} MiB", 0.5),
@@ -89,30 +215,7 @@ def test_bytes(x):
         ("1 GB", 1.0),
     ):
         fastvit.convert(model, budget=budget, example_inputs=x)
-        assert share - 0.05 < kept(model, x) / whole < share + 0.015
-
-
-def test_without_inputs_the_first_training_step_plans(x):
-    eager = Net(BLOCKS)
-    want = fastvit.convert(copy.deepcopy(eager), budget=0.4, example_inputs=x)
-    model = fastvit.convert(copy.deepcopy(eager), budget=0.4)
-    with torch.no_grad():
-        model(x)
-    model.eval()(x)
-    other = copy.deepcopy(pickle.loads(pickle.dumps(model)))
-    assert kept(other, x) == kept(model, x) > 0.5 * kept(eager, x)
-    for one in (model, other):
-        gradients = []
-        for m in (eager, one.train()):
-            m.zero_grad()
-            m(x).square().sum().backward()
-            gradients.append([p.grad for p in m.parameters()])
-        assert all(map(torch.equal, *gradients))
-        assert policy(one).sites == policy(want).sites and kept(one, x) == kept(want, x)
-    attributes = [set(vars(module)) for module in eager.modules()]
-    assert [set(vars(module)) for module in fastvit.revert(model).modules()] == attributes
-    pending = fastvit.revert(fastvit.convert(copy.deepcopy(eager), budget=0.4))
-    assert not pending._forward_pre_hooks_with_kwargs and not pending._forward_pre_hooks
+        assert share - 0.09 < peak(model, x) / whole <= share
 
 
 def test_attention_by_hand_and_linears_that_narrow(x):
@@ -128,17 +231,46 @@ def test_attention_by_hand_and_linears_that_narrow(x):
 
     model = nn.Sequential(*(ByHand() for _ in range(BLOCKS)))
     whole = kept(model, x)
-    fastvit.convert(model, budget=0.14, example_inputs=x)
-    assert policy(model).level >= RecomputeLevel.EVERY_OP and kept(model, x) < 0.15 * whole
+    assert kept(convert_at("least", model), x) < 0.15 * whole
+    assert fastvit.verify(model, x, dtype=None)
+
+
+@pytest.mark.parametrize("mask", ["with a gradient", "without", "indexed"])
+def test_attention_with_a_mask(mask, x):
+    """Masks without gradient are operands like others, and so are indices into a table of biases."""
+
+    class Masked(Block):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(50, 4))
+            self.bias = nn.Parameter(torch.randn(4, 49, 49))
+            self.register_buffer("index", torch.randint(50, (49 * 49,)))
+
+        def forward(self, x):
+            q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+            if mask == "without":
+                scores = q @ k.mT * 0.25 + self.bias.detach()
+                y = scores.softmax(-1) @ v
+            else:
+                bias = self.bias
+                if mask == "indexed":
+                    bias = self.table[self.index].view(49, 49, 4).permute(2, 0, 1).contiguous()
+                y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+            return x + self.proj(y.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Masked() for _ in range(4)))
+    whole = kept(model, x)
+    assert kept(convert_at("least", model), x) < 0.2 * whole
     assert fastvit.verify(model, x, dtype=None)
 
 
 def test_under_autocast(x):
     model = Net(BLOCKS)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        whole = kept(model, x)
+        whole = peak(model, x)
         fastvit.convert(model, budget=0.6, example_inputs=(x,))
-        assert 0.5 < kept(model, x) / whole < 0.62
+        assert 0.5 < peak(model, x) / whole <= 0.6
 
 
 def test_the_model_does_not_change(x):
@@ -151,7 +283,7 @@ def test_the_model_does_not_change(x):
     model.register_buffer("calls", torch.zeros(()))
     state, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     with warnings.catch_warnings(action="error"):
-        fastvit.convert(model, budget=0.8, example_inputs={"x": x, "scale": 2.0})
+        fastvit.convert(model, budget=0.9, example_inputs={"x": x, "scale": 2.0})
     assert not model.training and torch.equal(torch.get_rng_state(), rng)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
@@ -174,23 +306,12 @@ def test_a_shared_block_counts_in_each_call(x):
             return x
 
     model = Twice()
-    whole = kept(model, x)
-    fastvit.convert(model, budget=0.7, example_inputs=x)
-    assert 0.5 < kept(model, x) / whole < 0.71
+    whole = peak(model, x)
+    fastvit.convert(model, budget=0.75, example_inputs=x)
+    assert 0.5 < peak(model, x) / whole <= 0.75
 
 
 def test_each_op_is_repeated_at_most_once_at_any_depth():
-    class Residuals(nn.Module):
-        def __init__(self, depth=40):
-            super().__init__()
-            self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(depth))
-            self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(depth))
-
-        def forward(self, x):
-            for conv, norm in zip(self.convs, self.norms, strict=True):
-                x = (norm(conv(x)) + x).relu_()
-            return x
-
     class Count(TorchDispatchMode):
         convolutions = 0
 
@@ -198,17 +319,18 @@ def test_each_op_is_repeated_at_most_once_at_any_depth():
             self.convolutions += func is torch.ops.aten.convolution.default
             return func(*args, **kwargs or {})
 
-    model = Residuals().requires_grad_()
-    x = torch.randn(2, 8, 16, 16)
-    whole, given = kept(model, x), []
+    model, x = conv_net(depth=40, width=8), torch.randn(2, 3, 16, 16)
+    whole, given = peak(model, x), []
     for _ in range(2):
         model.zero_grad()
         with Count() as count:
             model(x).square().mean().backward()
         given.append([p.grad for p in model.parameters()])
-        fastvit.convert(model, budget="least")
+        fastvit.convert(model, budget="least", example_inputs=x)
     assert all(map(torch.equal, *given))
-    assert 60 < count.convolutions <= 80 and kept(model, x) < 0.1 * whole
+    with Count() as count:
+        model(x).square().mean().backward()
+    assert 60 < count.convolutions <= 82 and peak(model, x) < 0.5 * whole
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,14 @@ _MAPPINGS = (dict, UserDict, MappingProxyType)  # reading one of these runs no c
 
 def tensor_leaves(values: object) -> list[Tensor]:
     """Returns the tensors in a structure of sequences, dictionaries and dataclasses."""
-    return [value for value in _walk(values) if isinstance(value, Tensor)]
+    return list(iterate_tensors(values))
+
+
+def iterate_tensors(values: object) -> Iterator[Tensor]:
+    """Yields the tensors in a structure, which it reads only when asked for the first."""
+    for value in _walk(values):
+        if isinstance(value, Tensor):
+            yield value
 
 
 def _walk(values: object) -> Iterator[object]:

@@ -11,16 +11,21 @@ single values change sides, as long as the peak falls.
 
 from __future__ import annotations
 
+import itertools
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from ..recompute import OpSite, RecomputeLevel
 from ..recompute.step_record import StepRecord, Value
 from .timeline import Timeline
 
-_MAX_SITES = 40  # of a group; the sets of a group take time with the square of it
+_MAX_CHOICES = 40  # of a group; to find its sets takes time with the square of it
+_MAX_STEP = 0.01  # between the peaks of neighbours, as a share of the largest one
 _MAX_CHANGES = 64  # of single values
+_MAX_SEGMENTS = 64  # of a forward without blocks
 Price = Callable[[Value], float]
 
 
@@ -55,22 +60,21 @@ def make_plans(record: StepRecord, price: Price) -> list[Plan]:
     search = _Search(record, price)
     while search.take_next_set():
         pass
-    search.try_whole_blocks()
+    search.try_segments()
     for _ in range(_MAX_CHANGES):
         if not search.change_one_value():
             break
+    search.mix_neighbours()
     return _drop_dominated(search.plans)
 
 
 def _drop_dominated(plans: list[Plan]) -> list[Plan]:
-    """Returns the plans for which there is none with as small a peak for less work."""
+    """Returns the plans than which no other one has as small a peak for as little work, by their peaks."""
     kept: list[Plan] = []
-    for plan in reversed(plans):
-        if not kept or plan.work < kept[-1].work:
+    for plan in sorted(plans, key=lambda plan: (plan.work, plan.peak)):
+        if not kept or plan.peak < kept[-1].peak:
             kept.append(plan)
-    if kept[-1] is not plans[0]:
-        kept.append(plans[0])
-    return kept[::-1]
+    return kept
 
 
 class _Search:
@@ -79,48 +83,66 @@ class _Search:
     def __init__(self, record: StepRecord, price: Price):
         self._record, self._price = record, price
         self._timeline = Timeline(record)
-        self._groups = _group_values(record, price)
-        self._indices = [0] * len(self._groups)  # of the set that each group has
+        self._groups = _group_choices(record)
+        self._sets = [_find_sets(*one, price) for one in self._groups]
+        self._taken = [sets[0] for sets in self._sets]  # by each group
         self.plans: list[Plan] = []
         self._take(frozenset())
 
+    def _add_plan(self, recomputed: frozenset[Value]) -> tuple[list[int], int]:
+        """Adds a plan. Returns the bytes in each slot, and the peak."""
+        memory, run = self._timeline.replay(recomputed)
+        is_cheap = all(value.level == RecomputeLevel.CHEAP for value in run)
+        level = RecomputeLevel.CHEAP if is_cheap else RecomputeLevel.EVERY_OP
+        kept, work = self._timeline.count_kept_bytes(recomputed), sum(map(self._price, run))
+        self.plans.append(Plan(recomputed, max(memory), kept, work, level))
+        return memory, self.plans[-1].peak
+
     def _take(self, recomputed: frozenset[Value]) -> None:
         self._recomputed = recomputed
-        self._memory, self._run = self._timeline.replay(recomputed)
-        self._peak = max(self._memory)
-        if not self.plans or self._peak < self.plans[-1].peak:
-            level = max((value.level for value in self._run), default=RecomputeLevel.CHEAP)
-            kept, work = self._memory[self._record.length - 1], sum(map(self._price, self._run))
-            level = RecomputeLevel.CHEAP if level == RecomputeLevel.CHEAP else RecomputeLevel.EVERY_OP
-            self.plans.append(Plan(recomputed, self._peak, kept, work, level))
+        self._memory, self._peak = self._add_plan(recomputed)
 
     def take_next_set(self) -> bool:
         """Takes the larger set of a group that frees most for its work at the peak, if there is one."""
         slot = self._memory.index(self._peak)
         choices = []
-        for number, sets in enumerate(self._groups):
-            now = sets[self._indices[number]]
+        for number, (sets, now) in enumerate(zip(self._sets, self._taken, strict=True)):
             if any(one.created <= slot <= self._timeline.last_slot(one) for one in sets[-1].values):
-                for index in range(self._indices[number] + 1, len(sets)):
-                    after = sets[index]
-                    slope = (after.freed - now.freed) / max(after.work - now.work, 1)
-                    choices.append((-slope, index, number))
+                larger = ((index, one) for index, one in enumerate(sets) if one.freed > now.freed)
+                choices += [
+                    (-(one.freed - now.freed) / max(one.work - now.work, 1), index, number)
+                    for index, one in larger
+                ]
         for _, index, number in sorted(choices):
-            sets = self._groups[number]
-            recomputed = (self._recomputed - sets[-1].values) | sets[index].values
+            chosen = self._sets[number][index]
+            recomputed = (self._recomputed - self._taken[number].values) | chosen.values
             memory, _ = self._timeline.replay(recomputed)
             if memory[slot] < self._peak and max(memory) <= self._peak:
-                self._indices[number] = index
+                self._taken[number] = chosen
                 self._take(recomputed)
                 return True
         return False
 
-    def try_whole_blocks(self) -> None:
-        """Recomputes all but what goes into blocks and comes out of them, if that has a smaller peak."""
-        values = self._record.values
-        inside = frozenset(value for value in values if value.is_choice and not value.is_block_io)
-        if max(self._timeline.replay(inside)[0]) < self._peak:
-            self._take(inside)
+    def try_segments(self) -> None:
+        """Keeps only what goes from one segment of the forward to a later one, where that has a smaller peak.
+
+        Segments are so many blocks, or parts of a forward that has no blocks. For n blocks of one size the
+        peak is least with about sqrt(n) of them in a segment (arXiv:1604.06174).
+        """
+        length = self._record.length
+        for ends in (sorted(set(self._record.plans)), range(0, length, max(1, length // _MAX_SEGMENTS))):
+            for stride in range(1, 2 * math.isqrt(len(ends)) + 2):
+                recomputed = self._find_inside(ends[stride - 1 :: stride])
+                if max(self._timeline.replay(recomputed)[0]) < self._peak:
+                    self._take(recomputed)
+
+    def _find_inside(self, ends: Sequence[int]) -> frozenset[Value]:
+        """Returns the choices that no segment after their own reads."""
+        return frozenset(
+            value
+            for value in self._record.values
+            if value.is_choice and bisect_left(ends, value.created) == bisect_left(ends, value.uses[-1])
+        )
 
     def change_one_value(self) -> bool:
         """Keeps or recomputes one value more, so that the peak falls most. Returns whether it does."""
@@ -130,34 +152,57 @@ class _Search:
             for one in self._timeline.find_intervals(self._recomputed)[0]
             if one.first <= slot <= one.last and one.value is not None and one.value.is_choice
         }
-        found = [
-            (max(self._timeline.replay(other)[0]), value.created, other)
-            for value in there
-            for other in [self._recomputed ^ {value}]
-        ]
-        peak, _, recomputed = min(found, default=(self._peak, 0, self._recomputed), key=lambda one: one[:2])
-        if peak >= self._peak:
+        changes = {value: self._recomputed ^ {value} for value in sorted(there, key=_created)}
+        peaks = {value: max(self._timeline.replay(other)[0]) for value, other in changes.items()}
+        best = min(peaks, key=peaks.__getitem__, default=None)
+        if best is None or peaks[best] >= self._peak:
             return False
-        self._take(recomputed)
+        self._take(changes[best])
         return True
 
+    def mix_neighbours(self) -> None:
+        """Adds plans between two with distant peaks: some groups as in one, the rest as in the other."""
+        plans = _drop_dominated(self.plans)
+        for before, after in itertools.pairwise(plans):
+            if before.peak - after.peak > _MAX_STEP * plans[0].peak:
+                mixed = before.recomputed
+                for choices, _ in self._groups:
+                    mixed = (mixed - choices) | (after.recomputed & choices)
+                    self._add_plan(mixed)
 
-def _group_values(record: StepRecord, price: Price) -> list[list[_ValueSet]]:
-    """Returns the sets of each group, from none of its values to all."""
-    grouped: dict[int, list[Value]] = {}
+
+def _created(value: Value) -> int:
+    return value.created
+
+
+def _group_choices(record: StepRecord) -> list[tuple[frozenset[Value], list[Value]]]:
+    """Returns groups of choices that one block has made, each with all values of the block."""
+    blocks: dict[int, list[Value]] = defaultdict(list)
     for value in record.values:
-        grouped.setdefault(bisect_left(record.plans, value.created), []).append(value)
+        blocks[bisect_left(record.plans, value.created)].append(value)
     groups = []
-    for values in grouped.values():
-        prices = {value: price(value) for value in values}
+    for values in blocks.values():
         choices = [value for value in values if value.is_choice]
-        for start in range(0, len(choices), _MAX_SITES):
-            groups.append(_find_sets(choices[start : start + _MAX_SITES], prices))
+        for start in range(0, len(choices), _MAX_CHOICES):
+            groups.append((frozenset(choices[start : start + _MAX_CHOICES]), values))
     return groups
 
 
-def _find_sets(choices: list[Value], prices: dict[Value, float]) -> list[_ValueSet]:
-    """Returns sets of `choices` on the convex hull of freed bytes over work.
+def _find_sets(group: frozenset[Value], block: list[Value], price: Price) -> list[_ValueSet]:
+    """Returns sets of a group on the convex hull of freed bytes over work, from none to all.
+
+    Sets without what later blocks read are on a hull of their own: with them a block is made from its input.
+    """
+    prices = {value: price(value) for value in block}
+    choices = sorted(group, key=_created)
+    end = max((value.created for value in block), default=0)
+    inside = [value for value in choices if value.uses[-1] <= end]
+    found = {one.values: one for part in (inside, choices) for one in _search_sets(part, prices)}
+    return sorted(found.values(), key=lambda one: (one.freed, one.work))
+
+
+def _search_sets(choices: list[Value], prices: dict[Value, float]) -> list[_ValueSet]:
+    """Returns sets of `choices` on the convex hull of freed bytes over work, and the set of all.
 
     They come from two searches: one adds the value that frees most for its work, the other one begins with
     all and keeps the value that takes most work for its bytes.
@@ -175,12 +220,10 @@ def _find_sets(choices: list[Value], prices: dict[Value, float]) -> list[_ValueS
     now = everything = found[-1]
     while now.values:
         smaller = [make_set(now.values - {one}) for one in choices if one in now.values]
-        work, freed = now.work, now.freed
-        slopes = [(work - one.work) / max(freed - one.freed, 1) for one in smaller]
+        slopes = [(now.work - one.work) / max(now.freed - one.freed, 1) for one in smaller]
         now = smaller[slopes.index(max(slopes))]
         found.append(now)
-    hull = _find_hull(found)
-    return hull if hull[-1].values == everything.values else [*hull, everything]
+    return [*_find_hull(found), everything]
 
 
 def _sum_work(values: Collection[Value], prices: dict[Value, float]) -> float:

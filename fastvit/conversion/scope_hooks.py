@@ -14,7 +14,7 @@ from ..fuse import unfuse
 from ..recompute import Policy, close_scope, dynamo_hooks, open_scope
 from .blocks import find_entry_modules, name_scoped_modules
 from .hook_visibility import EncoderLayerHook, OwnHook, is_own_hook, reveal_hooks
-from .nested_values import tensor_leaves
+from .nested_values import iterate_tensors
 
 _HOOK_DICTIONARIES = (
     *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"),
@@ -48,10 +48,10 @@ class ScopeHook(OwnHook):
     def open_scope(self, module: nn.Module, args: tuple, kwargs: dict, frame: FrameType) -> None:
         """`frame` is that of the module's call."""
         if self.policy.sites != frozenset():
-            open_scope(module, self.policy, self.block, tensor_leaves((args, kwargs)), frame)
+            open_scope(module, self.policy, self.block, iterate_tensors((args, kwargs)), frame)
 
     def close_scope(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> None:
-        close_scope(module, tensor_leaves(result))
+        close_scope(module, iterate_tensors(result))
 
 
 def add_scope_hooks(

@@ -47,6 +47,11 @@ class Timeline:
         """Returns until when a saved value is held that is kept."""
         return self._run_slot(self._last_time - value.uses[0])
 
+    def count_kept_bytes(self, recomputed: Collection[Value]) -> int:
+        """Returns the bytes that a step holds between its forward and its backward."""
+        now = self.record.length
+        return sum(one.nbytes for one in self.find_intervals(recomputed)[0] if one.first < now <= one.last)
+
     def replay(self, recomputed: Collection[Value]) -> tuple[list[int], list[Value]]:
         """Returns the bytes in each slot, and the values whose ops run again."""
         intervals, run = self.find_intervals(recomputed)

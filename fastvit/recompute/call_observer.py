@@ -142,6 +142,7 @@ class CallObserver(TorchFunctionMode):
         """Drops what was pinned and no recipe reads. Recipes hold the pins that they read."""
         for info in self._pinned:
             info.call = None
+        self._pinned.clear()
 
     def pin(self, tensor: Tensor, dtype: torch.dtype | None = None) -> PinnedTensor:
         """Pins an operand of the op that runs."""
@@ -276,12 +277,11 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
     y = func(*args, **kwargs)
     if not isinstance(y, Tensor):
         return y
-    node: Any = y.grad_fn if y._base is None else None
-    if node is not None and y._version:
+    if y._version and y._base is None and (node := y.grad_fn) is not None:
         # torch adds the bias in place, for other strides.
         OutputInfo.of_node(node).expected_version = y._version
-    x = get_argument(args, kwargs, 0, "input")
-    if _is_frozen(x, get_argument(args, kwargs, 1, "weight")):
+    weight = get_argument(args, kwargs, 1, "weight")
+    if not weight.requires_grad and _is_frozen(x := get_argument(args, kwargs, 0, "input"), weight):
         _request_mask(observer, x.grad_fn)
     if observer.scope.policy.level < RecomputeLevel.MATMULS:
         return y
@@ -380,9 +380,9 @@ def _pinned_leaves(observer: CallObserver, tensors: tuple | list) -> tuple[Pinne
 def _dropout_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     p = get_argument(args, kwargs, 1, "p", 0.5)
     in_training = get_argument(args, kwargs, 2, "train", kwargs.get("training", True)) is not False
-    run = partial(write_handlers.inplace_option_handler, observer, func, args, kwargs)
     if type(p) is not float or not 0 < p < 1 or not in_training:
-        return run()
+        return write_handlers.inplace_option_handler(observer, func, args, kwargs)
+    run = partial(write_handlers.inplace_option_handler, observer, func, args, kwargs)
     result = observer.with_attribute("running_dropout_p", p, run)
     _store_call_args(
         observer, result[0] if type(result) is tuple else result, CallArgs(), "NativeDropoutBackward0"
@@ -468,7 +468,7 @@ _HANDLERS: dict[Callable, Handler] = {
     **dict.fromkeys((F.group_norm, torch.group_norm), _norm_handler("NativeGroupNormBackward0", 4, bias=3)),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), _norm_handler("FusedRmsNormBackward0", 3, default=None)),
     F.linear: _linear_handler,
-    F.multi_head_attention_forward: _composite_handler,
+    **dict.fromkeys((F.multi_head_attention_forward, F.scaled_dot_product_attention), _composite_handler),
     **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm_handler),
     **dict.fromkeys((Tensor.add, torch.add, Tensor.sub, torch.sub), _sum_handler),
     **dict.fromkeys((torch.addcmul, Tensor.addcmul), _addcmul_handler),

@@ -46,6 +46,7 @@ _ON_CUDA: tuple[Setting, ...] = (
     _precision("cuda", "conv"),
 )
 _CUDA_GETTERS = [get for get, _ in _ON_CUDA]
+_last_on_cpu: Environment = ()  # thousands of saved tensors share one tuple
 _get_mkldnn, _get_precision = _C._get_mkldnn_enabled, _C._get_fp32_precision_getter
 
 
@@ -54,7 +55,13 @@ def current_environment(is_cuda: bool) -> Environment:
     if is_cuda:
         return True, *[get() for get in _CUDA_GETTERS]
     # This reads the settings of _ON_CPU without a loop, because it runs for each saved tensor.
-    return False, _get_mkldnn(), _get_precision("mkldnn", "matmul"), _get_precision("mkldnn", "conv")
+    global _last_on_cpu
+    found = False, _get_mkldnn(), _get_precision("mkldnn", "matmul"), _get_precision("mkldnn", "conv")
+    last = _last_on_cpu
+    if found == last:
+        return last
+    _last_on_cpu = found
+    return found
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,6 +18,22 @@ from .write_tracker import WriteTracker
 
 LEAF = "torch::autograd::AccumulateGrad"
 SHARDED = "a parameter that FSDP has sharded again when the block ends"
+
+
+def is_leaf_cast(node) -> bool:
+    """Returns whether a node is the cast of a leaf, such as a weight under autocast."""
+    producer = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
+    return producer is not None and producer.name() == LEAF
+
+
+@functools.cache  # a name that is made anew is in no cache of attributes
+def _saved_name(name: str) -> str:
+    return sys.intern(f"_saved_{name}")
+
+
+@functools.cache
+def _raw_saved_name(name: str) -> str:
+    return sys.intern(f"_raw_saved_{name}")
 
 
 class NotRecomputable(Exception):
@@ -36,6 +54,8 @@ class Planner(Protocol):
 
     def level_of(self, node_name: str) -> Any: ...
 
+    def is_excluded(self, node_name: str) -> bool: ...
+
     def is_unsaved_matmul(self, node: Any) -> bool: ...
 
     def require_intact(self, operand: PackedTensor | PinnedTensor) -> PackedTensor | PinnedTensor: ...
@@ -48,14 +68,17 @@ class NodeReader:
 
     Attributes:
         num_ops_from_target: ops between the node and the tensor that is to be recomputed.
+        metadata: of the node's output; each read of it from the node makes an object.
         flops: of a matrix product, for each element of the output; set by the rule.
         environment: in which the op ran, as far as the op has saved a tensor.
     """
 
-    __slots__ = ("environment", "flops", "info", "node", "num_ops_from_target", "planner")
+    __slots__ = ("environment", "flops", "info", "metadata", "node", "num_ops_from_target", "planner")
 
-    def __init__(self, node, planner: Planner, info: OutputInfo | None, num_ops_from_target: int):
-        self.node, self.planner, self.info = node, planner, info
+    def __init__(
+        self, node, planner: Planner, info: OutputInfo | None, num_ops_from_target: int, metadata: Any
+    ):
+        self.node, self.planner, self.info, self.metadata = node, planner, info, metadata
         self.num_ops_from_target = num_ops_from_target
         self.flops = 0
         self.environment: Environment | None = None
@@ -68,21 +91,13 @@ class NodeReader:
     def edges(self):
         return self.node.next_functions
 
-    def metadata(self):
-        return self.node._input_metadata[0]
-
     def attribute(self, name: str):
         """Returns an option of the op, or several."""
-        return as_signed(getattr(self.node, f"_saved_{name}"))
-
-    def has_saved(self, name: str) -> bool:
-        """Returns whether the op has saved this input."""
-        packed = getattr(self.node, f"_raw_saved_{name}").data
-        return packed is not None and type(packed) is not PackedShape
+        return as_signed(getattr(self.node, _saved_name(name)))
 
     def saved_operand(self, name: str) -> Operand:
         """Returns an input that the op saved; None where the op did not get it."""
-        return self.packed_operand(getattr(self.node, f"_raw_saved_{name}").data)
+        return self.packed_operand(getattr(self.node, _raw_saved_name(name)).data)
 
     def packed_operand(self, packed: object, is_private: bool = False) -> Operand:
         """Returns the operand for what the op has packed.
@@ -111,7 +126,7 @@ class NodeReader:
 
     def size_of(self, name: str) -> tuple[int, ...]:
         """Returns the size of an input that the op saved."""
-        packed = getattr(self.node, f"_raw_saved_{name}").data
+        packed = getattr(self.node, _raw_saved_name(name)).data
         if type(packed) is not PackedTensor:
             raise NotRecomputable
         return packed.size()
@@ -143,6 +158,17 @@ class NodeReader:
             return View(operand.base, operand.views + views)
         return View(operand, views)
 
+    def require_rules(self) -> None:
+        """Raises NotRecomputable early if an input is the output of an op without a rule, and no op saved it.
+
+        So it is with most residual sums, at any length of the recipe of their other term.
+        """
+        for node, _ in self.edges:
+            while node is not None and node.name() in VIEWS:
+                node = node.next_functions[0][0]
+            if node is not None and OutputInfo.find(node) is None and self.planner.is_excluded(node.name()):
+                raise NotRecomputable
+
     def pinned_leaf(self, leaf: Tensor) -> Operand:
         """Returns a leaf that the op did not save, as it was pinned when the op ran."""
         call = OutputInfo.of_node(self.node).call
@@ -155,7 +181,10 @@ class NodeReader:
 
     def operand(self, name: str, index: int) -> Operand:
         """Returns an input that the op has saved under this name, or that has this edge."""
-        return self.saved_operand(name) if self.has_saved(name) else self.graph_operand(index)
+        packed = getattr(self.node, _raw_saved_name(name)).data
+        if packed is None or type(packed) is PackedShape:  # the op has not saved it
+            return self.graph_operand(index)
+        return self.packed_operand(packed)
 
     def call_args(self) -> CallArgs:
         """Returns what the call observer has seen of the op's call."""
@@ -177,4 +206,4 @@ class NodeReader:
 
     def reader_of(self, node) -> NodeReader:
         """Returns a reader for another node of the same op call."""
-        return NodeReader(node, self.planner, None, self.num_ops_from_target)
+        return NodeReader(node, self.planner, None, self.num_ops_from_target, node._input_metadata[0])

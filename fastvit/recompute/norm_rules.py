@@ -7,6 +7,7 @@ written.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,13 @@ from .recipe import Operand
 def layer_norm_rule(reader: NodeReader) -> OpCall:
     eps, shape = reader.call_args().scalar, reader.attribute("normalized_shape")
     arguments = _inputs(reader, "input", "weight", "bias")
-    return lambda x, w, b: torch.native_layer_norm(x, shape, w, b, eps)[0], arguments
+    return partial(_native_layer_norm, shape, eps), arguments
+
+
+def _native_layer_norm(
+    shape: tuple[int, ...], eps: float, x: Tensor, w: Tensor | None, b: Tensor | None
+) -> Tensor:
+    return torch.native_layer_norm(x, shape, w, b, eps)[0]
 
 
 def rms_norm_rule(reader: NodeReader) -> OpCall:

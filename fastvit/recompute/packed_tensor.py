@@ -37,7 +37,28 @@ class AsStridedArgs(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> AsStridedArgs:
-        return cls(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        # The constructor of a named tuple is a function in Python, and takes longer than the three reads.
+        return share_args(tuple.__new__(cls, (tensor.size(), tensor.stride(), tensor.storage_offset())))
+
+
+_known_args: dict[AsStridedArgs, AsStridedArgs] = {}
+_MAX_KNOWN_ARGS = 4096
+
+
+def share_args(args: AsStridedArgs) -> AsStridedArgs:
+    """Returns one object for equal arguments: tensors of all blocks and steps have few layouts.
+
+    The garbage collector's time grows with the square of the number of objects that saved tensors have.
+    """
+    try:
+        found = _known_args.get(args)
+    except TypeError:  # sizes that are symbols have no hash
+        return args
+    if found is None:
+        if len(_known_args) >= _MAX_KNOWN_ARGS:
+            _known_args.clear()
+        found = _known_args[args] = args
+    return found
 
 
 class Kept:
@@ -68,7 +89,7 @@ class Pending(Kept):
     __slots__ = ("base", "block", "is_half_precision", "producer")
 
     def __init__(self, tensor: Tensor, version: int, producer: Any, block: str, is_half_precision: bool):
-        super().__init__(tensor, version)
+        self.tensor, self.version = tensor, version
         self.producer = producer  # the node that made the tensor, or the base of a view
         self.block = block  # whose forward saved it
         self.is_half_precision = is_half_precision  # or under autocast
@@ -111,32 +132,47 @@ class Recomputed:
 class PackedTensor:
     """Holds one saved tensor, in one of the states.
 
-    Defaults are class attributes, because autograd packs thousands of tensors a step.
+    Autograd packs thousands of tensors a step. What each of them has is in slots. What few of them have is in
+    a dictionary, which the first such attribute makes; its default is a class attribute.
     """
 
-    state: Kept | Replaced | Recomputed
-    info: Any = None  # the OutputInfo of the op output that the tensor is, or is a view of
-    environment: Environment | None = None  # in which the op ran that saved the tensor
-    pin: PinnedTensor | None = None  # a small tensor as the op read it, for recipes
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "environment",
+        "holds_base",
+        "info",
+        "is_excluded",
+        "is_recipe_operand",
+        "pin",
+        "reason",
+        "source_address",
+        "source_reference",
+        "state",
+    )
+
     bias: PinnedTensor | None = None  # of a SyncBatchNorm that has saved the tensor
     pre_write_copy: Tensor | None = None  # of a tensor that was written to after a recipe took it
     make_mask: Callable[[Tensor], BitMask | None] | None = None  # where the op needs no more than a mask
     mask_node: Any = None  # the op that asks for the mask, until the plan
     mask_site: OpSite | None = None  # of the op that asks for the mask
-    is_recipe_operand = False
-    is_excluded = False  # from recipes: written in untracked ways, or only a mask is left
-    reason = ""  # why the tensor is kept; `report` prints it
-    holds_base = False  # as a view, and as a whole output: recipes may read all of the output's memory
     writes = 0  # untracked writes to the memory before the op
     stream = 0  # of the op that saved the tensor
     is_overwritten = False  # by those to whom its memory was lent, before the scope could copy it
-    # The address of the program's tensor, of which the state holds a detached one; and what reserves it.
-    source: tuple[int, Any] = 0, None
 
-    def __init__(self, state: Kept):
-        self.state = state
-        if state.tensor.is_cuda:
-            self.stream = current_stream_id(state.tensor)
+    def __init__(self, state: Kept, reason: str = ""):
+        self.state: Kept | Replaced | Recomputed = state
+        self.reason = reason  # why the tensor is kept; `report` prints it
+        self.info: Any = None  # the OutputInfo of the op output that the tensor is, or is a view of
+        self.environment: Environment | None = None  # in which the op ran that saved the tensor
+        self.pin: PinnedTensor | None = None  # a small tensor as the op read it, for recipes
+        self.is_recipe_operand = False
+        self.is_excluded = False  # from recipes: written in untracked ways, or only a mask is left
+        self.holds_base = False  # as a view, and as a whole output: recipes may read all its memory
+        # The address of the program's tensor, of which the state holds a detached one; what reserves it.
+        self.source_address, self.source_reference = 0, None
+        if state.tensor.is_cuda and (stream := current_stream_id(state.tensor)):
+            self.stream = stream
 
     def unpack(self) -> Tensor:
         return self.state.unpack()
@@ -152,7 +188,7 @@ class PackedTensor:
 
     def is_of(self, tensor: Tensor) -> bool:
         """Returns whether `tensor` is the program's tensor that the op saved."""
-        return self.source[0] == tensor._cdata
+        return self.source_address == tensor._cdata
 
     def is_sharded_now(self) -> bool:
         """Returns whether FSDP has freed the tensor, a parameter or a view of one, for now."""

@@ -18,8 +18,16 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .node_reader import SHARDED, NodeReader, NotRecomputable
-from .packed_tensor import MIN_RECOMPUTE_BYTES, AsStridedArgs, Kept, PackedTensor, Pending, Recomputed
+from .node_reader import SHARDED, NodeReader, NotRecomputable, is_leaf_cast
+from .packed_tensor import (
+    MIN_RECOMPUTE_BYTES,
+    AsStridedArgs,
+    Kept,
+    PackedTensor,
+    Pending,
+    Recomputed,
+    share_args,
+)
 from .pins import PinnedTensor
 from .policy import Policy, RecomputeLevel
 from .recipe import Operand, OutputInfo, Recipe, View
@@ -51,7 +59,8 @@ class RecomputePlanner:
 
     Args:
         keeps_bases: a kept view holds its base, of which recipes may take the rest.
-        unused_recipes: takes the recipes of what is kept all the same.
+        unused_recipes: takes the recipes of what is kept all the same; None if nobody looks at them, and at
+            the reasons why tensors are kept. Then no recipe is built for an output that the policy keeps.
     """
 
     def __init__(
@@ -61,10 +70,11 @@ class RecomputePlanner:
         pending: Iterable[PackedTensor],
         tracker: WriteTracker,
         keeps_bases: bool,
-        unused_recipes: list[Recipe] | None = None,
+        unused_recipes: list[Recipe] | None,
     ):
         self.policy, self.rules, self.tracker, self.keeps_bases = policy, rules, tracker, keeps_bases
         self._unused_recipes = unused_recipes
+        self._has_selection = policy.sites is not None or bool(policy.skip)
         self._waiting: dict[OutputInfo, list[PackedTensor]] = {}
         for packed in pending:
             assert packed.info is not None
@@ -116,7 +126,7 @@ class RecomputePlanner:
         view = None
         if state.base is not None:
             offset = tensor.storage_offset() - base.storage_offset
-            view = AsStridedArgs(tensor.size(), tensor.stride(), int(offset))
+            view = share_args(AsStridedArgs(tensor.size(), tensor.stride(), int(offset)))
             if view == (base.size, base.stride, 0):
                 view = None
         packed.state = Recomputed(recipe, view)
@@ -139,7 +149,11 @@ class RecomputePlanner:
             raise NotRecomputable(_BLOCK_IO)
         if self._find_kept(info) is not None or self.find_rule(pending.producer.name()) is None:
             return None
-        recipe = self._existing_recipe(info) or self._build_recipe(pending.producer, info, 0)
+        recipe = self._existing_recipe(info)
+        if recipe is None:
+            if self._unused_recipes is None and self._is_kept_by_policy(info, pending.producer):
+                return None
+            recipe = self._build_recipe(pending.producer, info, 0)
         try:
             if is_block_io:
                 raise NotRecomputable(_BLOCK_IO)
@@ -149,6 +163,15 @@ class RecomputePlanner:
                 self._unused_recipes.append(recipe)
             raise
         return recipe
+
+    def _is_kept_by_policy(self, info: OutputInfo, producer) -> bool:
+        """Returns whether the policy keeps an output whatever its recipe: by its site, or as a weight's cast.
+
+        Casts of weights are a third of what ops save under autocast.
+        """
+        if self._has_selection and self.policy.reason_to_keep(info.site):
+            return True
+        return not self.policy.weight_casts and is_leaf_cast(producer)
 
     def _check_cost(self, info: OutputInfo, recipe: Recipe, is_half_precision: bool) -> None:
         """Raises NotRecomputable if the recipe exceeds a cost limit, or the policy excludes its site."""
@@ -175,13 +198,22 @@ class RecomputePlanner:
         found = self.rules.get(node_name)
         return None if found is None else found[0]
 
+    def is_excluded(self, node_name: str) -> bool:
+        """Returns whether only a higher level than the policy's uses the rule of a node."""
+        found = self.rules.get(node_name)
+        return found is not None and found[0] > self.policy.level
+
     def find_operand(self, node, num_ops_from_target: int) -> Operand:
         """Returns an operand for the output of `node`: the packed tensor that keeps it, or a recipe.
 
         Raises:
             NotRecomputable: there is neither.
         """
-        info = OutputInfo.of_node(node)
+        info = OutputInfo.find(node)
+        if info is None:
+            if self.find_rule(node.name()) is None:  # no op has saved it, and nothing is to be stored of it
+                raise NotRecomputable
+            info = OutputInfo.of_node(node)
         if not info.is_content_known:
             raise NotRecomputable("it was written to in ways that the graph does not show")
         if info in self._waiting:  # then it is planned first, and whether it is kept is known
@@ -255,7 +287,7 @@ class RecomputePlanner:
             output = node._input_metadata[0]
             if output.is_cpp_nested_tensor:  # it has no shape
                 raise NotRecomputable("it is nested")
-            reader = NodeReader(node, self, info, num_ops_from_target)
+            reader = NodeReader(node, self, info, num_ops_from_target, output)
             recipe = Recipe(info, *rule(reader), reader.environment)
         except NotRecomputable:
             self._without_recipe.add(info)

@@ -43,21 +43,46 @@ class CallArgs(NamedTuple):
 
 
 class OutputInfo:
-    """Facts on the output of one autograd node. Stored in the node's metadata; holds no tensor but pins."""
+    """Facts on the output of one autograd node. Stored in the node's metadata; holds no tensor but pins.
 
-    recipe: weakref.ref[Recipe] | None = None
-    site: OpSite | None = None  # where the output was saved first
-    as_strided_args: AsStridedArgs | None = None  # of the output, where an op has saved it
-    reason = ""  # why it is kept
+    What few outputs have is in a dictionary; its default is a class attribute.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "as_strided_args",
+        "block",
+        "call",
+        "node_name",
+        "packed_tensors",
+        "reason",
+        "recipe",
+        "site_number",
+    )
     is_content_known = True  # what is in its memory
     is_layout_known = True  # False after a cast to a given memory format, which the graph does not show
     expected_version: int | None = None  # that the op left on its output; None stands for 0
     is_block_io = False  # the input or output of a block
-    call: CallArgs | None = None
 
     def __init__(self, node_name: str) -> None:
         self.node_name = node_name
+        self.recipe: weakref.ref[Recipe] | None = None
+        self.block, self.site_number = "", 0  # where the output was saved first; 0 where it was not
+        self.as_strided_args: AsStridedArgs | None = None  # of the output, where an op has saved it
+        self.reason = ""  # why it is kept
+        self.call: CallArgs | None = None
         self.packed_tensors: WeakList[PackedTensor] = WeakList()  # of the output, and of views of it
+
+    @property
+    def site(self) -> OpSite | None:
+        """Returns where the output was saved first; None where it was not."""
+        return OpSite(self.block, self.node_name, self.site_number) if self.site_number else None
+
+    @staticmethod
+    def find(node) -> OutputInfo | None:
+        """Returns the facts on the output of `node`; None where there are none."""
+        return node.metadata.get(_OUTPUT_INFO_KEY)
 
     @classmethod
     def of_node(cls, node) -> OutputInfo:
@@ -71,12 +96,27 @@ class OutputInfo:
 class Recipe:
     """An op call that recomputes the output of a node."""
 
-    output: Tensor | None = None  # while a consumer waits for it
-    stream, version = 0, 0  # on which the output was made, and its version then
-    num_consumers = 0  # packed tensors and recipes that take the output
-    num_served = 0
-    time = 0  # the number of the node
-    is_tracked = False  # the write tracker knows its operands
+    __slots__ = (
+        "__weakref__",
+        "bytes_moved",
+        "depth",
+        "dtype",
+        "environment",
+        "flops",
+        "function",
+        "info",
+        "inner",
+        "is_tracked",
+        "num_consumers",
+        "num_served",
+        "operands",
+        "ops",
+        "output",
+        "size",
+        "stream",
+        "time",
+        "version",
+    )
 
     def __init__(
         self,
@@ -87,7 +127,13 @@ class Recipe:
     ):
         self.info, self.function, self.operands, self.environment = info, function, operands, environment
         self.dtype: torch.dtype | None = None
-        self.inner = [base for operand in operands if type(base := base_of(operand)) is Recipe]
+        self.inner = tuple([one for one in map(base_of, operands) if type(one) is Recipe])
+        self.output: Tensor | None = None  # while a consumer waits for it
+        self.num_consumers = 0  # packed tensors and recipes that take the output
+        self.num_served = 0
+        self.stream, self.version = 0, 0  # on which the output was made, and its version then
+        self.time = 0  # the sequence number of the node
+        self.is_tracked = False  # the write tracker knows its operands
         self.depth = 0  # recomputed tensors on the longest path to tensors that are kept
         self.ops = 1
         self.size = 0  # bytes of the output
@@ -136,7 +182,7 @@ class Recipe:
             RuntimeError: an operand is no longer as the op read it.
         """
         if not self.is_computed():
-            recipes = self.in_topological_order(skip=Recipe.is_computed)
+            recipes = self.in_topological_order(skip=Recipe.is_computed) if self.inner else [self]
             for number, recipe in enumerate(recipes):
                 try:
                     recipe._compute()

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from ctypes import c_float
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,7 @@ def _sum_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]
     def rule(reader: NodeReader) -> OpCall:
         if reader.policy.level == RecomputeLevel.MATMULS and _is_residual(reader):
             raise NotRecomputable("the sum is kept instead of repeating the product that is its term")
+        reader.require_rules()
         alpha = reader.attribute("alpha")
         if reader.edges[1][0] is None and (number := reader.call_args().scalar) is not None:
             return lambda t: function(t, number, alpha=alpha), (reader.graph_operand(0),)
@@ -64,7 +65,7 @@ def _sum_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]
 
 def _is_residual(reader: NodeReader) -> bool:
     """Returns whether this sum has two terms of its shape, one a matmul that is not kept."""
-    shape = reader.metadata().shape
+    shape = reader.metadata.shape
     terms = [node for node, _ in reader.edges]
     if any(node is None or node._input_metadata[0].shape != shape for node in terms):
         return False
@@ -90,7 +91,7 @@ def _pad_rule(reader: NodeReader) -> OpCall:
 def _native_dropout_rule(reader: NodeReader) -> OpCall:
     """Recomputes `input * mask * scale`."""
     reader.call_args()  # raises unless the call was in training; the node of an evaluation looks the same
-    mask, output = reader.saved_operand("result1"), reader.metadata()
+    mask, output = reader.saved_operand("result1"), reader.metadata
     on_gpu = output.device.type == "cuda"
     if not on_gpu and output.dtype.itemsize == 2:  # where some versions round the scale
         raise NotRecomputable
@@ -121,25 +122,27 @@ def _clone_rule(reader: NodeReader) -> OpCall:
         if memory_format is None:
             raise NotRecomputable("the graph does not show the memory format of a copy")
         return lambda t: t.clone(memory_format=memory_format), (reader.graph_operand(0),)
-    return identity, (
-        reader.graph_operand(0),
-    )  # Recipe._compute gives the output the strides of the original
+    # Recipe._compute gives the output the strides of the original.
+    return identity, (reader.graph_operand(0),)
 
 
 def _to_copy_rule(reader: NodeReader) -> OpCall:
-    output, producer = reader.metadata(), reader.edges[0][0]
-    if producer is None or producer._input_metadata[0].device != output.device:
+    output, producer = reader.metadata, reader.edges[0][0]
+    is_leaf = producer is not None and producer.name() == LEAF
+    source = producer and (producer.variable if is_leaf else producer._input_metadata[0])
+    if producer is None or source.device != output.device:
         raise NotRecomputable
     info = reader.info
     if info is None or not (info.is_layout_known or info.as_strided_args):
         raise NotRecomputable("the graph does not show the memory format of a cast")
-    is_bias = producer.name() == LEAF and reader.num_ops_from_target and producer.variable.dim() <= 1
-    is_weight = producer.name() == LEAF and not is_bias
+    is_bias = is_leaf and reader.num_ops_from_target and producer.variable.dim() <= 1
+    is_weight = is_leaf and not is_bias
     if is_weight and not (reader.policy.weight_casts and type(producer.variable) is Parameter):
         raise NotRecomputable("the cast of a weight, which is not cast again without weight_casts=True")
     return _cast_to(output.dtype), (reader.graph_operand(0),)
 
 
+@cache  # one function for thousands of recipes
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda t: t.to(dtype, copy=True)
 
@@ -149,7 +152,7 @@ def _unsafe_view_rule(reader: NodeReader) -> OpCall:
     producer = reader.edges[0][0]
     if producer is None:
         raise NotRecomputable
-    shape = tuple(reader.metadata().shape)
+    shape = tuple(reader.metadata.shape)
     if producer.name() == "CloneBackward0":
         return lambda t: t.contiguous().view(shape), (reader.reader_of(producer).graph_operand(0),)
     rule, level = reader.planner.find_rule(producer.name()), reader.planner.level_of(producer.name())
@@ -197,7 +200,7 @@ def _bmm_rule(reader: NodeReader) -> OpCall:
 def _softmax_rule(function: Callable[[Tensor, int], Tensor]) -> Rule:
     def rule(reader: NodeReader) -> OpCall:
         producer, dim = reader.edges[0][0], reader.attribute("dim")
-        if producer is None or producer._input_metadata[0].dtype is not reader.metadata().dtype:
+        if producer is None or producer._input_metadata[0].dtype is not reader.metadata.dtype:
             raise NotRecomputable
         return lambda t: function(t, dim), (reader.graph_operand(0),)
 
@@ -221,7 +224,7 @@ def _attention_rule(op: Callable[..., tuple], *masks: str, **options: bool) -> R
 
 def _convolution_rule(reader: NodeReader) -> OpCall:
     """Recomputes a convolution by the kernel that operands and settings choose, without cuDNN's benchmark."""
-    if reader.metadata().device.type == "cuda" and torch.backends.cudnn.benchmark:
+    if reader.metadata.device.type == "cuda" and torch.backends.cudnn.benchmark:
         raise NotRecomputable("cuDNN may choose another kernel, in its benchmark mode")
     x, weight = reader.operand("input", 0), reader.operand("weight", 1)
     has_bias = reader.edges[2][0] is not None or any(reader.attribute("bias_sym_sizes_opt") or ())

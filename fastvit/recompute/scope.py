@@ -16,7 +16,7 @@ arXiv:1604.06174.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -79,7 +79,7 @@ class Scope:
         self._num_outputs = 0  # that were packed
         self._outer: Hooks | None = None  # hooks around this scope, through which kept tensors go
         self._pending: WeakList[PackedTensor] = WeakList()
-        self._num_sites: dict[str, Counter[str]] = defaultdict(Counter)  # of a block, by the name of a node
+        self._num_sites: dict[str, dict[str, int]] = defaultdict(dict)  # of a block, by the name of a node
         self._saved_tensor_observer = saved_tensor_observer
 
     def enter(self) -> None:
@@ -99,6 +99,7 @@ class Scope:
         self._is_open = False
         for packed in self._pinned:  # recipes hold the pins that they read
             packed.pin, packed.is_excluded = None, True
+        self._pinned.clear()
         self._calls.drop_pins()
         with torch._C.DisableTorchFunction():
             self._tracker.close()
@@ -150,18 +151,18 @@ class Scope:
 
     def _pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
         node, calls = tensor.grad_fn, self._calls
-        if calls.shape_only_size is not None and node is not None and calls.shape_only_size == tensor.size():
-            return PackedShape(tensor)
         if node is None:
             packed = self._pack_leaf(tensor)
         else:
+            if calls.shape_only_size is not None and calls.shape_only_size == tensor.size():
+                return PackedShape(tensor)
             self._num_outputs += 1
             if not self._num_outputs % 4:  # the search takes time, so it is not for each tensor
                 self._close_dead_scopes()  # a dead scope would pack what other models save
             packed = self._pack_output(tensor, node)
             packed.environment = current_environment(tensor.is_cuda)
-        if self._tracker.counts:
-            packed.writes = self._tracker.count_of(tensor)
+        if self._tracker.counts and (writes := self._tracker.count_of(tensor)):
+            packed.writes = writes
         if self._outer is not None and type(packed.state) is Kept:
             packed.pack_by_outer_hooks(*self._outer)
         if self._saved_tensor_observer is not None:
@@ -170,8 +171,7 @@ class Scope:
 
     def _pack_leaf(self, tensor: Tensor) -> PackedTensor:
         """Packs a tensor without a node, and pins it for recipes if it is small."""
-        packed = PackedTensor(Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version))
-        packed.reason = _NO_OP
+        packed = PackedTensor(Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version), _NO_OP)
         p = self._calls.running_dropout_p
         if p is not None and type(tensor) is Tensor and self._may_pack_dropout_mask(packed, tensor):
             # The mask is packed instead of drawn again: drawing random numbers takes ten times as long.
@@ -188,7 +188,7 @@ class Scope:
         return packed
 
     def _may_pack_dropout_mask(self, packed: PackedTensor, tensor: Tensor) -> bool:
-        packed.mask_site = self._next_site(self.block, "Dropout")
+        packed.mask_site = OpSite(self.block, "Dropout", self._next_number(self.block, "Dropout"))
         return tensor.nbytes >= MIN_RECOMPUTE_BYTES and not self.policy.reason_to_keep(packed.mask_site)
 
     def _pack_output(self, tensor: Tensor, node: Any) -> PackedTensor:
@@ -200,25 +200,21 @@ class Scope:
         version = tensor._version
         if producer is None:  # a view of a leaf, such as a transposed weight
             held = tensor if node.name() in VIEWS else tensor.detach()
-            packed = PackedTensor(Kept(held, version))
-            packed.reason = _NO_OP
-            return packed
-        # An op's own output refers to its node, and the node to what is packed: only detached it makes no
-        # cycle.
+            return PackedTensor(Kept(held, version), _NO_OP)
+        # An op's output refers to its node, and that to what is packed: only detached it makes no cycle.
         held = tensor.detach()
         if not self._is_open:
             return PackedTensor(Kept(held, version))
-        reason = self._reason_to_keep(tensor, node, tensor if base is None else base, producer)
-        if reason is not None:
-            packed = PackedTensor(Kept(held, version))
-            packed.reason, packed.is_excluded = reason, version > 0
+        output = tensor if base is None else base
+        if reason := self._reason_to_keep(tensor, node, output, producer):
+            packed = PackedTensor(Kept(held, version), reason)
+            packed.is_excluded = version > 0
             return packed
-        is_half_precision = (tensor if base is None else base).element_size() == 2 or _is_autocast_on()
+        is_half_precision = output.element_size() == 2 or _is_autocast_on()
         pending = Pending(held, version, producer, self.block, is_half_precision)
-        if base is not None:
-            pending.base = AsStridedArgs.of(base)
+        pending.base = None if base is None else AsStridedArgs.of(base)
         packed = PackedTensor(pending)
-        packed.source = tensor._cdata, _WeakTensorRef(tensor)
+        packed.source_address, packed.source_reference = tensor._cdata, _WeakTensorRef(tensor)
         if self.policy.weight_casts and producer.name() == "ToCopyBackward0":
             self._pin_weight(producer)
         self._pending.append(packed)
@@ -226,8 +222,8 @@ class Scope:
             self._calls.in_place_copies.append(packed)
         return packed
 
-    def _reason_to_keep(self, tensor: Tensor, node: Any, base: Tensor, producer: Any) -> str | None:
-        """Returns why an output is kept for certain; None where the planner is to look."""
+    def _reason_to_keep(self, tensor: Tensor, node: Any, base: Tensor, producer: Any) -> str:
+        """Returns why an output is kept for certain; empty where the planner is to look."""
         if tensor.is_nested or base.is_nested:
             return "it is nested"
         # The graph shows neither which of several outputs this is, nor a cast of the memory.
@@ -235,7 +231,7 @@ class Scope:
         if is_known and tensor._version:
             is_known = self._has_only_tracked_writes(base, producer)
         if is_known and reaches_through_views(node, tensor.output_nr, producer) and _peek_transform() is None:
-            return None
+            return ""
         op = display_op_name(skip_unsafe_view(producer).name())
         return f"one of several outputs of {op}, or written to before it was saved"
 
@@ -294,40 +290,43 @@ class Scope:
             state = packed.state
             assert type(state) is Pending
             packed.info = info = OutputInfo.of_node(state.producer)
-            if not state.is_unwritten():
+            if state.tensor._version != state.version:
                 info.is_content_known = False
-            if info.site is None:
-                info.site = self._next_site(state.block, info.node_name)
-        for packed in pending:
-            if packed.make_mask is not None and self._reason_against_mask(packed):
+            self._number_site(info, state.block)
+        masked = [packed for packed in pending if packed.make_mask is not None]
+        for packed in masked:
+            if self._reason_against_mask(packed):
                 packed.make_mask = None
         unsettled = self._tracker.settle_lent(pending)
-        keeps_bases = self._outer is None
-        observer = self._saved_tensor_observer
+        keeps_bases, observer = self._outer is None, self._saved_tensor_observer
         unused = None if observer is None else observer.unused_recipes
         RecomputePlanner(self.policy, RECOMPUTE_RULES, pending, self._tracker, keeps_bases, unused).plan()
         if observer is not None:
             observer.add_plan()
         for info in unsettled:
             info.is_content_known = True
-        for packed in pending:
+        for packed in masked:
             if packed.make_mask is not None:
                 self._replace_by_mask(packed)
-            if self._outer is not None and type(packed.state) is Kept and packed.state.is_unwritten():
-                packed.pack_by_outer_hooks(*self._outer)
+        for packed in () if self._outer is None else pending:
+            if type(packed.state) is Kept and packed.state.is_unwritten():
+                packed.pack_by_outer_hooks(*self._outer)  # type: ignore[misc]
 
-    def _next_site(self, block: str, node_name: str) -> OpSite:
+    def _number_site(self, info: OutputInfo, block: str) -> None:
+        if not info.site_number:
+            info.block, info.site_number = block, self._next_number(block, info.node_name)
+
+    def _next_number(self, block: str, node_name: str) -> int:
         counts = self._num_sites[block]
-        counts[node_name] += 1
-        return OpSite(block, node_name, counts[node_name])
+        counts[node_name] = number = counts.get(node_name, 0) + 1
+        return number
 
     def _reason_against_mask(self, packed: PackedTensor) -> str:
         """Returns why the policy is against the mask that an activation makes of what it has saved."""
         info = OutputInfo.of_node(packed.mask_node)
-        if info.site is None:
-            info.site = self._next_site(self.block, info.node_name)
-        packed.mask_site = info.site
-        return self.policy.reason_to_keep(info.site)
+        self._number_site(info, self.block)
+        packed.mask_site = site = info.site
+        return self.policy.reason_to_keep(site)
 
     def replace_by_mask(self, packed: PackedTensor) -> None:
         """Replaces a tensor that is planned already by a mask, if nothing else reads it."""
@@ -350,4 +349,5 @@ def _keep(planned: list[PackedTensor]) -> None:
     for packed in planned:
         if type(state := packed.state) is Pending:
             packed.state = Kept(state.tensor, state.version)
-        packed.make_mask = packed.mask_node = None
+        if packed.mask_node is not None:
+            packed.make_mask = packed.mask_node = None

@@ -78,7 +78,7 @@ class StepRecord:
     Attributes:
         values: in the order in which the forward made them.
         length: nodes of the forward.
-        plans: when scopes planned, which is when they dropped what is recomputed.
+        plans: the last node before each plan of a scope, by which it dropped what is recomputed.
         gradients: of activations.
         result_bytes: of what the forward returned.
     """
@@ -112,7 +112,7 @@ def record_step(
     for one in seen:
         builder.add_saved(one)
     values = sorted(builder.finish(), key=lambda value: value.created)
-    plans = [min(time - first, length - 1) for time in observer.plan_times]
+    plans = [time - first - 1 for time in observer.plan_times]
     sizes = {storage_id(one): _nbytes_of_storage(one) for one in results}
     return StepRecord(values, length, plans, _find_gradients(results, first, length), sum(sizes.values()))
 
@@ -235,7 +235,8 @@ def _find_gradients(results: list[Tensor], start: int, length: int) -> list[Grad
                 continue
             nbytes, is_cpu = _describe_gradient(after._input_metadata[number])
             if name == "ConvolutionBackward0" and is_cpu:
-                add(nbytes, now, now)  # oneDNN computes it in a layout of its own, and copies it
+                # oneDNN computes a gradient in a layout of its own, and copies it, that of an input twice.
+                add(nbytes if after not in times else 2 * nbytes, now, now)
             if after not in times:  # a parameter
                 if not is_alias:
                     add(nbytes, now, now)

@@ -171,6 +171,8 @@ class WriteTracker:
         self.settle_lent([])
         self._lent.clear()
         self.pins_of_calls.clear()
+        self._recipes.clear()
+        self._operands.clear()
 
 
 class _Lent:

@@ -1,0 +1,232 @@
+"""The curve of budgets: the peak of a step against its time. Reads rows, draws a picture and finds faults.
+
+A fault is a contender that dominates the curve, or a budget that breaks a property of the curve:
+
+    dominated     another contender has less bytes and less time than the line through our points allows
+    not convex    a budget takes more time than one other point of ours, or the mix of two, with no more peak
+    not monotone  a budget has a larger peak than a larger budget
+    over budget   the peak is more than the budget
+
+Each allows MARGIN. A contender below the least of ours that takes more time is noted, and is no fault.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from harness import markdown
+
+BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "least")
+OTHERS = {  # Contender -> its name in the picture, and its marker.
+    "products": ("products=True", "v"),
+    "sac": ("selective checkpointing", "s"),
+    "sac_half": ("every second product", "D"),
+    "checkpoint": ("block checkpointing", "^"),
+}
+COLORS = {"fp32": "#1f5fa8", "bf16": "#c8641e"}
+MARGIN = 0.03  # of time, and of the peak where peaks are compared
+BELOW_LEAST = "below the least"
+
+
+class CurvePoint(NamedTuple):
+    """What a contender measured, as shares of the eager model's."""
+
+    contender: str
+    peak: float
+    kept: float
+    time: float
+
+    def __str__(self) -> str:
+        return f"{self.contender} (peak {self.peak:.3f}, kept {self.kept:.3f}, {self.time:.2f}x)"
+
+
+class CurveKey(NamedTuple):
+    model: str
+    dtype: str
+    is_compiled: bool
+
+
+class CurveFault(NamedTuple):
+    kind: str
+    point: CurvePoint
+    reason: str
+
+
+def is_budget(contender: str) -> bool:
+    return contender == "least" or re.fullmatch(r"0\.\d+", contender) is not None
+
+
+def get_budget_share(contender: str) -> float:
+    """Returns the share that a budget allows; 0 for the least."""
+    return 0.0 if contender == "least" else float(contender)
+
+
+def order_contenders(contenders: Iterable[str]) -> list[str]:
+    """Puts the budgets, from the largest, where the first of them stands."""
+    names = list(contenders)
+    budgets = sorted(filter(is_budget, names), key=get_budget_share, reverse=True)
+    start = next((i for i, name in enumerate(names) if is_budget(name)), len(names))
+    rest = [name for name in names[start:] if not is_budget(name)]
+    return [*names[:start], *budgets, *rest]
+
+
+def group_points(rows: Iterable[dict]) -> dict[CurveKey, list[CurvePoint]]:
+    """Groups rows by model and precision; compiled contenders, without their prefix, are a group apart."""
+    by_model: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in rows:
+        by_model.setdefault((row["what"], row["dtype"]), {})[row["contender"]] = row
+    groups: dict[CurveKey, list[CurvePoint]] = {}
+    for (model, dtype), measured in by_model.items():
+        eager = measured["torch"]
+        for contender, row in measured.items():
+            plain = contender.removeprefix("compiled_")
+            shares = (float(row[name]) / float(eager[name]) for name in ("peak_MiB", "kept_MiB", "p50_us"))
+            key = CurveKey(model, dtype, plain != contender)
+            groups.setdefault(key, []).append(CurvePoint(plain, *shares))
+    return groups
+
+
+def select_curve(points: Iterable[CurvePoint]) -> list[CurvePoint]:
+    """Returns the points of our curve, by peak: the eager model, plain `convert`, and the budgets."""
+    ours = [p for p in points if p.contender in ("torch", "eager", "convert") or is_budget(p.contender)]
+    return sorted(ours, key=lambda point: (point.peak, point.time))
+
+
+def select_front(points: Iterable[CurvePoint], axis: str) -> list[CurvePoint]:
+    """Returns the points that take less time than every point of fewer bytes, from the fewest bytes on."""
+    front: list[CurvePoint] = []
+    for point in sorted(points, key=lambda point: (getattr(point, axis), point.time)):
+        if not front or point.time < front[-1].time:
+            front.append(point)
+    return front
+
+
+def mix_time(left: CurvePoint, right: CurvePoint, nbytes: float, axis: str) -> float:
+    """Returns the time at `nbytes` on the line between two points."""
+    low, high = getattr(left, axis), getattr(right, axis)
+    return left.time + (right.time - left.time) * (nbytes - low) / (high - low)
+
+
+def find_faults(points: Iterable[CurvePoint]) -> list[CurveFault]:
+    """Returns the faults of the curve of one model in one precision."""
+    points = list(points)
+    curve = select_curve(points)
+    others = [point for point in points if point not in curve]
+    budgets = sorted(
+        (point for point in curve if is_budget(point.contender)),
+        key=lambda point: get_budget_share(point.contender),
+        reverse=True,
+    )
+    if not budgets:
+        return []
+    faults = [_find_domination(curve, other, axis) for axis in ("peak", "kept") for other in others]
+    faults += [_find_dent(curve, point) for point in budgets]
+    faults += [_find_growth(budgets[:i], point) for i, point in enumerate(budgets)]
+    faults += [_find_excess(point) for point in budgets]
+    return [fault for fault in faults if fault is not None]
+
+
+def _find_domination(curve: list[CurvePoint], other: CurvePoint, axis: str) -> CurveFault | None:
+    front, nbytes = select_front(curve, axis), getattr(other, axis)
+    least, fastest = front[0], front[-1]
+    if nbytes > getattr(fastest, axis):  # it has no less bytes than any point of the curve
+        return None
+    if nbytes < getattr(least, axis) * (1 - MARGIN):
+        is_slower = other.time > least.time
+        return CurveFault(f"{axis}: {BELOW_LEAST if is_slower else 'dominated'}", other, f"ours: {least}")
+    allowed, reason = least.time, f"ours: {least}"
+    for left, right in pairwise(front):
+        if getattr(left, axis) < nbytes <= getattr(right, axis):
+            allowed = mix_time(left, right, nbytes, axis)
+            reason = f"ours: {allowed:.2f}x between {left.contender} and {right.contender}"
+    return CurveFault(f"{axis}: dominated", other, reason) if other.time < allowed * (1 - MARGIN) else None
+
+
+def _find_dent(curve: list[CurvePoint], budget: CurvePoint) -> CurveFault | None:
+    rest = [point for point in curve if point != budget]
+    lower = [point for point in rest if point.peak <= budget.peak]
+    higher = [point for point in rest if point.peak > budget.peak]
+    allowed = [(point.time, f"{point} alone") for point in lower]
+    allowed += [
+        (mix_time(left, right, budget.peak, "peak"), f"mix of {left.contender} and {right.contender}")
+        for left in lower
+        for right in higher
+    ]
+    time, reason = min(allowed, default=(budget.time, ""))
+    is_dent = budget.time > time * (1 + MARGIN)
+    return CurveFault("not convex", budget, f"{time:.2f}x: {reason}") if is_dent else None
+
+
+def _find_growth(larger: list[CurvePoint], budget: CurvePoint) -> CurveFault | None:
+    lowest = min(larger, key=lambda point: point.peak, default=budget)
+    is_growth = budget.peak > lowest.peak * (1 + MARGIN)
+    return CurveFault("not monotone", budget, f"a larger budget: {lowest}") if is_growth else None
+
+
+def _find_excess(budget: CurvePoint) -> CurveFault | None:
+    share = get_budget_share(budget.contender)
+    is_excess = share > 0 and budget.peak > share * (1 + MARGIN)
+    return CurveFault("over budget", budget, f"the budget is {share} of the peak") if is_excess else None
+
+
+def check_curve(rows: Iterable[dict]) -> tuple[list[str], bool]:
+    """Returns the lines of a table of faults, and whether one of them is more than a note.
+
+    Compiled code is left out: a budget is torch's `activation_memory_budget` there, which bounds no peak.
+    """
+    groups = {key: points for key, points in group_points(rows).items() if not key.is_compiled}
+    found = [(key, fault) for key, points in groups.items() for fault in find_faults(points)]
+    if not found:
+        return [f"No fault in the curve, with a margin of {MARGIN:.0%}."], False
+    lines = markdown(
+        ("model", "precision", "fault", "contender", "why"),
+        ((key.model, key.dtype, fault.kind, fault.point, fault.reason) for key, fault in found),
+    )
+    return lines, any(BELOW_LEAST not in fault.kind for _, fault in found)
+
+
+def draw_curve(rows: Iterable[dict], path: Path) -> None:
+    """Draws a panel for each model: the peak of a step against its time, in each precision."""
+    import matplotlib.pyplot as plt
+
+    groups = group_points(rows)
+    models = list(dict.fromkeys(key.model for key in groups))
+    columns = min(4, len(models))
+    lines = -(-len(models) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(4.4 * columns, 3.6 * lines), layout="constrained", squeeze=False
+    )
+    panels = dict(zip(models, axes.flat, strict=False))
+    labelled: dict[str, object] = {}  # A label of the legend -> the first thing that is drawn for the label.
+    for key, points in groups.items():
+        color = COLORS.get(key.dtype, "black")
+        label = f"fastvit.convert by budget, {key.dtype}" + ", compiled" * key.is_compiled
+        draw = _drawer(panels[key.model], labelled, color)
+        draw(select_curve(points), label, "o", "--" if key.is_compiled else "-")
+        for point in points:
+            if point.contender in OTHERS:
+                name, marker = OTHERS[point.contender]
+                draw([point], name + ", compiled" * key.is_compiled, marker, "")
+    for model, panel in panels.items():
+        panel.set_title(model, fontsize=9)
+        panel.set_xlabel("peak of a step, eager = 1", fontsize=8)
+        panel.set_ylabel("time of a step, eager = 1", fontsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in list(axes.flat)[len(models) :]:
+        panel.remove()
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def _drawer(panel, labelled: dict[str, object], color: str) -> Callable[..., None]:
+    def draw(points: list[CurvePoint], label: str, marker: str, line: str) -> None:
+        peaks, times = [point.peak for point in points], [point.time for point in points]
+        (drawn,) = panel.plot(peaks, times, marker=marker, linestyle=line, color=color, markersize=4)
+        if not line:
+            drawn.set_markerfacecolor("white")
+        labelled.setdefault(label, drawn)
+
+    return draw
