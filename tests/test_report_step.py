@@ -42,7 +42,8 @@ def vit():
 
 def resnet():
     torch.manual_seed(0)
-    return nn.Sequential(*(Stage(16) for _ in range(4))), torch.randn(8, 16, 28, 28)
+    # For smaller batches oneDNN's convolutions allocate less than on paper.
+    return nn.Sequential(*(Stage(16) for _ in range(4))), torch.randn(16, 16, 28, 28)
 
 
 MODELS = pytest.mark.parametrize("make", [vit, resnet])
@@ -197,7 +198,6 @@ class Mean(nn.Module):
 @MODELS
 def test_the_largest_batch_is_that_which_fits(make, monkeypatch):
     model, x = make()
-    x = torch.cat([x, x])  # oneDNN's convolutions allocate less for small batches
     check_batches(monkeypatch, nn.Sequential(model, Mean()), x, "48 MiB")
 
 
