@@ -24,6 +24,7 @@ from .scope_hooks import add_scope_hooks
 from .timeline import Timeline
 
 _MAX_MEASUREMENTS = 4  # of plans, whose peaks on paper are a few percent off
+_NEAR_LEAST = 1.05, 1.12, 1.25  # times the least peak on paper
 _NUM_HOLDERS = 3  # in messages
 
 
@@ -108,30 +109,43 @@ def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arg
         del results
         torch.clear_autocast_cache()
     original = step.plans[0]
+
+    def measure(plan: Plan) -> int:
+        return runner.measure_step_peak(add_scope_hooks(copied, apply_plan(policy, plan, original)))
+
     if budget.is_least:
-        return apply_plan(policy, step.plans[-1], original)
+        return apply_plan(policy, _find_least(step.plans, measure)[0], original)
     measured_original = runner.measure_original_peak()
     allowed = budget.allowed_bytes(measured_original)
     if allowed >= measured_original:
         return dataclasses.replace(policy, sites=frozenset())
     on_paper = allowed / max(measured_original, 1) * original.peak
     for _ in range(_MAX_MEASUREMENTS):
-        plan = step.choose(on_paper) or step.plans[-1]
-        chosen = apply_plan(policy, plan, original)
-        measured = runner.measure_step_peak(add_scope_hooks(copied, chosen))
-        if measured <= allowed:
-            return chosen
-        if plan is step.plans[-1]:
+        plan = step.choose(on_paper)
+        if plan is None:
             break
-        on_paper = min(plan.peak - 1, plan.peak * allowed / measured)
-    else:
-        plan = step.plans[-1]
-        chosen = apply_plan(policy, plan, original)
-        measured = runner.measure_step_peak(add_scope_hooks(copied, chosen))
+        measured = measure(plan)
         if measured <= allowed:
-            return chosen
+            return apply_plan(policy, plan, original)
+        on_paper = min(plan.peak - 1, plan.peak * allowed / measured)
+    plan, measured = _find_least(step.plans, measure)
+    if measured <= allowed:
+        return apply_plan(policy, plan, original)
     message = describe_least(budget, measured, measured_original, policy)
     raise ValueError(f"convert: {message}; at that peak there are {step.describe_holders(plan)} bytes")
+
+
+def _find_least(plans: list[Plan], measure: Callable[[Plan], int]) -> tuple[Plan, int]:
+    """Returns the plan with the least measured peak, and that peak; of equal ones that with the least work.
+
+    Near the least, peaks on paper are as far from measured ones as from one another.
+    """
+    near = [
+        next(plan for plan in plans if plan.peak <= share * plans[-1].peak) for share in (1, *_NEAR_LEAST)
+    ]
+    measured = {plan.work: (plan, measure(plan)) for plan in near}
+    least = min(peak for _, peak in measured.values())
+    return next(measured[work] for work in sorted(measured) if measured[work][1] <= 1.005 * least)
 
 
 def describe_least(budget: Budget, least: int, original: int, policy: Policy) -> str:

@@ -280,12 +280,12 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
     if y._version and y._base is None and (node := y.grad_fn) is not None:
         # torch adds the bias in place, for other strides.
         OutputInfo.of_node(node).expected_version = y._version
-    weight = get_argument(args, kwargs, 1, "weight")
-    if not weight.requires_grad and _is_frozen(x := get_argument(args, kwargs, 0, "input"), weight):
+    x, weight = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, 1, "weight")
+    if not weight.requires_grad and _is_frozen(x, weight):
         _request_mask(observer, x.grad_fn)
     if observer.scope.policy.level < RecomputeLevel.MATMULS:
         return y
-    bias, weight = get_argument(args, kwargs, 2, "bias"), get_argument(args, kwargs, 1, "weight")
+    bias = get_argument(args, kwargs, 2, "bias")
     y = _store_bias(observer, y, bias, first, "AddmmBackward0", "AddBackward0")
     if not x.requires_grad and weight.is_leaf and (node := _node_of(y, "AddmmBackward0")) is not None:
         # The op saves no weight, because the input needs no gradient.
