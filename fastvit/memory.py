@@ -26,13 +26,18 @@ def live_bytes(work: Callable[[], object], *devices: str | torch.device) -> tupl
     one-time caches are not counted.
     """
     gpus = [device for device in map(torch.device, devices) if device.type == "cuda"]
+
+    def collected() -> object:
+        result = work()
+        gc.collect()
+        return result
+
     gc.collect()
     if not gpus:
-        changes, result = _changes(work)
+        changes, result = _changes(collected)
         return sum(changes), result
     before = sum(map(torch.cuda.memory_allocated, gpus))
-    result = work()
-    gc.collect()
+    result = collected()
     return sum(map(torch.cuda.memory_allocated, gpus)) - before, result
 
 
@@ -72,7 +77,6 @@ def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
         profile.start_trace()
         try:
             result = work()
-            gc.collect()
         finally:
             profile.stop_trace()
     finally:

@@ -5,6 +5,8 @@ blocks.py          which modules have a scope of their own
 scope_hooks.py     the hooks that open and close scopes, `revert`; hook_visibility.py: who does not see them
 budget.py          which sites meet a budget; budget_hook.py: planned in a training step
 memory_report.py   what a training forward keeps
+step_memory.py     the same over a step, on paper; module_labels.py, report_pictures.py
+largest_batch.py   which batch fits in given memory
 verification.py    whether a converted model computes the same
 copy_runner.py     forwards of copies, for these; nested_values.py: their arguments
 convert.py         a name in pickles

@@ -183,14 +183,15 @@ class CopyRunner:
                 torch.autograd.backward(results, [torch.ones_like(one) for one in results])
 
         try:
-            for _ in range(2):  # the first one allocates caches
-                with self.preserving_random_state():
-                    arguments = self.copy_inputs()
-                    peak = peak_bytes(step, self.devices[0])
+            with self.preserving_random_state():
+                arguments = self.copy_inputs()
+                step()  # allocations of caches do not count
+            with self.preserving_random_state():
+                arguments = self.copy_inputs()
+                return peak_bytes(step, self.devices[0])
         finally:
             for hook in hooks:
                 hook.remove()
-        return peak
 
     @contextlib.contextmanager
     def holding_output(self, model: nn.Module) -> Iterator[Arguments]:

@@ -106,14 +106,14 @@ def copy_arguments(
         memo[id(value)] = copied
         return copied
 
-    copied = [copy_value(name, value) for name, value in _name_arguments(model, arguments)]
+    copied = [copy_value(name, value) for name, value in name_arguments(model, arguments)]
     args, kwargs = arguments
     return tuple(copied[: len(args)]), dict(zip(kwargs, copied[len(args) :], strict=True))
 
 
 def refuse_iterators(caller: str, model: nn.Module, arguments: Arguments) -> None:
     """Raises TypeError where an argument is or has an iterator, which a forward of a copy would use up."""
-    for name, value in _name_arguments(model, arguments):
+    for name, value in name_arguments(model, arguments):
         for part in _walk(value):
             if hasattr(type(part), "__next__"):
                 what = "is" if part is value else "has"
@@ -124,7 +124,7 @@ def refuse_iterators(caller: str, model: nn.Module, arguments: Arguments) -> Non
                 )
 
 
-def _name_arguments(model: nn.Module, arguments: Arguments) -> list[tuple[str, object]]:
+def name_arguments(model: nn.Module, arguments: Arguments) -> list[tuple[str, object]]:
     """Returns arguments with what messages call them: by the forward's parameters where it has names."""
     args, kwargs = arguments
     names: list[object] = list(range(1, len(args) + 1))

@@ -1,0 +1,113 @@
+"""Pictures of a `Report`: lines of text that show bytes over a step, and an image with the tensors too."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_FORWARD_COLUMNS, _BACKWARD_COLUMNS = 14, 28  # with labels and bytes 72 columns at most
+_BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
+_COLORS = ("#8b949e", "#1f77b4", "#2ca02c")
+
+
+class Bar(NamedTuple):
+    """Bytes of the tensors of one kind."""
+
+    label: str
+    kept_bytes: int
+    rebuilt_bytes: int
+
+
+def format_bytes(count: float) -> str:
+    """Returns bytes in MiB, and small ones in KiB."""
+    return f"{count / 2**20:.1f} MiB" if count >= 2**18 else f"{count / 2**10:.1f} KiB"
+
+
+def draw_timelines(timelines: Mapping[str, Sequence[int]]) -> list[str]:
+    """Returns a line of characters for each timeline, their heights as shares of the largest value."""
+    top = max(map(max, timelines.values()))
+    characters = _BLOCKS if _prints_blocks() else _ASCII
+    width = max(map(len, timelines))
+    lines = [f"{'on paper':{width}}  {'forward':{_FORWARD_COLUMNS}}|{'backward':{_BACKWARD_COLUMNS}}|  peak"]
+    for name, memory in timelines.items():
+        length = len(memory) // 3
+        parts = (
+            "".join(characters[-(-(len(characters) - 1) * one // top) if top else 0] for one in columns)
+            for columns in (
+                _find_maxima(memory[:length], _FORWARD_COLUMNS),
+                _find_maxima(memory[length:], _BACKWARD_COLUMNS),
+            )
+        )
+        lines.append(f"{name:{width}}  {'|'.join(parts)}|  {format_bytes(max(memory))}")
+    return lines
+
+
+def _prints_blocks() -> bool:
+    try:
+        _BLOCKS.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeError, LookupError):
+        return False
+    return True
+
+
+def _find_maxima(memory: Sequence[int], count: int) -> list[int]:
+    """Returns the largest values of `count` parts of equal length."""
+    size = len(memory)
+    return [
+        max(memory[i * size // count : max((i + 1) * size // count, i * size // count + 1)])
+        for i in range(count)
+    ]
+
+
+def plot_report(
+    path: str | Path, title: str, timelines: Mapping[str, Sequence[int]], bars: Sequence[Bar]
+) -> None:
+    """Draws bytes over a step, if there are timelines, and bars to an image file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        where = "pip install matplotlib, or in fastvit's sources pip install '.[train]'"
+        raise ImportError(f"Report.plot needs matplotlib: {where} ({error})") from error
+
+    heights = [3.0] * bool(timelines) + [0.8 + 0.3 * len(bars)]
+    figure = Figure(figsize=(10, 0.8 + sum(heights)), layout="constrained")
+    axes = figure.subplots(len(heights), height_ratios=heights, squeeze=False)[:, 0]
+    if timelines:
+        _plot_timelines(axes[0], timelines)
+    _plot_bars(axes[-1], bars)
+    for axis in axes:
+        axis.legend(fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=8)  # the axes would cut off a title
+    figure.savefig(path, dpi=110)
+
+
+def _plot_timelines(axis, timelines: Mapping[str, Sequence[int]]) -> None:
+    for color, (name, memory) in zip(_COLORS, timelines.items(), strict=False):
+        length = len(memory) // 3
+        times = [(slot + 0.5) / length for slot in range(len(memory))]  # the forward ends at 1
+        mebibytes = [one / 2**20 for one in memory]
+        axis.plot(times, mebibytes, label=f"{name}: {format_bytes(max(memory))}", color=color, linewidth=1.2)
+        axis.fill_between(times, mebibytes, color=color, alpha=0.12, linewidth=0)
+    axis.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xlim(0, 3)
+    axis.set_ylim(0)
+    axis.set_xticks([0.5, 2], ["forward", "backward"], fontsize=8)
+    axis.tick_params(axis="x", length=0)
+    axis.set_ylabel("MiB in a step, on paper", fontsize=8)
+
+
+def _plot_bars(axis, bars: Sequence[Bar]) -> None:
+    kept, rebuilt = [one.kept_bytes / 2**20 for one in bars], [one.rebuilt_bytes / 2**20 for one in bars]
+    axis.barh(range(len(bars)), kept, label="kept", color="#1f77b4")
+    axis.barh(range(len(bars)), rebuilt, label="rebuilt", color="#c9d1d9", left=kept)
+    axis.set_yticks(range(len(bars)), [one.label for one in bars], fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.03 * max(map(sum, zip(kept, rebuilt, strict=True)), default=0) or 1)
+    axis.set_xlabel("MiB for backward", fontsize=8)
