@@ -18,8 +18,7 @@ from fastvit.conversion.budget import StepPlans, recording_policy
 from fastvit.conversion.plan_chain import make_plans
 from fastvit.conversion.scope_hooks import add_scope_hooks
 from fastvit.memory import peak_bytes
-from fastvit.recompute import Policy, RecomputeLevel, observe_saved_tensors
-from fastvit.recompute.step_record import record_step
+from fastvit.recompute import Policy, RecomputeLevel, observe_saved_tensors, record_step
 
 BLOCKS = 6
 

@@ -48,7 +48,7 @@ def test_the_second_step_meets_the_budget(budget, x):
     model = Net(6)
     whole = peak(model, x)
     fastvit.convert(model, budget=budget)
-    assert budget - 0.09 < peak(model, x) / whole < budget + 0.01
+    assert budget - 0.09 < peak(model, x) / whole < 1.05 * budget
     assert fastvit.verify(model, x, dtype=None)
 
 

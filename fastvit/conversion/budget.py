@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..recompute import Policy, RecomputeLevel, observe_saved_tensors
-from ..recompute.step_record import StepRecord, Value, record_step
+from ..recompute import Policy, RecomputeLevel, StepRecord, Value, observe_saved_tensors, record_step
 from .copy_runner import CopyRunner
 from .nested_values import Arguments, tensor_leaves
 from .plan_chain import Plan, make_plans

@@ -9,8 +9,15 @@ from types import FrameType
 import torch
 from torch import nn
 
-from ..recompute import Policy, SavedTensorObserver, active_scope, dynamo_hooks, observe_saved_tensors
-from ..recompute.step_record import StepRecord, record_step
+from ..recompute import (
+    Policy,
+    SavedTensorObserver,
+    StepRecord,
+    active_scope,
+    dynamo_hooks,
+    observe_saved_tensors,
+    record_step,
+)
 from .budget import Budget, StepPlans, apply_plan, describe_least, recording_policy
 from .nested_values import tensor_leaves
 from .scope_hooks import ScopeHook, get_scope_hook

@@ -18,8 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from ..recompute import OpSite, RecomputeLevel
-from ..recompute.step_record import StepRecord, Value
+from ..recompute import OpSite, RecomputeLevel, StepRecord, Value
 from .timeline import Timeline
 
 _MAX_CHOICES = 40  # of a group; to find its sets takes time with the square of it

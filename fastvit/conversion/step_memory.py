@@ -11,8 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from ..recompute import OpSite, SavedTensorObserver
-from ..recompute.step_record import StepRecord, Value, record_step
+from ..recompute import OpSite, SavedTensorObserver, StepRecord, Value, record_step
 from .budget import StepPlans
 from .copy_runner import CopyRunner
 from .module_labels import label_module

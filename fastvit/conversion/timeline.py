@@ -8,7 +8,7 @@ from collections.abc import Collection
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..recompute.step_record import StepRecord, Value
+from ..recompute import StepRecord, Value
 
 
 class Interval(NamedTuple):

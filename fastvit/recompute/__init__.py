@@ -27,6 +27,7 @@ from .scope_stack import (
     reason_no_scope,
     recompute_scope,
 )
+from .step_record import StepRecord, Value, record_step
 
 __all__ = [
     "RecomputeLevel",
@@ -34,11 +35,14 @@ __all__ = [
     "Policy",
     "OpSite",
     "SavedTensorObserver",
+    "StepRecord",
+    "Value",
     "active_scope",
     "close_scope",
     "dynamo_hooks",
     "open_scope",
     "skip_key",
+    "record_step",
     "recompute_scope",
     "observe_saved_tensors",
     "reason_no_scope",

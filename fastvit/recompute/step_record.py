@@ -80,7 +80,7 @@ class StepRecord:
         length: nodes of the forward.
         plans: the last node before each plan of a scope, by which it dropped what is recomputed.
         gradients: of activations.
-        result_bytes: of what the forward returned.
+        result_bytes: of what the forward returned, and no op has saved.
     """
 
     values: list[Value]
@@ -113,7 +113,8 @@ def record_step(
         builder.add_saved(one)
     values = sorted(builder.finish(), key=lambda value: value.created)
     plans = [time - first - 1 for time in observer.plan_times]
-    sizes = {storage_id(one): _nbytes_of_storage(one) for one in results}
+    saved = builder.saved_storages()
+    sizes = {storage_id(one): _nbytes_of_storage(one) for one in results if storage_id(one) not in saved}
     return StepRecord(values, length, plans, _find_gradients(results, first, length), sum(sizes.values()))
 
 
@@ -190,6 +191,10 @@ class _Builder:
             value.owner = one.annotation
         value.created = min(value.created, one.created - self._first)
         value.uses.append(one.time - self._first)
+
+    def saved_storages(self) -> set[int]:
+        """Returns those of the saved tensors that have no recipe."""
+        return {*self._of_memory}
 
     def finish(self) -> list[Value]:
         for value, infos in self._operands:
