@@ -39,7 +39,6 @@ class Value:
         moved: bytes that its op reads and writes.
         flops: of its matrix product, in `dtype`.
         level: the lowest one that repeats its op.
-        is_block_io: whether it goes into a block, or comes out of one.
         owner: what the observer annotated when it was saved first.
     """
 
@@ -54,7 +53,6 @@ class Value:
     flops: int = 0
     dtype: torch.dtype | None = None
     level: RecomputeLevel = RecomputeLevel.CHEAP
-    is_block_io: bool = False
     owner: Any = None
 
     @property
@@ -158,7 +156,6 @@ class _Builder:
                     flops=max(flops, 0),
                     dtype=recipe.dtype,
                     level=RECOMPUTE_RULES.get(info.node_name, (RecomputeLevel.EVERY_OP, None))[0],
-                    is_block_io=info.is_block_io,
                 ),
                 [
                     base.info
