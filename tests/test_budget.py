@@ -1,6 +1,7 @@
 """`convert(budget=)`: the peak of a step that remains, what is chosen, and what cannot be met."""
 
 import copy
+import gc
 import itertools
 import random
 import warnings
@@ -17,7 +18,7 @@ import fastvit
 from fastvit.conversion.budget import StepPlans, recording_policy
 from fastvit.conversion.plan_chain import make_plans
 from fastvit.conversion.scope_hooks import add_scope_hooks
-from fastvit.memory import peak_bytes
+from fastvit.memory import live_bytes, peak_bytes
 from fastvit.recompute import Policy, RecomputeLevel, observe_saved_tensors, record_step
 
 BLOCKS = 6
@@ -262,6 +263,61 @@ def test_attention_with_a_mask(mask, x):
     whole = kept(model, x)
     assert kept(convert_at("least", model), x) < 0.2 * whole
     assert fastvit.verify(model, x, dtype=None)
+
+
+def test_constants_that_recipes_hold_are_on_paper(x):
+    """A constant that a forward makes, and adds, lives as long as the recipe of the sum."""
+
+    class AddsNoise(Block):
+        def forward(self, x):
+            with torch.no_grad():
+                noise = torch.randn(x.shape[0] // 2, *x.shape[1:]).repeat(1, 1, 1)
+            first, second = super().forward(x).chunk(2)
+            return torch.cat([first, (second * 2 + noise[:1]).tanh()])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(AddsNoise() for _ in range(4)))
+    for plan in StepPlans(record(model, x), torch.device("cpu")).plans[::12]:
+        copied = add_scope_hooks(copy.deepcopy(model), Policy(plan.level, sites=plan.sites))
+        assert peak(copied, x) == pytest.approx(plan.peak, rel=0.06)
+
+
+def test_a_plan_holds_nothing_of_the_step_that_it_was_made_from(x):
+    model = fastvit.convert(Net(4), budget="least")
+    gc.collect()
+    gc.disable()
+    try:
+        taken, _ = live_bytes_of_step(model, x)
+    finally:
+        gc.enable()
+    assert taken < x.nbytes
+
+
+def live_bytes_of_step(model, x):
+    def step():
+        model(x).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return live_bytes(step)
+
+
+def test_a_forward_that_returns_nothing_plans(x):
+    class Keeps(Net):
+        def forward(self, x):
+            self.loss = super().forward(x).square().mean()
+
+    model = fastvit.convert(Keeps(4), budget=0.7)
+    for _ in range(2):
+        model(x)
+        model.loss.backward()
+    assert policy(model).sites is not None
+
+
+def test_a_model_with_a_scripted_part(x):
+    model = Net(2)
+    model.blocks[0].act = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    assert fastvit.report(model, x).peak_before > 0
 
 
 def test_under_autocast(x):

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from convert_models import LEVELS, Program, assert_eager_bits, make_step
 from recompute_models import freed
 from torch import nn
 from vit_models import Block, Model, autocast, compared, differing, kept, patches, step
@@ -402,3 +403,19 @@ def test_blocks_of_a_list_can_be_skipped():
     fastvit.convert(blocks(), skip=[("0", "gelu")])
     with pytest.raises(ValueError, match=r"names of blocks \(\['0'\]\), got ''"):
         fastvit.convert(blocks(), skip=[("", "gelu")])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_calls_that_an_observer_must_leave_alone(level):
+    """Linears in inference mode, sums by keywords, and sums with sparse tensors and numbers."""
+
+    def function(m, x):
+        with torch.inference_mode():
+            m.a(x)
+        y = m.a(x)
+        y = torch.add(input=y, other=torch.ones(3, 1)) + torch.sub(input=torch.ones(1), other=y)
+        y = y + torch.eye(3).to_sparse()
+        return torch.add(2, y)
+
+    step = make_step(lambda: Program(function, a=nn.Linear(3, 3)), torch.randn(3, 3))
+    assert_eager_bits(step, **LEVELS[level])

@@ -25,6 +25,7 @@ from .timeline import Timeline
 _MAX_MEASUREMENTS = 4  # of plans, whose peaks on paper are a few percent off
 _NEAR_LEAST = 1.05, 1.12, 1.25  # times the least peak on paper
 _NUM_HOLDERS = 3  # in messages
+GRADIENTS = "gradients of activations and the result"  # what no value of a record holds
 
 
 class Budget(NamedTuple):
@@ -77,7 +78,7 @@ class StepPlans:
 
 def _describe(value: Value | None) -> str:
     if value is None:
-        return "gradients of activations and the result"
+        return GRADIENTS
     return f"{value.name} in {value.site.block or 'the model'}" if value.site else value.name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from types import FrameType
@@ -65,17 +66,18 @@ class BudgetHook(ScopeHook):
         if not self._plannings or active_scope() is not None:
             return
         planning = self._plannings.pop(threading.get_ident(), None)
-        if planning is None or result is None or _is_compiled(module):  # None after an exception
+        if planning is None or _is_compiled(module):
             return
         observer, input_bytes = planning
+        if result is None and sys.exc_info()[0] is not None:  # the forward has raised
+            observer.drop_recipes()
+            return
         inputs, results = tensor_leaves((args, kwargs)), tensor_leaves(result)
         with torch._C.DisableTorchFunction():
             besides = [*module.parameters(), *module.buffers(), *inputs]
             record = record_step(observer, results, besides)
             device = next((one.device for one in results), torch.device("cpu"))
-        if any(
-            value.nbytes for value in record.values
-        ):  # there are none without gradients, or of an empty batch
+        if any(value.nbytes for value in record.values):  # not without gradients, or of an empty batch
             self._plan(module, record, device, input_bytes)
 
     def _plan(self, module: nn.Module, record: StepRecord, device: torch.device, input_bytes: int) -> None:

@@ -51,7 +51,8 @@ def convert(
             str such as "2 GiB". The peak is what a forward and a backward allocate at a time above the model,
             its gradients and the optimizer's state. The budget recomputes as little work as it needs: any op
             that has a rule, up to whole blocks, and several blocks from one input where that has a smaller
-            peak. "least" is the smallest peak. A smaller budget never has a larger peak.
+            peak. "least" is the smallest peak. A smaller budget never has a larger peak on paper; a step is
+            within a few percent of it.
         example_inputs: for a budget: a tensor, a tuple of arguments or a dict of keyword arguments. A forward
             of a copy is recorded, and steps of a copy are measured. Call `convert` as the model is trained,
             under the same autocast. Without them the first forward of the model in training with gradients

@@ -173,14 +173,19 @@ class CopyRunner:
 
     def measure_step_peak(self, model: nn.Module) -> int:
         """Returns the peak bytes of a step above those before it, without what gradients of weights leave."""
-        trained = [p for p in model.parameters() if p.requires_grad]
+        # A copy of a scripted module has parameters that are no leaves.
+        trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
         hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
 
         def step() -> None:
             results = [one for one in tensor_leaves(self.run_forward(model, arguments)) if one.requires_grad]
             torch.clear_autocast_cache()
-            if results:
-                torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+            try:
+                if results:
+                    torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+            except RuntimeError as error:
+                if "a second time" not in str(error):  # a result whose graph the forward has freed
+                    raise
 
         try:
             with self.preserving_random_state():

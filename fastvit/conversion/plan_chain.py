@@ -24,6 +24,7 @@ from .timeline import Timeline
 _MAX_CHOICES = 40  # of a group; to find its sets takes time with the square of it
 _MAX_STEP = 0.01  # between the peaks of neighbours, as a share of the largest one
 _MAX_CHANGES = 64  # of single values
+_MAX_VISITS = 3_000_000  # of values in replays, which take about two seconds per million
 _MAX_SEGMENTS = 64  # of a forward without blocks
 Price = Callable[[Value], float]
 
@@ -82,6 +83,7 @@ class _Search:
     def __init__(self, record: StepRecord, price: Price):
         self._record, self._price = record, price
         self._timeline = Timeline(record)
+        self._replays_left = _MAX_VISITS // max(len(record.values), 1)
         self._groups = _group_choices(record)
         self._sets = [_find_sets(*one, price) for one in self._groups]
         self._taken = [sets[0] for sets in self._sets]  # by each group
@@ -90,12 +92,17 @@ class _Search:
 
     def _add_plan(self, recomputed: frozenset[Value]) -> tuple[list[int], int]:
         """Adds a plan. Returns the bytes in each slot, and the peak."""
+        self._replays_left -= 2
         memory, run = self._timeline.replay(recomputed)
         is_cheap = all(value.level == RecomputeLevel.CHEAP for value in run)
         level = RecomputeLevel.CHEAP if is_cheap else RecomputeLevel.EVERY_OP
         kept, work = self._timeline.count_kept_bytes(recomputed), sum(map(self._price, run))
         self.plans.append(Plan(recomputed, max(memory), kept, work, level))
         return memory, self.plans[-1].peak
+
+    def _replay(self, recomputed: frozenset[Value]) -> list[int]:
+        self._replays_left -= 1
+        return self._timeline.replay(recomputed)[0]
 
     def _take(self, recomputed: frozenset[Value]) -> None:
         self._recomputed = recomputed
@@ -104,7 +111,9 @@ class _Search:
     def take_next_set(self) -> bool:
         """Takes the larger set of a group that frees most for its work at the peak, if there is one."""
         slot = self._memory.index(self._peak)
-        choices = []
+        choices: list[tuple[float, int, int]] = []
+        if self._replays_left < 0:
+            return False
         for number, (sets, now) in enumerate(zip(self._sets, self._taken, strict=True)):
             if any(one.created <= slot <= self._timeline.last_slot(one) for one in sets[-1].values):
                 larger = ((index, one) for index, one in enumerate(sets) if one.freed > now.freed)
@@ -115,7 +124,7 @@ class _Search:
         for _, index, number in sorted(choices):
             chosen = self._sets[number][index]
             recomputed = (self._recomputed - self._taken[number].values) | chosen.values
-            memory, _ = self._timeline.replay(recomputed)
+            memory = self._replay(recomputed)
             if memory[slot] < self._peak and max(memory) <= self._peak:
                 self._taken[number] = chosen
                 self._take(recomputed)
@@ -132,7 +141,7 @@ class _Search:
         for ends in (sorted(set(self._record.plans)), range(0, length, max(1, length // _MAX_SEGMENTS))):
             for stride in range(1, 2 * math.isqrt(len(ends)) + 2):
                 recomputed = self._find_inside(ends[stride - 1 :: stride])
-                if max(self._timeline.replay(recomputed)[0]) < self._peak:
+                if max(self._replay(recomputed)) < self._peak:
                     self._take(recomputed)
 
     def _find_inside(self, ends: Sequence[int]) -> frozenset[Value]:
@@ -145,6 +154,8 @@ class _Search:
 
     def change_one_value(self) -> bool:
         """Keeps or recomputes one value more, so that the peak falls most. Returns whether it does."""
+        if self._replays_left < 0:
+            return False
         slot = self._memory.index(self._peak)
         there = {
             one.value
@@ -152,7 +163,7 @@ class _Search:
             if one.first <= slot <= one.last and one.value is not None and one.value.is_choice
         }
         changes = {value: self._recomputed ^ {value} for value in sorted(there, key=_created)}
-        peaks = {value: max(self._timeline.replay(other)[0]) for value, other in changes.items()}
+        peaks = {value: max(self._replay(other)) for value, other in changes.items()}
         best = min(peaks, key=peaks.__getitem__, default=None)
         if best is None or peaks[best] >= self._peak:
             return False
@@ -165,7 +176,7 @@ class _Search:
         for before, after in itertools.pairwise(plans):
             if before.peak - after.peak > _MAX_STEP * plans[0].peak:
                 mixed = before.recomputed
-                for choices, _ in self._groups:
+                for choices, _ in self._groups if self._replays_left > 0 else ():
                     mixed = (mixed - choices) | (after.recomputed & choices)
                     self._add_plan(mixed)
 
@@ -208,7 +219,7 @@ def _search_sets(choices: list[Value], prices: dict[Value, float]) -> list[_Valu
     """
 
     def make_set(values: Collection[Value]) -> _ValueSet:
-        freed = sum(value.nbytes - value.mask_bytes for value in values)
+        freed = sum(value.nbytes - value.mask_bytes - value.pinned_bytes for value in values)
         return _ValueSet(_sum_work(values, prices), freed, frozenset(values))
 
     found = [make_set(())]

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..recompute import OpSite, SavedTensorObserver, StepRecord, Value, record_step
-from .budget import StepPlans
+from .budget import GRADIENTS, StepPlans
 from .copy_runner import CopyRunner
 from .module_labels import label_module
 from .nested_values import tensor_leaves
 from .plan_chain import Plan
 from .timeline import Timeline
-
-GRADIENTS = "gradients of activations and the result"
 
 
 class StepMemory:

@@ -89,6 +89,8 @@ class Timeline:
                 ]
                 continue
             first, last = min(times), max(times)
+            if value.pinned_bytes:
+                found.append(Interval(value.pinned_bytes, value.created, self._run_slot(last), value))
             remade[first].append(value)
             if value.uses or last > first:
                 stays.add(value)

@@ -27,7 +27,7 @@ from .packed_tensor import PackedTensor, Recomputed
 from .pins import PinnedTensor
 from .policy import Policy, RecomputeLevel
 from .recipe import CallArgs, OutputInfo
-from .storage import storage_id, view_base
+from .storage import has_storage, storage_id, view_base
 from .views import skip_unsafe_view
 from .weak_list import WeakList
 from .write_handlers import get_argument
@@ -277,7 +277,8 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
     y = func(*args, **kwargs)
     if not isinstance(y, Tensor):
         return y
-    if y._version and y._base is None and (node := y.grad_fn) is not None:
+    node = y.grad_fn  # None in inference mode, whose tensors have no version
+    if node is not None and y._version and y._base is None:
         # torch adds the bias in place, for other strides.
         OutputInfo.of_node(node).expected_version = y._version
     x, weight = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, 1, "weight")
@@ -287,8 +288,10 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
         return y
     bias = get_argument(args, kwargs, 2, "bias")
     y = _store_bias(observer, y, bias, first, "AddmmBackward0", "AddBackward0")
-    if not x.requires_grad and weight.is_leaf and (node := _node_of(y, "AddmmBackward0")) is not None:
-        # The op saves no weight, because the input needs no gradient.
+    if observer.scope.policy.level < RecomputeLevel.EVERY_OP or x.requires_grad or not weight.is_leaf:
+        return y
+    # The op saves no weight, because the input needs no gradient.
+    if (node := _node_of(y, "AddmmBackward0")) is not None:
         call = OutputInfo.of_node(node).call
         if call is not None:
             observer.store_call_args(node, call._replace(leaves=(*call.leaves, observer.pin(weight))))
@@ -311,20 +314,21 @@ def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: di
     other = get_argument(args, kwargs, 1, "other")
     if type(other) in (int, float):
         return _store_call_args(observer, func(*args, **kwargs), CallArgs(scalar=other), *_SUMS)
-    if isinstance(other, Tensor):
-        return _sum_with_constant(observer, func, args, kwargs, args[0], other)
-    return _call_with_leaves(observer, func, args, kwargs, (*args[:1], other), *_SUMS)
-
-
-def _sum_with_constant(
-    observer: CallObserver, func: Callable, args: tuple, kwargs: dict, x: Any, other: Tensor
-) -> Any:
-    """Pins a term without gradient, such as a mask of attention, if it is small beside the sum."""
-    constants = [one for one in (x, other) if isinstance(one, Tensor) and not one.requires_grad]
-    if len(constants) != 1 or 2 * constants[0].nbytes > max(x.nbytes, other.nbytes):
-        return _call_with_leaves(observer, func, args, kwargs, (x, other), *_SUMS)
-    call = CallArgs(bias=observer.pin(constants[0]), leaves=_pinned_leaves(observer, (x, other)))
+    terms = get_argument(args, kwargs, 0, "input"), other
+    constant = _find_constant(terms) if observer.scope.policy.level >= RecomputeLevel.EVERY_OP else None
+    if constant is None:
+        return _call_with_leaves(observer, func, args, kwargs, terms, *_SUMS)
+    call = CallArgs(bias=observer.pin(constant), leaves=_pinned_leaves(observer, terms))
     return _store_call_args(observer, func(*args, **kwargs), call, *_SUMS)
+
+
+def _find_constant(terms: tuple) -> Tensor | None:
+    """Returns the term without gradient, such as a mask of attention, if it is small beside the other one."""
+    if not all(isinstance(one, Tensor) and has_storage(one) and not one.is_nested for one in terms):
+        return None
+    constant, other = sorted(terms, key=lambda one: one.requires_grad)
+    is_small = other.requires_grad and not constant.requires_grad and 2 * constant.nbytes <= other.nbytes
+    return constant if is_small else None
 
 
 def _call_with_leaves(

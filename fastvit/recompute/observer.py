@@ -60,7 +60,8 @@ class SeenTensor(NamedTuple):
 
 
 class SavedTensorObserver:
-    """Sees what ops save. Holds neither the tensors nor what is packed, but for operands of unused recipes.
+    """Sees what ops save. Holds neither the tensors nor what is packed, but until `drop_recipes` is called
+    the operands of unused recipes.
 
     Args:
         annotate: returns what is to be remembered of a tensor.
@@ -83,9 +84,13 @@ class SavedTensorObserver:
         """Called after each plan of a scope."""
         self.plan_times.append(_get_sequence_nr())
 
-    def last_time(self) -> int:
+    def next_time(self) -> int:
         """Returns the number that the next node gets."""
         return _get_sequence_nr()
+
+    def drop_recipes(self) -> None:
+        """Drops unused recipes, which hold tensors. The scope holds the observer."""
+        self.unused_recipes.clear()
 
     def seen_tensors(self) -> list[SeenTensor]:
         """Returns those that are alive."""

@@ -53,12 +53,13 @@ def _sum_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]
         alpha = reader.attribute("alpha")
         if reader.edges[1][0] is None and (number := reader.call_args().scalar) is not None:
             return lambda t: function(t, number, alpha=alpha), (reader.graph_operand(0),)
-        arguments = (
-            *[reader.bias(i) if reader.edges[i][0] is None else reader.graph_operand(i) for i in (0, 1)],
-        )
-        if None in arguments:
-            raise NotRecomputable("the call was not seen")
-        return function if alpha == 1 else partial(function, alpha=alpha), arguments
+        operands = [
+            reader.bias(i) if node is None else reader.graph_operand(i)
+            for i, (node, _) in enumerate(reader.edges)
+        ]
+        if None in operands:
+            raise NotRecomputable("a term of the sum that no op has made is not kept")
+        return function if alpha == 1 else partial(function, alpha=alpha), tuple(operands)
 
     return rule
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from .masks import BitMask
 from .observer import SavedTensorObserver, SeenTensor
 from .packed_tensor import Kept, PackedTensor, Recomputed
+from .pins import PinnedTensor
 from .policy import OpSite, RecomputeLevel, display_op_name
 from .recipe import OutputInfo, Recipe, base_of
 from .recompute_rules import RECOMPUTE_RULES
@@ -35,6 +36,7 @@ class Value:
         site: by which a policy chooses to recompute it; None where it is kept in any case, or never kept.
         uses: when ops saved it, in order. Empty where only recipes read it.
         operands: what its op reads, of the values that may be recomputed.
+        pinned_bytes: of tensors that a recipe holds and no op has saved, such as a mask of attention.
         mask_bytes: of the bit mask that stays in place of it; 0 where it is recomputed.
         moved: bytes that its op reads and writes.
         flops: of its matrix product, in `dtype`.
@@ -48,6 +50,7 @@ class Value:
     site: OpSite | None = None
     uses: list[int] = field(default_factory=list)
     operands: list[Value] = field(default_factory=list)
+    pinned_bytes: int = 0
     mask_bytes: int = 0
     moved: int = 0
     flops: int = 0
@@ -99,7 +102,7 @@ def record_step(
         besides: tensors whose memory does not count, such as parameters.
     """
     results, first = list(results), observer.first_time
-    length = max(observer.last_time() - first, 1)
+    length = max(observer.next_time() - first, 1)
     builder = _Builder(first, {0, *map(storage_id, besides)})
     seen = observer.seen_tensors()
     for recipe in (
@@ -107,6 +110,7 @@ def record_step(
         *(one.packed.state.recipe for one in seen if isinstance(one.packed.state, Recomputed)),
     ):
         builder.add_recipe(recipe)
+    observer.drop_recipes()
     for one in seen:
         builder.add_saved(one)
     values = sorted(builder.finish(), key=lambda value: value.created)
@@ -145,25 +149,23 @@ class _Builder:
             if inner.info.as_strided_args is None:  # whose costs the recipe's have
                 moved, flops = moved - inner.bytes_moved, flops - inner.flops
         bases = [base_of(operand) for operand in recipe.operands]
-        self._operands.append(
-            (
-                value := Value(
-                    recipe.size,
-                    recipe.time - self._first,
-                    display_op_name(info.node_name),
-                    info.site,
-                    moved=max(moved, 0),
-                    flops=max(flops, 0),
-                    dtype=recipe.dtype,
-                    level=RECOMPUTE_RULES.get(info.node_name, (RecomputeLevel.EVERY_OP, None))[0],
-                ),
-                [
-                    base.info
-                    for base in bases
-                    if isinstance(base, (Recipe, PackedTensor)) and base.info is not None
-                ],
-            )
+        pins = [base.tensor for base in bases if isinstance(base, PinnedTensor) and not base.is_copy]
+        level = RECOMPUTE_RULES.get(info.node_name, (RecomputeLevel.EVERY_OP, None))[0]
+        value = Value(
+            recipe.size,
+            recipe.time - self._first,
+            display_op_name(info.node_name),
+            info.site,
+            pinned_bytes=sum(
+                one.nbytes for one in pins if one is not None and storage_id(one) not in self._others
+            ),
+            moved=max(moved, 0),
+            flops=max(flops, 0),
+            dtype=recipe.dtype,
+            level=RecomputeLevel.EVERY_OP if pins else level,
         )
+        read = [base for base in bases if isinstance(base, (Recipe, PackedTensor))]
+        self._operands.append((value, [base.info for base in read if base.info is not None]))
         self._of_info[info] = value
 
     def add_saved(self, one: SeenTensor) -> None:
