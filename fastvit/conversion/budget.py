@@ -8,6 +8,7 @@ import functools
 import math
 import re
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ from .plan_chain import Plan, make_plans
 from .scope_hooks import add_scope_hooks
 from .timeline import Timeline
 
-_MAX_MEASUREMENTS = 4  # of plans, whose peaks on paper are a few percent off
 _NEAR_LEAST = 1.05, 1.12, 1.25  # times the least peak on paper
 _NUM_HOLDERS = 3  # in messages
 GRADIENTS = "gradients of activations and the result"  # what no value of a record holds
@@ -119,15 +119,10 @@ def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arg
     allowed = budget.allowed_bytes(measured_original)
     if allowed >= measured_original:
         return dataclasses.replace(policy, sites=frozenset())
-    on_paper = allowed / max(measured_original, 1) * original.peak
-    for _ in range(_MAX_MEASUREMENTS):
-        plan = step.choose(on_paper)
-        if plan is None:
-            break
-        measured = measure(plan)
-        if measured <= allowed:
-            return apply_plan(policy, plan, original)
-        on_paper = min(plan.peak - 1, plan.peak * allowed / measured)
+    # The bisection of a smaller budget takes the same plans or later ones.
+    number = bisect_left(range(len(step.plans)), True, key=lambda i: measure(step.plans[i]) <= allowed)
+    if number < len(step.plans):
+        return apply_plan(policy, step.plans[number], original)
     plan, measured = _find_least(step.plans, measure)
     if measured <= allowed:
         return apply_plan(policy, plan, original)
