@@ -1,7 +1,12 @@
 """A small ViT whose layers are the block's own, for the tests of `report`, `verify` and budgets."""
 
+import copy
+
+import torch
 import torch.nn.functional as F
 from torch import nn
+
+from fastvit.memory import peak_bytes
 
 WIDTH = 64
 
@@ -38,3 +43,18 @@ def holding(model, x):
     """A model that holds a tensor of a graph, which cannot be copied."""
     model.last = model(x)
     return model
+
+
+def peak(model, x):
+    """The peak of a step of a copy. Gradients of weights are freed at once."""
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    def step():
+        y = copied(x)
+        y.backward(torch.ones_like(y))
+
+    step()
+    step()
+    return peak_bytes(step)

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from convert_models import convert_at
-from report_models import WIDTH, Block, Net, holding
+from report_models import WIDTH, Block, Net, holding, peak
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vit_models import kept
@@ -18,7 +18,7 @@ import fastvit
 from fastvit.conversion.budget import StepPlans, recording_policy
 from fastvit.conversion.plan_chain import make_plans
 from fastvit.conversion.scope_hooks import add_scope_hooks
-from fastvit.memory import live_bytes, peak_bytes
+from fastvit.memory import live_bytes
 from fastvit.recompute import Policy, RecomputeLevel, observe_saved_tensors, record_step
 
 BLOCKS = 6
@@ -32,21 +32,6 @@ def x():
 
 def policy(model):
     return next(hook.policy for hook in model._forward_pre_hooks.values())
-
-
-def peak(model, x):
-    """The peak of a step. Gradients of weights are freed at once."""
-    copied = copy.deepcopy(model)
-    for parameter in copied.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-
-    def step():
-        y = copied(x)
-        y.backward(torch.ones_like(y))
-
-    step()
-    step()
-    return peak_bytes(step)
 
 
 def record(model, x):

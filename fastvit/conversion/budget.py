@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..recompute import Policy, RecomputeLevel, StepRecord, Value, observe_saved_tensors, record_step
+from ..recompute import Policy, RecomputeLevel, StepRecord, Value, observe_saved_tensors
 from .copy_runner import CopyRunner
-from .nested_values import Arguments, tensor_leaves
+from .nested_values import Arguments
 from .plan_chain import Plan, make_plans
 from .scope_hooks import add_scope_hooks
 from .timeline import Timeline
@@ -67,12 +67,9 @@ class StepPlans:
 
     def describe_holders(self, plan: Plan) -> str:
         """Returns what holds most at the peak of a plan."""
-        timeline = Timeline(self.record)
-        memory, _ = timeline.replay(plan.recomputed)
-        slot, sizes = memory.index(max(memory)), Counter[str]()
-        for nbytes, first, last, value in timeline.find_intervals(plan.recomputed)[0]:
-            if first <= slot <= last:
-                sizes[_describe(value)] += nbytes
+        sizes = Counter[str]()
+        for one in Timeline(self.record).find_peak(plan.recomputed):
+            sizes[_describe(one.value)] += one.nbytes
         return ", ".join(f"{name}: {nbytes}" for name, nbytes in sizes.most_common(_NUM_HOLDERS))
 
 
@@ -101,13 +98,8 @@ def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arg
     """
     runner = CopyRunner("convert", model, arguments)
     copied = add_scope_hooks(runner.training_copy(), recording_policy(policy))
-    with observe_saved_tensors(lambda _: None) as observer, runner.preserving_random_state():
-        given = runner.copy_inputs()
-        results = tensor_leaves(runner.run_forward(copied, given))
-        besides = [*copied.parameters(), *copied.buffers(), *tensor_leaves(given)]
-        step = StepPlans(record_step(observer, results, besides), runner.devices[0])
-        del results
-        torch.clear_autocast_cache()
+    record = runner.record_step(copied, observe_saved_tensors(lambda _: None))
+    step = StepPlans(record, runner.devices[0])
     original = step.plans[0]
 
     def measure(plan: Plan) -> int:

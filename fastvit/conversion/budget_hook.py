@@ -21,7 +21,7 @@ from ..recompute import (
 )
 from .budget import Budget, StepPlans, apply_plan, describe_least, recording_policy
 from .nested_values import tensor_leaves
-from .scope_hooks import ScopeHook, get_scope_hook
+from .scope_hooks import ScopeHook, change_policies, get_scope_hook
 
 
 class BudgetHook(ScopeHook):
@@ -102,13 +102,8 @@ class BudgetHook(ScopeHook):
     def replace_policies(self, module: nn.Module, policy: Policy) -> None:
         """Gives the hooks that share this hook's policy another one."""
         before = self.policy
-        if policy == before:
-            return
-        for inner in module.modules():
-            hook = get_scope_hook(inner)
-            if hook is not None and hook.policy is before:
-                hook.policy = policy
-                dynamo_hooks.set_options(inner, policy)
+        if policy != before:
+            change_policies(module, lambda one: policy if one is before else one)
 
 
 def _is_compiled(module: nn.Module) -> bool:

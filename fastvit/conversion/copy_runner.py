@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, distributed, nn
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from .._checks import check_module
 from .._norm import SharesGroup
 from ..memory import live_bytes, peak_bytes
-from ..recompute import active_scope
+from ..recompute import SavedTensorObserver, StepRecord, active_scope, record_step
 from .nested_values import Arguments, copy_arguments, refuse_iterators, tensor_leaves
 from .scope_hooks import revert
 
@@ -166,6 +167,23 @@ class CopyRunner:
 
             torch.clear_autocast_cache()
             return live_bytes(work, *self.devices)[0]
+
+    def record_step(
+        self, model: nn.Module, observing: AbstractContextManager[SavedTensorObserver]
+    ) -> StepRecord:
+        """Returns the record of a step of a copy, whose scopes recompute all that can be.
+
+        Args:
+            model: the copy.
+            observing: observes saved tensors.
+        """
+        with observing as observer, self.preserving_random_state():
+            arguments = self.copy_inputs()
+            results = tensor_leaves(self.run_forward(model, arguments))
+            besides = [*model.parameters(), *model.buffers(), *tensor_leaves(arguments)]
+            record = record_step(observer, results, besides)
+            torch.clear_autocast_cache()
+        return record
 
     def measure_original_peak(self) -> int:
         """Returns the peak of a step of a copy that is neither converted nor fused."""

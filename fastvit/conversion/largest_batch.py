@@ -131,7 +131,7 @@ class BatchSearch:
         for _ in range(_MAX_PLANS):
             distance = (max(batch, best) - large) / (large - small)
             record = extrapolate_record(steps[0].record, steps[1].record, distance)
-            other = StepMemory(record, steps[1].weight_gradients).find_least_plan(self._runner.devices[0])
+            other = StepMemory(record).find_least_plan(self._runner.devices[0])
             found = self._find_on_paper(steps, other)
             if found <= best:
                 break

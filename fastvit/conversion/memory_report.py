@@ -6,8 +6,8 @@ import dataclasses
 import gc
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,10 +15,9 @@ from ..fuse import is_fused
 from ..recompute import (
     OpSite,
     Policy,
-    RecomputeLevel,
     SavedMemory,
-    dynamo_hooks,
 )
+from .budget import recording_policy
 from .budget_hook import find_budget_hooks, freeze_budgets
 from .convert_model import ensure_converted
 from .copy_runner import CopyRunner
@@ -26,8 +25,8 @@ from .largest_batch import BatchSearch, parse_memory
 from .module_labels import observe_modules
 from .nested_values import tensor_leaves
 from .report_pictures import Bar, draw_timelines, format_bytes, plot_report
-from .scope_hooks import add_scope_hooks, get_scope_hook, is_converted, revert
-from .step_memory import StepMemory, record_step_memory
+from .scope_hooks import add_scope_hooks, change_policies, is_converted, revert
+from .step_memory import StepMemory
 
 _SHOWN = 0.005  # smallest share of all bytes that has a line in the table
 _NUM_HOLDERS = 4  # modules that a line names at a peak
@@ -251,7 +250,7 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
         peaks = {"as it was": search.run_sizes(lambda: runner.measure_step_peak(original))}
         del original
         peaks["as converted"] = search.run_sizes(lambda: runner.measure_step_peak(copied))
-    _change_policies(copied, level=RecomputeLevel.EVERY_OP, sites=None)
+    change_policies(copied, recording_policy)
     steps = _record_steps(runner, copied)
     plan = steps["least"].find_least_plan(runner.devices[0])
     chosen = {"as it was": frozenset[OpSite](), "as converted": sites, "least": plan.sites}
@@ -265,7 +264,7 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
             if name == "least":
                 plan = search.find_least_plan(pair, plan, batches["as converted"])
                 chosen[name] = plan.sites
-                _change_policies(copied, level=plan.level, sites=plan.sites)
+                change_policies(copied, partial(dataclasses.replace, level=plan.level, sites=plan.sites))
                 peaks[name] = search.run_sizes(lambda: runner.measure_step_peak(copied))
             lines = few[name].replay(chosen[name]), many[name].replay(chosen[name])
             batches[name] = search.find_batch(peaks[name], lines, many[name].weight_gradients)
@@ -298,19 +297,11 @@ def _convert_copy(runner: CopyRunner) -> nn.Module:
 
 def _record_steps(runner: CopyRunner, copied: nn.Module) -> dict[str, StepMemory]:
     """Returns steps on paper: of the original model and, twice, of a copy that recomputes all that can be."""
-    step = original = record_step_memory(runner, copied, observe_modules(copied, {}))
+    step = original = StepMemory(runner.record_step(copied, observe_modules(copied, {})))
     if is_fused(runner.model):
-        reverted = add_scope_hooks(revert(runner.training_copy()), Policy(RecomputeLevel.EVERY_OP))
-        original = record_step_memory(runner, reverted, observe_modules(reverted, {}))
+        reverted = add_scope_hooks(revert(runner.training_copy()), recording_policy(Policy()))
+        original = StepMemory(runner.record_step(reverted, observe_modules(reverted, {})))
     return {"as it was": original, "as converted": step, "least": step}
-
-
-def _change_policies(model: nn.Module, **changes: Any) -> None:
-    for module in model.modules():
-        hook = get_scope_hook(module)
-        if hook is not None:
-            hook.policy = dataclasses.replace(hook.policy, **changes)
-            dynamo_hooks.set_options(module, hook.policy)
 
 
 def _group_rows(decisions: list[SavedMemory]) -> list[TensorReport]:

@@ -92,17 +92,17 @@ class _Search:
 
     def _add_plan(self, recomputed: frozenset[Value]) -> tuple[list[int], int]:
         """Adds a plan. Returns the bytes in each slot, and the peak."""
-        self._replays_left -= 2
-        memory, run = self._timeline.replay(recomputed)
+        self._replays_left -= 1
+        intervals, run = self._timeline.find_intervals(recomputed)
+        memory, kept = self._timeline.sum_bytes(intervals), self._timeline.count_kept_bytes(intervals)
         is_cheap = all(value.level == RecomputeLevel.CHEAP for value in run)
         level = RecomputeLevel.CHEAP if is_cheap else RecomputeLevel.EVERY_OP
-        kept, work = self._timeline.count_kept_bytes(recomputed), sum(map(self._price, run))
-        self.plans.append(Plan(recomputed, max(memory), kept, work, level))
+        self.plans.append(Plan(recomputed, max(memory), kept, sum(map(self._price, run)), level))
         return memory, self.plans[-1].peak
 
     def _replay(self, recomputed: frozenset[Value]) -> list[int]:
         self._replays_left -= 1
-        return self._timeline.replay(recomputed)[0]
+        return self._timeline.replay(recomputed)
 
     def _take(self, recomputed: frozenset[Value]) -> None:
         self._recomputed = recomputed
@@ -156,12 +156,8 @@ class _Search:
         """Keeps or recomputes one value more, so that the peak falls most. Returns whether it does."""
         if self._replays_left < 0:
             return False
-        slot = self._memory.index(self._peak)
-        there = {
-            one.value
-            for one in self._timeline.find_intervals(self._recomputed)[0]
-            if one.first <= slot <= one.last and one.value is not None and one.value.is_choice
-        }
+        values = {one.value for one in self._timeline.find_peak(self._recomputed)}
+        there = [value for value in values if value is not None and value.is_choice]
         changes = {value: self._recomputed ^ {value} for value in sorted(there, key=_created)}
         peaks = {value: max(self._replay(other)) for value, other in changes.items()}
         best = min(peaks, key=peaks.__getitem__, default=None)

@@ -95,6 +95,15 @@ def get_scope_hook(module: nn.Module) -> ScopeHook | None:
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ScopeHook)), None)
 
 
+def change_policies(model: nn.Module, change: Callable[[Policy], Policy]) -> None:
+    """Gives each hook in `model` the policy that `change` returns for its own."""
+    for module in model.modules():
+        hook = get_scope_hook(module)
+        if hook is not None and (policy := change(hook.policy)) is not hook.policy:
+            hook.policy = policy
+            dynamo_hooks.set_options(module, policy)
+
+
 def is_converted(model: nn.Module) -> bool:
     """Returns whether there are scopes in `model`."""
     return any(get_scope_hook(module) is not None for module in model.modules())

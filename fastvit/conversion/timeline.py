@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -47,19 +47,40 @@ class Timeline:
         """Returns until when a saved value is held that is kept."""
         return self._run_slot(self._last_time - value.uses[0])
 
-    def count_kept_bytes(self, recomputed: Collection[Value]) -> int:
+    def count_kept_bytes(self, intervals: Iterable[Interval]) -> int:
         """Returns the bytes that a step holds between its forward and its backward."""
         now = self.record.length
-        return sum(one.nbytes for one in self.find_intervals(recomputed)[0] if one.first < now <= one.last)
+        return sum(one.nbytes for one in intervals if one.first < now <= one.last)
 
-    def replay(self, recomputed: Collection[Value]) -> tuple[list[int], list[Value]]:
-        """Returns the bytes in each slot, and the values whose ops run again."""
-        intervals, run = self.find_intervals(recomputed)
+    def replay(self, recomputed: Collection[Value]) -> list[int]:
+        """Returns the bytes in each slot."""
+        return self.sum_bytes(self.find_intervals(recomputed)[0])
+
+    def sum_bytes(self, intervals: Iterable[Interval]) -> list[int]:
+        """Returns the bytes of `intervals` in each slot."""
         changes = [0] * (self.num_slots + 1)
         for nbytes, first, last, _ in intervals:
             changes[first] += nbytes
             changes[last + 1] -= nbytes
-        return list(accumulate(changes[:-1])), run
+        return list(accumulate(changes[:-1]))
+
+    def find_peak(self, recomputed: Collection[Value]) -> list[Interval]:
+        """Returns what a step holds in the first slot with the most bytes."""
+        intervals, _ = self.find_intervals(recomputed)
+        memory = self.sum_bytes(intervals)
+        slot = memory.index(max(memory))
+        return [one for one in intervals if one.first <= slot <= one.last]
+
+    def sum_weight_gradients(self) -> list[int]:
+        """Returns the bytes of the gradients of parameters in each slot.
+
+        In the slot in which a node makes one it is among the gradients of the record.
+        """
+        last = self.num_slots - 1
+        slots = (
+            (one.nbytes, min(self._run_slot(one.first) + 1, last)) for one in self.record.weight_gradients
+        )
+        return self.sum_bytes(Interval(nbytes, slot, last, None) for nbytes, slot in slots)
 
     def find_intervals(self, recomputed: Collection[Value]) -> tuple[list[Interval], list[Value]]:
         """Returns what a step holds, and the values whose ops run again.

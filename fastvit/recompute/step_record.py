@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .masks import BitMask
 from .observer import SavedTensorObserver, SeenTensor
@@ -65,7 +66,7 @@ class Value:
 
 
 class Gradient(NamedTuple):
-    """The gradient of an activation: its bytes, and when the backward holds it first and last."""
+    """The bytes of a gradient, and when the backward holds it first and last."""
 
     nbytes: int
     first: int
@@ -80,7 +81,8 @@ class StepRecord:
         values: in the order in which the forward made them.
         length: nodes of the forward.
         plans: the last node before each plan of a scope, by which it dropped what is recomputed.
-        gradients: of activations.
+        gradients: of activations, and of parameters while their nodes run.
+        weight_gradients: of parameters, from the time that makes them to the end of the step.
         result_bytes: of what the forward returned, and no op has saved.
     """
 
@@ -88,6 +90,7 @@ class StepRecord:
     length: int
     plans: list[int]
     gradients: list[Gradient]
+    weight_gradients: list[Gradient]
     result_bytes: int
 
 
@@ -117,7 +120,7 @@ def record_step(
     plans = [time - first - 1 for time in observer.plan_times]
     saved = builder.saved_storages()
     sizes = {storage_id(one): _nbytes_of_storage(one) for one in results if storage_id(one) not in saved}
-    return StepRecord(values, length, plans, _find_gradients(results, first, length), sum(sizes.values()))
+    return StepRecord(values, length, plans, *_find_gradients(results, first, length), sum(sizes.values()))
 
 
 def _nbytes_of_storage(tensor: Tensor) -> int:
@@ -210,8 +213,8 @@ _RESHAPES = "View ReshapeAlias Alias Permute Transpose T Unsqueeze Squeeze Unsaf
 _ALIASES = {*(f"{name}Backward0" for name in _RESHAPES.split()), "SqueezeBackward1", *PASS_THROUGH_NODES}
 
 
-def _find_gradients(results: list[Tensor], start: int, length: int) -> list[Gradient]:
-    """Returns the gradients that the backward holds, by the shapes in autograd's graph."""
+def _find_gradients(results: list[Tensor], start: int, length: int) -> tuple[list[Gradient], list[Gradient]]:
+    """Returns the gradients that the backward holds, by the shapes in autograd's graph; those of weights."""
     times: dict[Any, int] = {}
     waiting = [one.grad_fn for one in results if one.grad_fn is not None]
     while waiting:
@@ -221,6 +224,7 @@ def _find_gradients(results: list[Tensor], start: int, length: int) -> list[Grad
             waiting += [after for after, _ in node.next_functions if after is not None]
     end = 2 * length - 1
     found: list[list[int]] = []  # bytes, first and last
+    of_weights: dict[Parameter, Gradient] = {}
     held: dict[Any, list[list[int]]] = {}  # gradients of the output of a node, until it runs
 
     def add(nbytes: int, first: int, last: int) -> list[int]:
@@ -242,6 +246,8 @@ def _find_gradients(results: list[Tensor], start: int, length: int) -> list[Grad
                 # oneDNN computes a gradient in a layout of its own, and copies it, that of an input twice.
                 add(nbytes if after not in times else 2 * nbytes, now, now)
             if after not in times:  # a parameter
+                if isinstance(weight := getattr(after, "variable", None), Parameter):
+                    of_weights.setdefault(weight, Gradient(weight.nbytes, now, end))
                 if not is_alias:
                     add(nbytes, now, now)
                 continue
@@ -256,7 +262,7 @@ def _find_gradients(results: list[Tensor], start: int, length: int) -> list[Grad
                 others.append(own[0])
             else:
                 others.append(add(nbytes, now, last))
-    return [Gradient(*one) for one in found]
+    return [Gradient(*one) for one in found], list(of_weights.values())
 
 
 def _describe_gradient(metadata: Any) -> tuple[int, bool]:
