@@ -35,8 +35,8 @@ _OLD: dict[str, _New] = {
     ),
     f"abn_reduce(Tensor y, Tensor dy, Tensor saved, {_PARAMETERS}{_ACTIVATION}, Tensor? exchange=None) "
     "-> Tensor": _New("bn_reduce", {"from_output": True}, {"y": "input"}),
-    f"abn_backward(Tensor y, Tensor dy, Tensor saved, Tensor? sums=None, {_PARAMETERS}{_ACTIVATION}{_TRAINING}) "
-    "-> (Tensor, Tensor)": _New(
+    f"abn_backward(Tensor y, Tensor dy, Tensor saved, Tensor? sums=None, {_PARAMETERS}{_ACTIVATION}{_TRAINING})"
+    " -> (Tensor, Tensor)": _New(
         "bn_backward", {"from_output": True}, {"y": "input", "sums": "global_sums"}, (0, 2)
     ),
     f"glu_forward(Tensor a, Tensor b, {_GATE}) -> Tensor": _New("act_forward", {}, {"a": "x", "b": "gate"}),

@@ -197,8 +197,8 @@ def sync_batch_norm(
         process_group: None is the default group, or this process alone when there is none.
 
     Returns:
-        A new tensor of x's dtype and memory format. Saves x for backward (and residual with fuse_relu); inside
-        `fastvit.recompute_scope()` it is rebuilt for later ops that save it. Not differentiable twice.
+        A new tensor of x's dtype and memory format. Saves x for backward, and residual with fuse_relu;
+        inside `fastvit.recompute_scope()` it is rebuilt for later ops that save it. Not differentiable twice.
 
     Raises:
         ValueError: wrong rank, dtype, device or channel count; one value per channel in training where the
@@ -250,8 +250,8 @@ def batch_norm_act(
             elsewhere this has no effect.
         process_group: the ranks that share statistics; None is this process alone.
 
-    Other arguments and errors as in `sync_batch_norm`. Saves x for backward, and residual where the activation's
-    gradient depends on it. torch.compile traces plain torch ops where they compute the same.
+    Other arguments and errors as in `sync_batch_norm`. Saves x for backward, and residual where the
+    activation's gradient depends on it. torch.compile traces plain torch ops where they compute the same.
     """
     tensors = weight, bias, running_mean, running_var, num_batches_tracked
     return normalise(

@@ -1,9 +1,9 @@
 """The raw ops: the memory-bound steps of a batch norm, LayerNorm, activations and gates.
 
-Each op is `torch.ops.fastvit.<name>` for CPU and CUDA, and its `__doc__` begins with its schema (csrc/batch_norm.h,
-layer_norm.h, activation_ops.h), which alone has its arguments' order and defaults. Here are its
-documentation and its fake: what it returns in tracing. None of them is differentiable by itself, nor do they
-raise autograd's version counters of what they write: `fastvit.functional` puts them together.
+Each op is `torch.ops.fastvit.<name>` for CPU and CUDA. Its schema, in csrc/batch_norm.h, layer_norm.h or
+activation_ops.h, alone has the order and the defaults of its arguments; its `__doc__` begins with it. Here
+are its documentation and its fake, which says what it returns in tracing. None of the ops is differentiable
+by itself or raises autograd's version counters of what it writes: `fastvit.functional` puts them together.
 
 Shapes. An activation `x` is `(N, C, *)` with 2 to 5 dimensions, or any layout of them in memory (NCHW,
 channels_last, cropped, transposed); `channel_dim` says which dimension is C, so `(N, L, C)` is
@@ -174,10 +174,10 @@ def bn_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dx, dresidual, local_sums)`: dx = weight * invstd * (dv - sum dv / n - xhat * sum(dv*xhat) / n).
 
-    n is the count in `saved`. Where `global_sums`, `(2C,)`, are None in training, the op computes the sums with
-    the bits of `bn_reduce` and returns them as `local_sums`, which is empty otherwise; on CUDA that is one
-    kernel where the operands fit on chip. Without `training` the statistics were constants, so dx = weight *
-    invstd * dv. dresidual, which is dv, is empty where residual is None. `input` as in `bn_reduce`.
+    n is the count in `saved`. Where `global_sums`, `(2C,)`, are None in training, the op computes the sums
+    with the bits of `bn_reduce` and returns them as `local_sums`, which is empty otherwise; on CUDA that is
+    one kernel where the operands fit on chip. Without `training` the statistics were constants, so dx =
+    weight * invstd * dv. dresidual, which is dv, is empty where residual is None. `input` as in `bn_reduce`.
     """
     return (
         torch.empty_like(input),
