@@ -73,9 +73,9 @@ def match_strides(dy: Tensor, x: Tensor) -> Tensor:
 
 
 class NormFunction(Function):
-    """A normalisation: `apply(x, weight, bias, residual, *running, options, transport)`, no residual in place.
+    """A normalisation: `apply(x, weight, bias, residual, *running, options, transport)`.
 
-    `options` is a `functional.NormOptions`, which has the ops' other arguments.
+    In place there is no residual. `options`, a `functional.NormOptions`, has the ops' other arguments.
     """
 
     fastvit_private: tuple[int, ...] = (4, 5)
@@ -94,16 +94,8 @@ class NormFunction(Function):
         input, weight, bias, residual, saved, tag = ctx.saved_tensors  # input: x, or y in place
         options, transport = ctx.options, ctx.transport
         wants_x, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
-        operands = (
-            input,
-            match_strides(dy, input),
-            saved,
-            weight,
-            bias,
-            residual,
-            *options.tail,
-            options.inplace,
-        )
+        tail = weight, bias, residual, *options.tail, options.inplace
+        operands = input, match_strides(dy, input), saved, *tail
         local_sums = global_sums = dx = dresidual = None
         one_pass = wants_x and options.training and in_one_pass(transport, input)
         if wants_x and options.training and not one_pass:

@@ -1,10 +1,10 @@
-"""Ops by the names and arguments that they had in 0.1, for saved graphs and for scripts; until 0.3.
+"""Old names of ops, for saved graphs and for scripts, with the arguments that they had.
 
 Each warns, and calls an op of `fastvit.ops`.
 """
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,23 +25,21 @@ class _New(NamedTuple):
     results: tuple[int, ...] | None = None  # which of the new op's results, where not all
 
 
-_TRAINING = ", bool training=True"
-_OLD: dict[str, _New] = {
-    f"abn_forward(Tensor x, {_STATISTICS}{_UPDATES}{_ACTIVATION}{_TRAINING}) -> (Tensor, Tensor)": _New(
-        "bn_forward", {"invertible": True}, {}
+_FORWARD = f"{_STATISTICS}{_UPDATES}{_ACTIVATION}, bool training=True"
+_BACKWARD = f"Tensor dy, Tensor saved, Tensor? sums=None, {_PARAMETERS}{_ACTIVATION}, bool training=True"
+_REDUCE = f"Tensor dy, Tensor saved, {_PARAMETERS}{_ACTIVATION}, Tensor? exchange=None"
+_OF_OUTPUT, _OF_Y = {"from_output": True}, {"y": "input", "sums": "global_sums"}
+_OF_GATE = {"a": "x", "b": "gate"}
+_OLD = {
+    f"abn_forward(Tensor x, {_FORWARD}) -> (Tensor, Tensor)": _New("bn_forward", {"invertible": True}, {}),
+    f"abn_forward_(Tensor(a!) x, {_FORWARD}) -> Tensor": _New("bn_forward_inplace", {}, {}),
+    f"abn_reduce(Tensor y, {_REDUCE}) -> Tensor": _New("bn_reduce", _OF_OUTPUT, _OF_Y),
+    f"abn_backward(Tensor y, {_BACKWARD}) -> (Tensor, Tensor)": _New(
+        "bn_backward", _OF_OUTPUT, _OF_Y, results=(0, 2)
     ),
-    f"abn_forward_(Tensor(a!) x, {_STATISTICS}{_UPDATES}{_ACTIVATION}{_TRAINING}) -> Tensor": _New(
-        "bn_forward_inplace", {}, {}
-    ),
-    f"abn_reduce(Tensor y, Tensor dy, Tensor saved, {_PARAMETERS}{_ACTIVATION}, Tensor? exchange=None) "
-    "-> Tensor": _New("bn_reduce", {"from_output": True}, {"y": "input"}),
-    f"abn_backward(Tensor y, Tensor dy, Tensor saved, Tensor? sums=None, {_PARAMETERS}{_ACTIVATION}{_TRAINING})"
-    " -> (Tensor, Tensor)": _New(
-        "bn_backward", {"from_output": True}, {"y": "input", "sums": "global_sums"}, (0, 2)
-    ),
-    f"glu_forward(Tensor a, Tensor b, {_GATE}) -> Tensor": _New("act_forward", {}, {"a": "x", "b": "gate"}),
+    f"glu_forward(Tensor a, Tensor b, {_GATE}) -> Tensor": _New("act_forward", {}, _OF_GATE),
     f"glu_backward(Tensor a, Tensor b, Tensor dy, {_GATE}) -> (Tensor, Tensor)": _New(
-        "act_backward", {}, {"a": "x", "b": "gate"}
+        "act_backward", {}, _OF_GATE
     ),
 }
 NAMES = frozenset(schema.partition("(")[0] for schema in _OLD)
@@ -52,10 +50,10 @@ def _define(schema: str, new: _New) -> None:
     name = _library.define(schema).removeprefix("fastvit::")
     op = getattr(torch.ops.fastvit, new.op).default
     arguments = getattr(torch.ops.fastvit, name).default._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in arguments}
+    defaults: dict[str, Any] = {argument.name: argument.default_value for argument in arguments}
 
     def call(*args, **kwargs):
-        message = f"fastvit: the op {name} is {new.op} since 0.2, and goes with 0.3"
+        message = f"fastvit: the op {name} is {new.op} now; the old name is gone in the next release"
         warnings.warn(message, DeprecationWarning, stacklevel=3)
         named = defaults | dict(zip(defaults, args, strict=False)) | kwargs
         renamed = {new.names.get(argument, argument): value for argument, value in named.items()}

@@ -86,13 +86,8 @@ def normalise(
     """
     check_tensor(function, x)
     channel_dim = x.dim() - 1 if channel_last else 1
-    return _normalise(
-        x,
-        residual,
-        tensors,
-        process_group,
-        NormOptions(function=function, channel_dim=channel_dim, **options),
-    )
+    given = NormOptions(function=function, channel_dim=channel_dim, **options)
+    return _normalise(x, residual, tensors, process_group, given)
 
 
 def _normalise(x, residual, tensors, process_group, options: NormOptions) -> Tensor:

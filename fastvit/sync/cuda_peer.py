@@ -132,11 +132,10 @@ def load_kernels(device: torch.device) -> None:
             for residual, inplace in ((None, False), (x, False), (None, True)):
                 forward = ops.bn_forward_inplace if inplace else ops.bn_forward
                 saved = forward(x, residual=residual, moments=moments)
-                given = {"residual": residual, "from_output": inplace}
-                operands = x, x, saved if inplace else saved[1]
-                reduce = functools.partial(ops.bn_reduce, *operands, **given)
-                _, sums = alone.sums(lambda exchange, reduce=reduce: reduce(exchange=exchange), tag)
-                ops.bn_backward(*operands, **given, global_sums=sums)
+                saved = saved if inplace else saved[1]
+                arguments = x, x, saved, None, None, residual, "identity", 0.0, 1, inplace
+                _, sums = alone.sums(functools.partial(ops.bn_reduce, *arguments), tag)
+                ops.bn_backward(*arguments, sums)
     for kind in Kind.MOMENTS, Kind.SUMS:
         numbers = torch.zeros(6, device=device)
         alone.share(numbers if kind == Kind.MOMENTS else numbers[None], tag)
