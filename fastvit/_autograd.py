@@ -86,7 +86,7 @@ class NormFunction(Function):
         ctx.options, ctx.transport = options, transport
         if not options.training or in_one_pass(transport, x):
             return None, None
-        return transport.moments(x, options.channel_dim)
+        return transport.moments(x, options.channel_dim(x))
 
     @staticmethod
     @differentiable_once
@@ -94,7 +94,7 @@ class NormFunction(Function):
         input, weight, bias, residual, saved, tag = ctx.saved_tensors  # input: x, or y in place
         options, transport = ctx.options, ctx.transport
         wants_x, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
-        tail = weight, bias, residual, *options.tail, options.inplace
+        tail = weight, bias, residual, *options.tail(input), options.inplace
         operands = input, match_strides(dy, input), saved, *tail
         local_sums = global_sums = dx = dresidual = None
         one_pass = wants_x and options.training and in_one_pass(transport, input)
@@ -118,7 +118,7 @@ class BatchNormFunction(NormFunction):
         moments, tag = NormFunction.moments(ctx, x, options, transport)
         running = mean, var, batches
         y, saved = ops.bn_forward(
-            x, weight, bias, residual, *options.tail, moments, *running, *options.update
+            x, weight, bias, residual, *options.tail(x), moments, *running, *options.update()
         )
         if options.training:
             ops.bump_versions(*running)
@@ -133,7 +133,7 @@ class BatchNormFunction(NormFunction):
         if not options.recompute:
             return None
         return lambda x, weight, bias, residual, saved, _: ops.bn_apply(
-            x, saved, weight, bias, residual, *options.tail
+            x, saved, weight, bias, residual, *options.tail(x)
         )
 
 
@@ -149,7 +149,7 @@ class InPlaceABNFunction(NormFunction):
     def forward(ctx, x, weight, bias, residual, mean, var, batches, options, transport):
         moments, tag = NormFunction.moments(ctx, x, options, transport)
         running = mean, var, batches
-        arguments = x, weight, bias, residual, *options.tail, moments, *running, *options.update
+        arguments = x, weight, bias, residual, *options.tail(x), moments, *running, *options.update()
         if torch.compiler.is_compiling():
             y, saved = ops.bn_forward(*arguments, True)
             ctx.save_for_backward(y, weight, bias, residual, saved, tag)

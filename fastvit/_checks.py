@@ -108,7 +108,7 @@ def check_kernels(name: str, x: Tensor) -> None:
 
 
 def check_input(
-    name: str, x: Tensor, residual: Tensor | None, tensors: tuple[Tensor | None, ...], channel_dim: int
+    name: str, x: Tensor, residual: Tensor | None, tensors: tuple[Tensor | None, ...], channel_last: bool
 ) -> None:
     """Raises ValueError for a wrong shape, dtype or device.
 
@@ -117,6 +117,7 @@ def check_input(
     """
     weight, bias, running_mean, running_var, num_batches_tracked = tensors
     check_dimensions(name, x)
+    channel_dim = x.dim() - 1 if channel_last else 1
     if is_distributed(x):
         raise ValueError(
             f"{name}: the input is a DTensor, whose shards the op cannot read; pass x.to_local(), or keep "
@@ -130,7 +131,8 @@ def check_input(
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != x.shape[channel_dim]):
             raise ValueError(
                 f"{name}: {argument} has shape {tuple(tensor.shape)}, so expected as many channels in "
-                f"dimension {channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)})"
+                f"dimension {channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, "
+                f"{channel_last=})"
             )
     for argument, tensor in (*per_channel.items(), ("num_batches_tracked", num_batches_tracked)):
         if tensor is not None and tensor.device != x.device:

@@ -53,9 +53,9 @@ class NormLayer(_BatchNorm):
         return None
 
     def _normalise(
-        self, x: Tensor, residual: Tensor | None = None, memory: str = "recompute", **options
+        self, x: Tensor, residual: Tensor | None = None, memory: str = "recompute", **own
     ) -> Tensor:
-        """The forward of every layer, by torch BatchNorm's rules; `options` are functional.NormOptions'.
+        """The forward of every layer, by torch BatchNorm's rules; `own` are a layer's own NormOptions.
 
         Batch statistics are used in training, and in evaluation without running statistics. Running
         statistics are updated only in training with track_running_stats.
@@ -87,27 +87,23 @@ class NormLayer(_BatchNorm):
             mean, var, batches, momentum = None, None, None, 0.0
         elif batches is None and momentum is None:  # like torch: without a counter there is no update
             momentum = 0.0
-        training = self.training or mean is None
-        group = self._statistics_group()
-        if group is not None and training and not self.training:
-            if not torch.compiler.is_compiling():
-                sync.check()
-            group = None  # a rank may evaluate alone, as with torch's SyncBatchNorm
-        y = functional.normalise(
-            x,
-            residual,
-            (weight, bias, mean, var, batches),
-            group,
-            "inplace_abn" if inplace else self.function,
-            self.channel_last,
-            training=training,
+        options = functional.NormOptions(
+            function="inplace_abn" if inplace else self.function,
+            training=self.training or mean is None,
             momentum=momentum,
             eps=self.eps,
+            channel_last=self.channel_last,
             inplace=inplace,
             recompute=memory == "recompute",
             layer_number=self.layer_number,
-            **options,
+            **own,
         )
+        group = self._statistics_group()
+        if group is not None and options.training and not self.training:
+            if not torch.compiler.is_compiling():
+                sync.check()
+            group = None  # a rank may evaluate alone, as with torch's SyncBatchNorm
+        y = functional.normalise(x, residual, (weight, bias, mean, var, batches), options, group)
         if inplace:
             self.check_conditioning(x)
         return y

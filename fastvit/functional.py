@@ -50,19 +50,20 @@ class NormOptions(NamedTuple):
     training: bool  # normalises by batch statistics, and updates the running ones
     momentum: float | None
     eps: float
-    channel_dim: int
     activation: str = "identity"
     activation_param: float = 0.0
+    channel_last: bool = False
     inplace: bool = False
     recompute: bool = True  # a recompute scope may make the result again
     layer_number: int = 0  # unique among the layers of this process; ranks compare it
 
-    @property
-    def tail(self) -> tuple[str, float, int]:
-        """The last arguments that the batch-norm ops share."""
-        return self.activation, self.activation_param, self.channel_dim
+    def channel_dim(self, x: Tensor) -> int:
+        return x.dim() - 1 if self.channel_last else 1
 
-    @property
+    def tail(self, x: Tensor) -> tuple[str, float, int]:
+        """The last arguments that the batch-norm ops share."""
+        return self.activation, self.activation_param, x.dim() - 1 if self.channel_last else 1
+
     def update(self) -> tuple[float | None, float, bool]:
         """The last arguments of the forward ops."""
         return self.momentum, self.eps, self.training
@@ -72,48 +73,38 @@ def normalise(
     x: Tensor,
     residual: Tensor | None,
     tensors: tuple[Tensor | None, ...],
+    options: NormOptions,
     process_group: "torch.distributed.ProcessGroup | None",
-    function: str,
-    channel_last: bool = False,
-    **options,
 ) -> Tensor:
     """A normalisation of every kind: all layers, and the functions of this module, call it.
-
-    Args:
-        tensors: weight, bias, running_mean, running_var, num_batches_tracked.
-        process_group: None is this process alone.
-        options: the other fields of NormOptions.
-    """
-    check_tensor(function, x)
-    channel_dim = x.dim() - 1 if channel_last else 1
-    given = NormOptions(function=function, channel_dim=channel_dim, **options)
-    return _normalise(x, residual, tensors, process_group, given)
-
-
-def _normalise(x, residual, tensors, process_group, options: NormOptions) -> Tensor:
-    """`normalise` of x, by options.
 
     With other ranks check_input runs before they send numbers. Otherwise the op checks its arguments before
     it writes. Only after it has raised does check_input run, which takes as long as the op, for an error in
     the layer's words; and only then are strided parameters and buffers copied.
+
+    Args:
+        tensors: weight, bias, running_mean, running_var, num_batches_tracked.
+        process_group: None is this process alone.
     """
+    function = options.function
+    check_tensor(function, x)
     compiling = torch.compiler.is_compiling()
     if (compiling or process_group is not None) and _are_strided(tensors):
-        return _normalise_strided(x, residual, tensors, process_group, options)
+        return _normalise_strided(x, residual, tensors, options, process_group)
     if options.inplace and not compiling:
-        check_may_be_overwritten(options.function, x)
+        check_may_be_overwritten(function, x)
     transport: sync.Transport = sync.LOCAL
     if process_group is not None:
         if options.training:
-            key = sync.LayerKey(options.function, options.layer_number, options.momentum)
+            key = sync.LayerKey(function, options.layer_number, options.momentum)
             transport = sync.transport_for(process_group, key)
         elif not compiling:
             sync.check()  # raises errors of the last exchanges of training
     checked = compiling or transport is not sync.LOCAL or x.dim() < 2
     if checked:
-        check_input(options.function, x, residual, tensors, options.channel_dim)
+        check_input(function, x, residual, tensors, options.channel_last)
     # Not checked with several ranks: others may have values, and counts are not read back to the host.
-    if options.training and transport is sync.LOCAL and x.numel() == x.shape[options.channel_dim]:
+    if options.training and transport is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     weight, bias, *running = tensors
     arguments = x, weight, bias, residual, *running, options, transport
@@ -125,9 +116,9 @@ def _normalise(x, residual, tensors, process_group, options: NormOptions) -> Ten
         return apply_of(InPlaceABNFunction if options.inplace else BatchNormFunction, x)(*arguments)
     except RuntimeError:
         if _are_strided(tensors):
-            return _normalise_strided(x, residual, tensors, process_group, options)
+            return _normalise_strided(x, residual, tensors, options, process_group)
         if not checked:
-            check_input(options.function, x, residual, tensors, options.channel_dim)
+            check_input(function, x, residual, tensors, options.channel_last)
         raise
 
 
@@ -135,13 +126,13 @@ def _are_strided(tensors) -> bool:
     return not all(t is None or t.is_contiguous() for t in tensors)
 
 
-def _normalise_strided(x, residual, tensors, process_group, options) -> Tensor:
+def _normalise_strided(x, residual, tensors, options, process_group) -> Tensor:
     """`normalise` with parameters and buffers of any strides: the ops read and write contiguous ones.
 
     A tensor may be a slice of a matrix, or one number expanded.
     """
     contiguous = tuple(t if t is None else t.contiguous() for t in tensors)
-    y = _normalise(x, residual, contiguous, process_group, options)
+    y = normalise(x, residual, contiguous, options, process_group)
     for buffer, updated in zip(tensors[2:], contiguous[2:], strict=True):
         if options.training and updated is not buffer:
             buffer.copy_(updated)
@@ -157,7 +148,7 @@ def _trace(x, weight, bias, residual, mean, var, batches, options, transport) ->
         return BatchNormFunction.apply(x, weight, bias, residual, mean, var, batches, options, transport)
     if batches is not None:
         batches.add_(1)
-    channel_dim = options.channel_dim
+    channel_dim = options.channel_dim(x)
     moved = x.movedim(channel_dim, 1) if channel_dim != 1 else x
     y = F.batch_norm(moved, mean, var, weight, bias, options.training, options.momentum, options.eps)
     y = y.movedim(1, channel_dim) if channel_dim != 1 else y
@@ -203,18 +194,15 @@ def sync_batch_norm(
             timeout. Nothing is written then.
     """
     tensors = weight, bias, running_mean, running_var, num_batches_tracked
-    return normalise(
-        x,
-        residual,
-        tensors,
-        sync.default_group(process_group),
-        "sync_batch_norm",
-        channel_last,
+    options = NormOptions(
+        function="sync_batch_norm",
+        channel_last=channel_last,
         training=training,
         momentum=momentum,
         eps=eps,
         activation="relu" if fuse_relu else "identity",
     )
+    return normalise(x, residual, tensors, options, sync.default_group(process_group))
 
 
 def batch_norm_act(
@@ -249,13 +237,9 @@ def batch_norm_act(
     activation's gradient depends on it. torch.compile traces plain torch ops where they compute the same.
     """
     tensors = weight, bias, running_mean, running_var, num_batches_tracked
-    return normalise(
-        x,
-        residual,
-        tensors,
-        process_group,
-        "batch_norm_act",
-        channel_last,
+    options = NormOptions(
+        function="batch_norm_act",
+        channel_last=channel_last,
         training=training,
         momentum=momentum,
         eps=eps,
@@ -263,6 +247,7 @@ def batch_norm_act(
         activation_param=check_activation(activation, activation_param),
         recompute=recompute,
     )
+    return normalise(x, residual, tensors, options, process_group)
 
 
 def inplace_abn(
@@ -302,13 +287,9 @@ def inplace_abn(
     if abs_weight and weight is not None:
         weight = absolute_weight(weight, eps)
     tensors = weight, bias, running_mean, running_var, num_batches_tracked
-    return normalise(
-        x,
-        None,
-        tensors,
-        process_group,
-        "inplace_abn",
-        channel_last,
+    options = NormOptions(
+        function="inplace_abn",
+        channel_last=channel_last,
         training=training,
         momentum=momentum,
         eps=eps,
@@ -316,6 +297,7 @@ def inplace_abn(
         activation_param=activation_param,
         inplace=True,
     )
+    return normalise(x, None, tensors, options, process_group)
 
 
 def inplace_abn_sync(
