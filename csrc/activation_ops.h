@@ -23,7 +23,15 @@ void define_activations(Library& m) {
       "float activation_param=0.0) -> (Tensor dx, Tensor dgate)");
 }
 
-struct ActArgs {  // forward: operands 0: x, 1: y, 2: gate; backward: 0: x, 1: dy, 2: dx, 3: gate, 4: dgate
+// The places of operands in a layout.
+struct ActForwardOperand {
+  static constexpr int x = 0, y = 1, gate = 2;
+};
+struct ActBackwardOperand {
+  static constexpr int x = 0, dy = 1, dx = 2, gate = 3, dgate = 4;
+};
+
+struct ActArgs {  // of ActForwardOperand, or ActBackwardOperand
   Layout layout;
   ScalarType dtype;
   int device;

@@ -45,7 +45,18 @@ void define_batch_norm(Library& m) {
 
 // ------------------------------------------------------------------------------------ arguments of kernels
 
-struct BnStatsArgs {  // operand 0: x
+// The places of operands in a layout.
+struct ForwardOperand {
+  static constexpr int x = 0, y = 1, residual = 2;
+};
+struct ReduceOperand {
+  static constexpr int input = 0, dy = 1, residual = 2;
+};
+struct BackwardOperand {
+  static constexpr int input = 0, dy = 1, dx = 2, residual = 3, dresidual = 4;
+};
+
+struct BnStatsArgs {  // of operand x
   Layout layout;
   ScalarType dtype;
   int device;
@@ -64,7 +75,7 @@ struct BnArgs {  // common to the other ops
   double activation_param;
 };
 
-struct BnForwardArgs : BnArgs {  // operands 0: x, 1: y, 2: residual
+struct BnForwardArgs : BnArgs {  // of ForwardOperand
   bool invertible = false;       // |gamma| has a floor, so that x can be recovered from y
   const void* x = nullptr;
   void* y = nullptr;
@@ -79,8 +90,7 @@ struct BnForwardArgs : BnArgs {  // operands 0: x, 1: y, 2: residual
   void* saved = nullptr;  // [2C + 2]
 };
 
-struct BnBackwardArgs : BnArgs {  // operands 0: input, 1: dy, then of reduce 2: residual,
-                                  // and of backward 2: dx, 3: residual, 4: dresidual
+struct BnBackwardArgs : BnArgs {  // of ReduceOperand, or BackwardOperand
   bool from_output = false;       // the input is y, from which x is recovered; else it is x
   const void* input = nullptr;
   const void* dy = nullptr;

@@ -1,8 +1,7 @@
 // act_forward: y = act(x) (* gate). act_backward: dx = dy (* gate) * act'(x), and with a gate
 // dgate = dy * act(x).
 // Memory   reads x (and gate) once, writes y once; backward reads x, dy (and gate) once, writes dx (and
-// dgate)
-//          once. Bandwidth-bound.
+//          dgate) once. Bandwidth-bound.
 // Mapping  operands that lie alike are one plane, others rows or planes, see plan.h; 16-byte loads and
 //          stores, a batch in flight.
 // Numerics fp32 arithmetic (fp64 for double).
@@ -20,14 +19,16 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const auto& args = launched.begin();
   using A = Accumulation<T>;
   constexpr int kOperands = (kBackward ? 3 : 2) + (kGated ? (kBackward ? 2 : 1) : 0);
+  constexpr int kGate = kBackward ? ActBackwardOperand::gate : ActForwardOperand::gate;
+  constexpr int kResult = kBackward ? ActBackwardOperand::dx : ActForwardOperand::y;
   const A param = A(args.activation_param);
   constexpr int U = kOperands > 3 ? kBatch / 2 : kBatch;
   const Work work(args.plan, blockIdx.x);
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U], dy[kBackward ? B::U : 1], gate[kGated ? B::U : 1];
-    batch.template load<kStreaming>(x, args.x, 0);
-    if constexpr (kBackward) batch.template load<kStreaming>(dy, args.dy, 1);
-    if constexpr (kGated) batch.template load<kStreaming>(gate, args.gate, kBackward ? 3 : 2);
+    batch.template load<kStreaming>(x, args.x, ActForwardOperand::x);
+    if constexpr (kBackward) batch.template load<kStreaming>(dy, args.dy, ActBackwardOperand::dy);
+    if constexpr (kGated) batch.template load<kStreaming>(gate, args.gate, kGate);
 #pragma unroll
     for (int j = 0; j < B::U; ++j)
       dispatch_activation_fn<T, true>(args.activation, [&]<class Fn>(Fn) {
@@ -52,8 +53,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
         x[j].pack(v);
         if constexpr (kBackward && kGated) gate[j].pack(factor);
       });
-    batch.store(x, kBackward ? args.dx : args.y, kBackward ? 2 : 1);
-    if constexpr (kBackward && kGated) batch.store(gate, args.dgate, 4);
+    batch.store(x, kBackward ? args.dx : args.y, kResult);
+    if constexpr (kBackward && kGated) batch.store(gate, args.dgate, ActBackwardOperand::dgate);
   });
 }
 

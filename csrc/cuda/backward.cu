@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.input, [&]<class B>(const B& batch) {
     Inputs<T, kVariant, B> inputs;
-    inputs.template load<kNormal, 3>(batch, args);
+    inputs.template load<kNormal, BackwardOperand::residual>(batch, args);
     propagate<kRows>(batch, inputs, constants, correction, args, limit);
   });
 }

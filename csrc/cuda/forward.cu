@@ -83,10 +83,11 @@ __global__ void __launch_bounds__(kThreads, kResident + kOneMore)
 
   walk<kRows, V, kBatch, kOperands, true>(args.plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U], residual[kResidual ? B::U : 1];
-    batch.template load<kStreaming>(x, args.x, 0);
-    if constexpr (kResidual) batch.template load<kStreaming>(residual, args.residual, 2);
+    batch.template load<kStreaming>(x, args.x, ForwardOperand::x);
+    if constexpr (kResidual)
+      batch.template load<kStreaming>(residual, args.residual, ForwardOperand::residual);
     apply<kRows, kResidual>(args, batch, x, residual, affine);
-    batch.store(x, args.y, 1);
+    batch.store(x, args.y, ForwardOperand::y);
   });
 }
 

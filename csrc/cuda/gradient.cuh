@@ -71,11 +71,11 @@ struct Inputs {
   static constexpr bool kResidual = kVariant == Variant::residual;
   Vector<T, B::V> input[B::U], dy[B::U], residual[kResidual ? B::U : 1];
 
-  // The residual is operand kOperand.
+  // The residual is operand kOperand. Reduce and backward have the same places of input and dy.
   template <CacheHint kHint, int kOperand>
   __device__ __forceinline__ void load(const B& batch, const BnBackwardArgs& from) {
-    batch.template load<kHint>(input, from.input, 0);
-    batch.template load<kHint>(dy, from.dy, 1);
+    batch.template load<kHint>(input, from.input, BackwardOperand::input);
+    batch.template load<kHint>(dy, from.dy, BackwardOperand::dy);
     if constexpr (kResidual) batch.template load<kHint>(residual, from.residual, kOperand);
   }
   __device__ __forceinline__ Inputs<T, kVariant, typename B::One> vector(int j) const {
@@ -156,8 +156,8 @@ __device__ __forceinline__ void propagate(const B& batch, Inputs<T, kVariant, B>
       inputs.input[j].pack(in);
       if constexpr (kResidual) inputs.dy[j].pack(g);
     });
-  batch.store(inputs.input, args.dx, 2);
-  if constexpr (kResidual) batch.store(inputs.dy, args.dresidual, 4);
+  batch.store(inputs.input, args.dx, BackwardOperand::dx);
+  if constexpr (kResidual) batch.store(inputs.dy, args.dresidual, BackwardOperand::dresidual);
 }
 
 // f.template operator()<kVariant>() for the op's variant.

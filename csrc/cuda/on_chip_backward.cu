@@ -1,6 +1,7 @@
 // bn_backward without sums: bn_reduce and the op in one launch, for tensors that fit on chip; the same bits
-// as the two ops. Memory   reads x or y, dy (and residual) once; writes dx (and dresidual) once. Mapping
-// block = (tile of channels, slice of their values), see plan.h; a block holds its values in shared
+// as the two ops.
+// Memory   reads x or y, dy (and residual) once; writes dx (and dresidual) once.
+// Mapping  block = (tile of channels, slice of their values), see plan.h; a block holds its values in shared
 //          memory. The slices' blocks wait for each other, tile by tile, so all must be resident.
 // Numerics as bn_reduce and bn_backward.
 // Needs    from y: gamma != 0 (ensured by its floor) and an invertible activation.
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, kResident) on_chip_backward_kernel(
   pick<kRows, V>(constants, table, plan, work);
   walk<kRows, V, U, kOperands, true>(plan, work, args.input, [&]<class B>(const B& batch) {
     Inputs<T, kVariant, B> inputs;
-    inputs.template load<kStreaming, 3>(batch, args);
+    inputs.template load<kStreaming, BackwardOperand::residual>(batch, args);
     cache.put(batch, 0, inputs.input);
     cache.put(batch, 1, inputs.dy);
     if constexpr (kResidual) cache.put(batch, 2, inputs.residual);

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Mine mine(plan, work, args.x);
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U];
-    batch.template load<kStreaming>(x, args.x, 0);
+    batch.template load<kStreaming>(x, args.x, ForwardOperand::x);
     cache.put(batch, 0, x);
     cache.next(batch);
     mine.add(batch, x);
@@ -66,11 +66,12 @@ __global__ void __launch_bounds__(kThreads, kResident)
   cache.rewind();
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U], residual[kResidual ? B::U : 1];
-    if constexpr (kResidual) batch.template load<kStreaming>(residual, args.residual, 2);
+    if constexpr (kResidual)
+      batch.template load<kStreaming>(residual, args.residual, ForwardOperand::residual);
     cache.get(batch, 0, x);
     cache.next(batch);
     apply<kRows, kResidual>(args, batch, x, residual, affine);
-    batch.store(x, args.y, 1);
+    batch.store(x, args.y, ForwardOperand::y);
   });
 }
 

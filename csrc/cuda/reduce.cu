@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   KahanSums<A> running[K];
   walk<kRows, V, U, kOperands, true>(args.plan, work, args.input, [&]<class B>(const B& batch) {
     Inputs<T, kVariant, B> inputs;
-    inputs.template load<kNormal, 2>(batch, args);
+    inputs.template load<kNormal, ReduceOperand::residual>(batch, args);
     add_gradients<T, kRows>(running, batch, constants, args, limit, [&](int j) { return inputs.vector(j); });
   });
 

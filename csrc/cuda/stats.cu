@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Mine mine(args.plan, work, args.x);
   walk<kRows, V, kBatch, 1, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U];
-    batch.load(x, args.x, 0);
+    batch.load(x, args.x, ForwardOperand::x);
     mine.add(batch, x);
   });
 

@@ -52,11 +52,14 @@ struct Kernel {
 
   static void run(const ActParams& args) {
     const bool gated = args.gate;
-    const Operand<T> x(args.x, args.layout, 0), dy(args.dy, args.layout, 1),
-        gate(args.gate, args.layout, 2 + kBackward);
+    const Operand<T> x(args.x, args.layout, ActForwardOperand::x),
+        dy(args.dy, args.layout, ActBackwardOperand::dy),
+        gate(args.gate, args.layout, kBackward ? ActBackwardOperand::gate : ActForwardOperand::gate);
     const Operand<T> in[] = {x, kBackward ? dy : gate, gate};
-    const Operand<T> out[] = {{kBackward ? args.dx : args.y, args.layout, 1 + kBackward},
-                              {args.dgate, args.layout, 4}};
+    const Operand<T> y(args.y, args.layout, ActForwardOperand::y),
+        dx(args.dx, args.layout, ActBackwardOperand::dx),
+        dgate(args.dgate, args.layout, ActBackwardOperand::dgate);
+    const Operand<T> out[] = {kBackward ? dx : y, dgate};
     for_each_span(args, in, 1 + kBackward + gated, out, 1 + (kBackward && gated), spans);
   }
 };

@@ -51,8 +51,11 @@ struct Kernel {
 
   void run() const {
     const Layout& layout = args.layout;
-    const Operand<T> in[] = {{args.input, layout, 0}, {args.dy, layout, 1}, {args.residual, layout, 3}};
-    const Operand<T> out[] = {{args.dx, layout, 2}, {args.dresidual, layout, 4}};
+    const Operand<T> in[] = {{args.input, layout, BackwardOperand::input},
+                             {args.dy, layout, BackwardOperand::dy},
+                             {args.residual, layout, BackwardOperand::residual}};
+    const Operand<T> out[] = {{args.dx, layout, BackwardOperand::dx},
+                              {args.dresidual, layout, BackwardOperand::dresidual}};
     for_each_span(args, in, args.residual ? 3 : 2, out, args.residual ? 2 : 1, spans);
   }
 };

@@ -38,8 +38,9 @@ void forward_spans(const ForwardParams& args, const Spans<T>& spans) {
 
 template <class T, class A, bool kRows, Activation kActivation>
 inline void walk(const ForwardParams& args) {
-  const Operand<T> in[] = {{args.x, args.layout, 0}, {args.residual, args.layout, 2}};
-  const Operand<T> out[] = {{args.y, args.layout, 1}};
+  const Operand<T> in[] = {{args.x, args.layout, ForwardOperand::x},
+                           {args.residual, args.layout, ForwardOperand::residual}};
+  const Operand<T> out[] = {{args.y, args.layout, ForwardOperand::y}};
   for_each_span(args, in, args.residual ? 2 : 1, out, 1, forward_spans<T, A, kRows, kActivation>);
 }
 

@@ -16,8 +16,9 @@ template <class A, class T>
 void planes(const BackwardParams& args, int64_t first, int64_t last, int64_t c0, int64_t c1, double* sum,
             double* weighted,
             void (*plane_sums)(const BackwardParams&, const Spans<T>&, int, bool, Terms<A>*)) {
-  const Operand<T> in[] = {
-      {args.input, args.layout, 0}, {args.dy, args.layout, 1}, {args.residual, args.layout, 2}};
+  const Operand<T> in[] = {{args.input, args.layout, ReduceOperand::input},
+                           {args.dy, args.layout, ReduceOperand::dy},
+                           {args.residual, args.layout, ReduceOperand::residual}};
   sum_planes<A>(args, in, args.residual ? 3 : 2, first, last, c0, c1, plane_sums,
                 [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {
                   sum[c] += double(sum_lanes<A>(sums.first));
@@ -29,8 +30,9 @@ template <class T, class A, bool kRows, bool kFromOutput, Activation kActivation
 struct Kernel {
   using Fn = ActivationFn<kActivation>;
   const BackwardParams& args;
-  const Operand<T> input{args.input, args.layout, 0}, dy{args.dy, args.layout, 1},
-      residual{args.residual, args.layout, 2};
+  const Operand<T> input{args.input, args.layout, ReduceOperand::input},
+      dy{args.dy, args.layout, ReduceOperand::dy},
+      residual{args.residual, args.layout, ReduceOperand::residual};
   using Constants = GradientConstants<A, kRows>;
 
   struct Inputs {

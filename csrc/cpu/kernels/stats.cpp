@@ -16,7 +16,7 @@ struct Stats {
   static constexpr int kAtOnce = 4;
 
   static void run(const StatsParams& args) {
-    const Operand<T> x(args.x, args.layout, 0);
+    const Operand<T> x(args.x, args.layout, ForwardOperand::x);
     for_each_task(args.layout, args.partition,
                   [&](int64_t slice, int64_t first, int64_t last, int64_t c0, int64_t c1) {
                     double* mean = args.partial + slice * 2 * args.layout.C;
