@@ -5,10 +5,11 @@ import threading
 import time
 
 import pytest
+import reference
 import torch
 from loopback import INBOX
 
-from fastvit import ops, reference
+from fastvit import ops
 from fastvit.sync.cpu_peer import cpu_arena_bytes
 from fastvit.sync.protocol import MOST_RANKS, Arena, Exchange, Fault, Tag
 
@@ -42,12 +43,12 @@ class Ranks:
         exchange = self.exchanges[rank]
         exchange.handle.nanoseconds = int(seconds * 1e9)
         numbers = self.numbers(rank, step) if numbers is None else numbers
-        self.results[rank] = raw.peer_share(numbers, exchange.of(Tag(layer, step)))
+        self.results[rank] = raw.exchange_share(numbers, exchange.of(Tag(layer, step)))
         return self.state(rank)
 
     def wait(self, rank, seconds=0.0):
         self.exchanges[rank].handle.nanoseconds = int(seconds * 1e9)
-        raw.peer_wait(self.results[rank], self.exchanges[rank].tensor)
+        raw.exchange_wait(self.results[rank], self.exchanges[rank].tensor)
         return self.state(rank)
 
     def state(self, rank):
@@ -203,7 +204,7 @@ def test_a_complete_exchange_counts_unless_a_peer_gave_it_up(later):
     else:
         ranks.begin(1, 0)
         ranks.words[1].epoch = 0  # as if it had not been polled
-    raw.peer_give_up(ranks.exchanges[1].tensor)
+    raw.exchange_abandon(ranks.exchanges[1].tensor)
     assert ranks.exchanges[1].report.epoch == 1 + later
     assert ranks.wait(0) == (Fault.DONE if later else Fault.GAVE_UP)
     if later:
@@ -221,13 +222,15 @@ def test_waiting_releases_the_interpreter():
 
 
 def test_ops_of_a_layer_share():
-    """bn_stats, bn_reduce and abn_reduce with an exchange equal peer_share of their own numbers."""
+    """bn_stats and bn_reduce with an exchange equal exchange_share of their own numbers."""
     x, dy = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 5, 3)
     saved = torch.cat([torch.rand(10) + 0.5, torch.tensor([0.0, 24.0])])
     for work in (
         lambda r, e=None: ops.bn_stats(x[r], exchange=e),
-        lambda r, e=None: ops.bn_reduce(x[r], dy[r], None, saved, exchange=e),
-        lambda r, e=None: ops.abn_reduce(x[r], dy[r], saved, exchange=e),
+        lambda r, e=None: ops.bn_reduce(x[r], dy[r], saved, exchange=e),
+        lambda r, e=None: ops.bn_reduce(
+            x[r], dy[r], saved, activation="leaky_relu", from_output=True, exchange=e
+        ),
     ):
         ranks, shared = Ranks(2), Ranks(2)
         for rank in range(2):
@@ -251,7 +254,7 @@ def test_bad_arguments():
     with pytest.raises(RuntimeError, match="exchange has rank 2 of 2"):
         ops.bn_stats(torch.randn(3, 4), exchange=torch.tensor([2, 2, CAPACITY] + [0] * 7))
     with pytest.raises(RuntimeError, match="exchange has 2 ranks and no peer memory"):
-        raw.peer_give_up(Exchange(0, 2).tensor + torch.tensor([0, 0, 1, 0, 0, 0, 0, 0]))
+        raw.exchange_abandon(Exchange(0, 2).tensor + torch.tensor([0, 0, 1, 0, 0, 0, 0, 0]))
     assert Ranks(MOST_RANKS).begin(0, 0) == Fault.PENDING
     with pytest.raises(RuntimeError, match=f"has {MOST_RANKS + 1} ranks .*; at most {MOST_RANKS} ranks"):
         Ranks(MOST_RANKS + 1).begin(0, 0)
@@ -262,9 +265,9 @@ def test_sizes_that_overflow_are_refused():
     for many in (2**59, 2**60, 2**63 - 1):
         for world, capacity in ((2, many), (many, 2)):
             with pytest.raises(RuntimeError, match=f"world is for {world} ranks and {capacity} packets"):
-                raw.peer_bytes(world, capacity)
+                raw.arena_bytes(world, capacity)
         ranks.exchanges[0].handle.capacity = many
-        with pytest.raises(RuntimeError, match=f"peer_share: exchange is for 2 ranks, capacity {many}"):
+        with pytest.raises(RuntimeError, match=f"exchange_share: exchange is for 2 ranks, capacity {many}"):
             ranks.begin(0, 0)
 
 
@@ -281,6 +284,6 @@ def test_freed_storage_is_refused(freed):
     storage.resize_(storage.nbytes() - 1)
     with pytest.raises(RuntimeError, match=f"{freed} has shape .*freed or shrunk"):
         if freed == "numbers":
-            raw.peer_share(given["numbers"], given["exchange"])
+            raw.exchange_share(given["numbers"], given["exchange"])
         else:
-            raw.peer_wait(given["result"], given["exchange"])
+            raw.exchange_wait(given["result"], given["exchange"])
