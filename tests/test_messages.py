@@ -166,6 +166,21 @@ def test_bad_arguments_of_gpus(device):
         ops.merge_messages(row.new_zeros(21), row, two)
 
 
+@pytest.mark.parametrize("sums", [False, True])
+def test_opcheck(sums, device):
+    """They have no fakes: fastvit::share, which has one, stands for them."""
+    numbers, tags = rows(2, 6, sums, device=device), [Tag(7, 5)] * 2
+    made = exchanges(tags, device)
+    if TARGET == "cpu":
+        calls = [(ops.merge_received, (direct(0, numbers, tags), numbers[0], made[0].tensor))]
+    else:
+        pack = ops.pack_message, (numbers[0], made[0].tensor)
+        calls = [pack, (ops.merge_messages, (travel(numbers, made), numbers[0], made[0].tensor))]
+    for op, arguments in calls:
+        torch.library.opcheck(op.default, arguments, test_utils="test_schema")
+    assert not made[0].report.fault
+
+
 @on_gpu
 @pytest.mark.parametrize("freed", ["messages", "numbers"])
 def test_freed_storage_is_refused(freed, device):

@@ -1,5 +1,6 @@
 """The ops of the peer protocol (csrc/sync/cpu_peer.cpp), with all ranks of a group in one process."""
 
+import datetime
 import random
 import threading
 import time
@@ -7,10 +8,12 @@ import time
 import pytest
 import reference
 import torch
+import torch.distributed as dist
 from loopback import INBOX
 
 from fastvit import ops
 from fastvit.sync.cpu_peer import cpu_arena_bytes
+from fastvit.sync.custom_op import share
 from fastvit.sync.protocol import MOST_RANKS, Arena, Exchange, Fault, Tag
 
 raw = torch.ops.fastvit
@@ -239,6 +242,37 @@ def test_ops_of_a_layer_share():
         for both in (ranks, shared):
             assert both.wait(0) == Fault.DONE
         assert all(map(torch.equal, ranks.results, shared.results))
+
+
+def opcheck(op, *arguments, traced=False):
+    utils = ("test_schema", "test_faketensor") if traced else "test_schema"
+    torch.library.opcheck(op, arguments, test_utils=utils)
+
+
+def test_opcheck_of_an_exchange():
+    """exchange_share and exchange_abandon have no fakes: fastvit::share, which has one, stands for them."""
+    ranks, numbers = Ranks(2), [torch.zeros(10), torch.zeros(1, 10)]
+    opcheck(raw.arena_bytes.default, 2, CAPACITY, traced=True)
+    for step, row in enumerate(numbers):
+        mine, theirs = (exchange.of(Tag(3, step)) for exchange in ranks.exchanges)
+        opcheck(raw.exchange_share.default, row, mine)
+        assert ranks.state(0) == Fault.PENDING
+        raw.exchange_share(row, theirs)
+        opcheck(raw.exchange_wait.default, torch.zeros(2, 10)[: 1 + step].squeeze(0), mine)
+        assert ranks.state(0) == Fault.DONE
+    opcheck(raw.exchange_abandon.default, ranks.exchanges[0].tensor)
+
+
+def test_opcheck_of_share():
+    limit = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    try:
+        layer = dist.group.WORLD.group_name, "sync_batch_norm", 1, 0.1
+        opcheck(share._opoverload, torch.zeros(10), None, *layer, traced=True)
+        _, tag = share(torch.zeros(10), None, *layer)
+        opcheck(share._opoverload, torch.ones(1, 8), tag, *layer, traced=True)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_bad_arguments():
