@@ -79,11 +79,9 @@ def check_in_place_activation(activation: str, activation_param: float) -> None:
         )
 
 
-def channel_dimension(name: str, x: Tensor, channel_last: bool) -> int:
-    """The dimension of x that is C; raises ValueError unless x has 2 to 5 dimensions."""
+def check_dimensions(name: str, x: Tensor) -> None:
     if not 2 <= x.dim() <= 5:
         raise ValueError(f"{name}: expected an input of 2 to 5 dimensions, got {x.dim()}D {tuple(x.shape)}")
-    return x.dim() - 1 if channel_last else 1
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -110,7 +108,7 @@ def check_kernels(name: str, x: Tensor) -> None:
 
 
 def check_input(
-    name: str, x: Tensor, z: Tensor | None, tensors: tuple[Tensor | None, ...], channel_last: bool
+    name: str, x: Tensor, residual: Tensor | None, tensors: tuple[Tensor | None, ...], channel_dim: int
 ) -> None:
     """Raises ValueError for a wrong shape, dtype or device.
 
@@ -118,7 +116,7 @@ def check_input(
         tensors: weight, bias, running_mean, running_var, num_batches_tracked.
     """
     weight, bias, running_mean, running_var, num_batches_tracked = tensors
-    channel_dim = channel_dimension(name, x, channel_last)
+    check_dimensions(name, x)
     if is_distributed(x):
         raise ValueError(
             f"{name}: the input is a DTensor, whose shards the op cannot read; pass x.to_local(), or keep "
@@ -132,17 +130,21 @@ def check_input(
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != x.shape[channel_dim]):
             raise ValueError(
                 f"{name}: {argument} has shape {tuple(tensor.shape)}, so expected as many channels in "
-                f"dimension {channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, "
-                f"{channel_last=})"
+                f"dimension {channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)})"
             )
     for argument, tensor in (*per_channel.items(), ("num_batches_tracked", num_batches_tracked)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(
                 f"{name}: the input is on {x.device} and {argument} on {tensor.device}; one expected"
             )
-    if z is not None and (z.shape != x.shape or z.dtype != x.dtype or z.device != x.device):
+    like = residual is None or (residual.shape, residual.dtype, residual.device) == (
+        x.shape,
+        x.dtype,
+        x.device,
+    )
+    if residual is not None and not like:
         raise ValueError(
-            f"{name}: z is {tuple(z.shape)}, {z.dtype}, on {z.device}; "
+            f"{name}: residual is {tuple(residual.shape)}, {residual.dtype}, on {residual.device}; "
             f"{tuple(x.shape)}, {x.dtype}, on {x.device} expected, as the input"
         )
 
