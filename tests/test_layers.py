@@ -148,6 +148,16 @@ def test_a_function_has_the_defaults_of_its_layer(layer, function):
     assert all(map(torch.equal, got, want))
 
 
+def test_a_residual_by_name():
+    """SyncBatchNorm has apex's name for it."""
+    x, residual = torch.randn(2, 4, 3)
+    want = functional.sync_batch_norm(x, None, None, None, None, residual=residual)
+    options, given = {"activation": "identity"}, {"residual": residual}
+    assert torch.equal(functional.batch_norm_act(x, None, None, None, None, **options, **given), want)
+    assert torch.equal(BatchNormAct(3, **options)(x, **given), want)
+    assert torch.equal(SyncBatchNorm(3)(x, z=residual), want)
+
+
 @pytest.mark.parametrize(
     "kind,activation", [("abn", "identity"), ("sbn", "relu"), ("bna", "identity"), ("bna", "relu")]
 )
