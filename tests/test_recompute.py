@@ -234,7 +234,8 @@ def test_what_the_layers_free(name, train, device):
     net = nn.Sequential(nn.Conv2d(3, 8, 1), layer(), nn.Conv2d(8, 8, 1)).train(train).to(device)
     x = torch.randn(4, 3, 24, 24, device=device)
     less = freed(lambda: net(x), [p for p in net.parameters() if p.requires_grad])
-    assert abs(less / x.nbytes - count * 8 / 3) < 0.05
+    rest = 0.01 if device == "cpu" else 0.08  # up to four vectors are copied, into 512 bytes each on a GPU
+    assert abs(less / x.nbytes - count * 8 / 3) < rest
 
 
 def test_a_residual_without_an_activation(device):
