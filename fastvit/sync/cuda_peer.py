@@ -52,11 +52,11 @@ def connect(
     Two ranks share a GPU only with FASTVIT_STATISTICS=peer, since both must run at the same time (under MPS),
     and they share its multiprocessors then.
     """
-    own, arenas = ipc_memory(agreement, _ops.arena_bytes(agreement.world, capacity), device, may_share_gpu)
+    own, arenas = ipc_allocate(agreement, _ops.arena_bytes(agreement.world, capacity), device, may_share_gpu)
     return trial("CudaIpc", own, arenas, agreement, capacity, describe)
 
 
-def ipc_memory(
+def ipc_allocate(
     agreement: Agreement, size: int, device: torch.device, may_share_gpu: bool
 ) -> tuple[Tensor, list[int]]:
     """Allocates memory on each rank's GPU and opens that of all ranks: the own, and all addresses."""
