@@ -23,7 +23,7 @@ void define_activations(Library& m) {
       "float activation_param=0.0) -> (Tensor dx, Tensor dgate)");
 }
 
-// The places of operands in a layout.
+// The places of operands in a layout's strides.
 struct ActForwardOperand {
   static constexpr int x = 0, y = 1, gate = 2;
 };
@@ -31,7 +31,7 @@ struct ActBackwardOperand {
   static constexpr int x = 0, dy = 1, dx = 2, gate = 3, dgate = 4;
 };
 
-struct ActArgs {  // of ActForwardOperand, or ActBackwardOperand
+struct ActArgs {
   Layout layout;
   ScalarType dtype;
   int device;

@@ -45,7 +45,7 @@ void define_batch_norm(Library& m) {
 
 // ------------------------------------------------------------------------------------ arguments of kernels
 
-// The places of operands in a layout.
+// The places of operands in a layout's strides.
 struct ForwardOperand {
   static constexpr int x = 0, y = 1, residual = 2;
 };
@@ -56,7 +56,7 @@ struct BackwardOperand {
   static constexpr int input = 0, dy = 1, dx = 2, residual = 3, dresidual = 4;
 };
 
-struct BnStatsArgs {  // of operand x
+struct BnStatsArgs {
   Layout layout;
   ScalarType dtype;
   int device;
@@ -75,11 +75,11 @@ struct BnArgs {  // common to the other ops
   double activation_param;
 };
 
-struct BnForwardArgs : BnArgs {  // of ForwardOperand
-  bool invertible = false;       // |gamma| has a floor, so that x can be recovered from y
+struct BnForwardArgs : BnArgs {
+  bool invertible = false;  // |gamma| has a floor, so that x can be recovered from y
   const void* x = nullptr;
   void* y = nullptr;
-  // [2C + 2]; null: normalise with the running statistics, or in forward_on_chip with x's own.
+  // [2C + 2]. Null: bn_forward normalises with the running statistics, bn_forward_on_chip with x's own.
   const void* moments = nullptr;
   // [2C + 2]: `saved` of an earlier forward. Then moments and saved are null.
   const void* applied = nullptr;
@@ -90,16 +90,15 @@ struct BnForwardArgs : BnArgs {  // of ForwardOperand
   void* saved = nullptr;  // [2C + 2]
 };
 
-struct BnBackwardArgs : BnArgs {  // of ReduceOperand, or BackwardOperand
+struct BnBackwardArgs : BnArgs {  // also of bn_reduce, whose layout has the operands of ReduceOperand
   bool from_output = false;       // the input is y, from which x is recovered; else it is x
   const void* input = nullptr;
   const void* dy = nullptr;
   const void* saved = nullptr;  // [2C + 2]
   void* dx = nullptr;
   void* dresidual = nullptr;          // null without a residual
-  const void* global_sums = nullptr;  // [2C], over all ranks; null: the statistics were constants
-  // [2C], of this rank, written by reduce and by backward_on_chip; with an exchange [2][2C]: of this rank, of
-  // its group.
+  const void* global_sums = nullptr;  // [2C]; null in bn_backward: the statistics were constants
+  // [2C], written by bn_reduce and bn_backward_on_chip; with an exchange [2][2C]: local and global.
   void* local_sums = nullptr;
   const peer::Exchange* exchange = nullptr;  // may be null
 };
@@ -108,8 +107,8 @@ struct BnBackwardArgs : BnArgs {  // of ReduceOperand, or BackwardOperand
 // its short exponent. The 16-bit types have no floor relative to |beta|: 2^7 roundings of beta would be too
 // large an error of y. The layer warns instead.
 template <class A>
-FASTVIT_INLINE GammaFloor<A> gamma_floor(bool inverted, ScalarType dtype) {
-  if (!inverted) return {};
+FASTVIT_INLINE GammaFloor<A> gamma_floor(bool invertible, ScalarType dtype) {
+  if (!invertible) return {};
   if (dtype == ScalarType::Double) return {A(1e-12), A(0x1p-46)};
   if (dtype == ScalarType::Float) return {A(1e-7), A(0x1p-17)};
   return {dtype == ScalarType::Half ? A(1e-4) : A(1e-7), 0};
@@ -174,12 +173,6 @@ struct BnBackwardCall : BnGradientCall {
 
 // ---------------------------------------------------------------------------------------------- front ends
 
-inline std::optional<peer::Exchange> check_exchange(const char* op, const OptTensor& exchange,
-                                                    int64_t numbers, ScalarType dtype, peer::Kind kind) {
-  if (!exchange) return std::nullopt;
-  return peer::exchange_of(op, *exchange, numbers, accumulation_type(dtype), kind);
-}
-
 // The checks of a batch norm's op, whose input has C channels.
 struct BnChecker : OpChecker {
   int64_t channel_dim, C;
@@ -191,39 +184,47 @@ struct BnChecker : OpChecker {
     return layout_of(channel_dim, operands);
   }
   const void* check_saved(const Tensor& saved) const { return check_packed("saved", saved, 2 * C + 2); }
+  std::optional<peer::Exchange> check_exchange(const OptTensor& exchange, int64_t numbers,
+                                               peer::Kind kind) const {
+    if (!exchange) return std::nullopt;
+    return peer::exchange_of(op, *exchange, numbers, accumulation_type(input.scalar_type()), kind);
+  }
 
   // What all kernels but bn_stats's take, without the layout.
-  BnArgs check_tail(const Tensor& input, const BnTail& tail, bool inverted) const {
-    require(!tail.residual || !inverted, "residual", "is given; None expected where x is recovered from y");
+  BnArgs check_tail(const BnTail& tail, bool invertible) const {
+    require(!tail.residual || !invertible, "residual", "is given; None expected where x is recovered from y");
     return {.layout = {},
             .dtype = input.scalar_type(),
             .device = input.get_device_index(),
             .weight = check_vector("weight", tail.weight, C),
             .bias = check_vector("bias", tail.bias, C),
             .residual = tail.residual ? check_like("residual", *tail.residual) : nullptr,
-            .activation = check_activation(tail.activation, tail.activation_param, inverted),
+            .activation = check_activation(tail.activation, tail.activation_param, invertible),
             .activation_param = tail.activation_param};
   }
 };
 
+// The moments of x, [2C + 2], or with an exchange of all its ranks.
+inline Tensor compute_moments(const BnChecker& check, const Tensor& x, const peer::Exchange* exchange) {
+  Tensor moments = check.new_packed(2 * check.C + 2);
+  backend::bn_stats({.layout = check.layout({&x}),
+                     .dtype = x.scalar_type(),
+                     .device = x.get_device_index(),
+                     .x = x.data_ptr(),
+                     .moments = moments.data_ptr(),
+                     .exchange = exchange});
+  return moments;
+}
+
 inline Tensor bn_stats(const BnStatsCall& call) {
   const BnChecker check("bn_stats", "x", call.x, call.channel_dim);
-  const int64_t numbers = 2 * check.C + 2;
-  const auto exchange =
-      check_exchange("bn_stats", call.exchange, numbers, call.x.scalar_type(), peer::kMoments);
-  Tensor moments = check.new_packed(numbers);
-  backend::bn_stats({.layout = check.layout({&call.x}),
-                     .dtype = call.x.scalar_type(),
-                     .device = call.x.get_device_index(),
-                     .x = call.x.data_ptr(),
-                     .moments = moments.data_ptr(),
-                     .exchange = exchange ? &*exchange : nullptr});
-  return moments;
+  const auto exchange = check.check_exchange(call.exchange, 2 * check.C + 2, peer::kMoments);
+  return compute_moments(check, call.x, exchange ? &*exchange : nullptr);
 }
 
 inline BnForwardArgs check_forward(const BnChecker& check, const BnForwardInplaceCall& call,
                                    bool invertible) {
-  BnForwardArgs args{check.check_tail(call.x, call.tail, invertible)};
+  BnForwardArgs args{check.check_tail(call.tail, invertible)};
   args.invertible = invertible;
   args.moments = check.check_packed("moments", call.moments, 2 * check.C + 2);
   args.running_mean = check.check_vector("running_mean", call.running_mean, check.C);
@@ -252,12 +253,11 @@ inline Tensor normalise_into(const Tensor& y, const BnChecker& check, const BnFo
   args.x = call.x.data_ptr();
   args.y = y.data_ptr();
   args.saved = saved.data_ptr();
-  OptTensor own;  // until the op has ended
+  OptTensor moments;  // of x, which bn_forward reads
   if (call.training && !call.moments) {
     if (backend::bn_forward_on_chip(args)) return saved;
-    own = check.new_packed(2 * check.C + 2);
-    args.moments = own->data_ptr();
-    backend::bn_stats({check.layout({&call.x}), args.dtype, args.device, args.x, own->data_ptr(), nullptr});
+    moments = compute_moments(check, call.x, nullptr);
+    args.moments = moments->data_ptr();
   }
   backend::bn_forward(args);
   return saved;
@@ -278,7 +278,7 @@ inline Tensor bn_forward_inplace(const BnForwardInplaceCall& call) {
 
 inline Tensor bn_apply(const BnApplyCall& call) {
   const BnChecker check("bn_apply", "x", call.x, call.tail.channel_dim);
-  BnForwardArgs args{check.check_tail(call.x, call.tail, false)};
+  BnForwardArgs args{check.check_tail(call.tail, false)};
   args.applied = check.check_saved(call.saved);
   Tensor y = allocate_like(call.x);
   args.layout = check.layout({&call.x, &y, or_null(call.tail.residual)});
@@ -289,7 +289,7 @@ inline Tensor bn_apply(const BnApplyCall& call) {
 }
 
 inline BnBackwardArgs check_gradient(const BnChecker& check, const BnGradientCall& call) {
-  BnBackwardArgs args{check.check_tail(call.input, call.tail, call.from_output)};
+  BnBackwardArgs args{check.check_tail(call.tail, call.from_output)};
   args.from_output = call.from_output;
   args.input = call.input.data_ptr();
   args.dy = check.check_like("dy", call.dy);
@@ -309,7 +309,7 @@ inline Tensor bn_reduce(const BnReduceCall& call) {
   const BnChecker check("bn_reduce", "input", call.input, call.tail.channel_dim);
   BnBackwardArgs args = check_gradient(check, call);
   const int64_t numbers = 2 * check.C;
-  const auto exchange = check_exchange("bn_reduce", call.exchange, numbers, args.dtype, peer::kSums);
+  const auto exchange = check.check_exchange(call.exchange, numbers, peer::kSums);
   args.exchange = exchange ? &*exchange : nullptr;
   Tensor sums = check.new_packed(exchange ? 2 : 1, numbers);
   reduce_into(sums, check, call, args);

@@ -16,7 +16,7 @@ void define_layer_norm(Library& m) {
       "layer_norm_forward(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
       "ScalarType? output_dtype=None) -> (Tensor y, Tensor saved)");
   m.def(
-      "layer_norm_backward(Tensor x, Tensor dy, Tensor saved, Tensor? weight=None, bool parameter_sums=True) "
+      "layer_norm_backward(Tensor x, Tensor dy, Tensor saved, Tensor? weight=None, bool parameters=True) "
       "-> (Tensor dx, Tensor sums)");
 }
 
@@ -50,18 +50,19 @@ struct LayerNormForwardCall : OpCall {
 struct LayerNormBackwardCall : OpCall {
   Tensor x = take<Tensor>(), dy = take<Tensor>(), saved = take<Tensor>();
   OptTensor weight = take<OptTensor>();
-  bool parameter_sums = take<bool>();
+  bool parameters = take<bool>();
 };
 
-// The checks of rows: those of x, whose last dimension they are, and of y's dtype, that of argument `named`.
-inline LayerNormArgs check_rows(const OpChecker& check, const Tensor& x, const char* named,
+// Checks x, whose rows are its last dimension, and the dtype of y, which is that of `dtype_argument`.
+inline LayerNormArgs check_rows(const OpChecker& check, const Tensor& x, const char* dtype_argument,
                                 ScalarType output) {
   const ScalarType dtype = x.scalar_type();
   check.require(x.dim() >= 1 && x.size(x.dim() - 1) >= 1 && x.size(x.dim() - 1) <= 1 << 30, "x", "has shape ",
                 ShapeOf{x}, "; 1 to 2^30 values in the last dimension expected");
   const bool narrows = output == ScalarType::Half || output == ScalarType::BFloat16;
-  check.require(output == dtype || (dtype == ScalarType::Float && narrows), named, "is ", toString(output),
-                "; ", toString(dtype), " expected, as x's", dtype == ScalarType::Float ? ", or 16 bits" : "");
+  check.require(output == dtype || (dtype == ScalarType::Float && narrows), dtype_argument, "is ",
+                toString(output), "; ", toString(dtype), " expected, as x's",
+                dtype == ScalarType::Float ? ", or 16 bits" : "");
   LayerNormArgs args{};
   args.columns = x.size(x.dim() - 1);
   args.rows = x.numel() / args.columns;
@@ -89,18 +90,19 @@ inline std::tuple<Tensor, Tensor> layer_norm_forward(const LayerNormForwardCall&
 
 inline std::tuple<Tensor, Tensor> layer_norm_backward(const LayerNormBackwardCall& call) {
   const OpChecker check("layer_norm_backward", "x", call.x);
+  check.check_defined("dy", call.dy);
   LayerNormArgs args = check_rows(check, call.x, "dy", call.dy.scalar_type());
   args.weight = check.check_vector("weight", call.weight, args.columns);
   check.check_shape("dy", call.dy);
   check.check_packed("saved", call.saved, 2 * args.rows);
   const Tensor x = torch::stable::contiguous(call.x), dy = torch::stable::contiguous(call.dy);
   Tensor dx = torch::stable::new_empty(x, x.sizes()),
-         sums = check.new_packed(call.parameter_sums ? 2 * args.columns : 0);
+         sums = check.new_packed(call.parameters ? 2 * args.columns : 0);
   args.x = x.data_ptr();
   args.dy = dy.data_ptr();
   args.saved = call.saved.data_ptr();
   args.dx = dx.data_ptr();
-  args.sums = call.parameter_sums ? sums.data_ptr() : nullptr;
+  args.sums = call.parameters ? sums.data_ptr() : nullptr;
   backend::layer_norm_backward(args);
   return {dx, sums};
 }

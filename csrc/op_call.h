@@ -10,7 +10,8 @@
 //     Tensor scale(const ScaleCall& call);
 //     m.impl("scale", call_op<scale>);
 //
-// C++ initialises members in the order of their declaration, so a member cannot take another's place.
+// C++ initialises members in the order of their declaration. That this is the schema's order is checked by
+// nobody but the tests, which call each op with each argument.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -42,26 +43,31 @@ class OpCall {
   }
 };
 
+inline void check_number_of_results(uint64_t expected, uint64_t made) {
+  if (expected != made) throw std::runtime_error("fastvit: an op's schema has another number of results");
+}
 template <class... Results>
-void write_results(StableIValue* stack, const std::tuple<Results...>& results) {
+void write_results(StableIValue* stack, uint64_t expected, const std::tuple<Results...>& results) {
+  check_number_of_results(expected, sizeof...(Results));
   std::apply([&](const auto&... result) { ((*stack++ = torch::stable::detail::from(result)), ...); },
              results);
 }
-inline void write_results(StableIValue* stack, const Tensor& result) {
+inline void write_results(StableIValue* stack, uint64_t expected, const Tensor& result) {
+  check_number_of_results(expected, 1);
   *stack = torch::stable::detail::from(result);
 }
 
 template <class Call, class Results>
-void call_function(Results (*op)(const Call&), StableIValue* stack, uint64_t arguments) {
+void call_function(Results (*op)(const Call&), StableIValue* stack, uint64_t arguments, uint64_t results) {
   const Call call{OpCall(stack, arguments)};
   call.check_end();
-  write_results(stack, op(call));
+  write_results(stack, results, op(call));
 }
 
 // What a library registers for an op.
 template <auto kOp>
-void call_op(StableIValue* stack, uint64_t arguments, uint64_t) {
-  call_function(kOp, stack, arguments);
+void call_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  call_function(kOp, stack, arguments, results);
 }
 
 }  // namespace fastvit

@@ -84,12 +84,14 @@ inline void check_memory(const char* op, const char* argument, const Tensor& t) 
 }
 
 class OpChecker {
+ protected:
   const char *op, *name;
   const Tensor& input;
 
  public:
   // `input`, the argument `name`, is the op's first tensor, which the others are compared with.
   OpChecker(const char* op, const char* name, const Tensor& input) : op(op), name(name), input(input) {
+    check_defined(name, input);
     check_floating(name, input);
     check_memory(op, name, input);
   }
@@ -97,6 +99,11 @@ class OpChecker {
   template <class... Parts>
   void require(bool ok, const char* argument, const Parts&... parts) const {
     fastvit::require(ok, op, argument, parts...);
+  }
+
+  // A caller may pass None for a tensor that the schema requires.
+  void check_defined(const char* argument, const Tensor& t) const {
+    require(t.defined(), argument, "is None; a tensor expected");
   }
 
   void check_floating(const char* argument, const Tensor& t) const {
@@ -122,7 +129,7 @@ class OpChecker {
               "overwritten; a tensor that owns its memory expected");
   }
 
-  // Another activation: of the input's shape and device, of any dtype.
+  // A tensor of the input's shape, on its device, of any dtype.
   void check_shape(const char* argument, const Tensor& t) const {
     bool same = t.dim() == input.dim();
     for (int64_t d = 0; same && d < input.dim(); ++d) same = t.size(d) == input.size(d);
@@ -130,8 +137,9 @@ class OpChecker {
     check_device(op, argument, t, input);
     check_memory(op, argument, t);
   }
-  // And of its dtype.
+  // A tensor of the input's shape and dtype, on its device.
   const void* check_like(const char* argument, const Tensor& t) const {
+    check_defined(argument, t);
     require(t.scalar_type() == input.scalar_type(), argument, "has dtype ", toString(t.scalar_type()), "; ",
             toString(input.scalar_type()), " expected, as the input's");
     check_shape(argument, t);
@@ -143,7 +151,7 @@ class OpChecker {
     if (!t) return {};
     check_floating(argument, *t);
     require(t->dim() == 1 && t->size(0) == numbers, argument, "has shape ", ShapeOf{*t}, "; (", numbers,
-            ",) expected, one number per channel");
+            ",) expected, one number per channel or column");
     require(t->is_contiguous(), argument, "is not contiguous");
     check_device(op, argument, *t, input);
     check_memory(op, argument, *t);
@@ -152,6 +160,7 @@ class OpChecker {
 
   // `numbers` in the accumulation type, contiguous.
   const void* check_packed(const char* argument, const Tensor& t, int64_t numbers) const {
+    check_defined(argument, t);
     const ScalarType expected = accumulation_type(input.scalar_type());
     require(t.scalar_type() == expected, argument, "has dtype ", toString(t.scalar_type()), "; ",
             toString(expected), " expected for input of dtype ", toString(input.scalar_type()));
@@ -180,7 +189,7 @@ class OpChecker {
     return eps;
   }
 
-  // An invertible one with `invertible`.
+  // The activation of a name. With `invertible` its output can be inverted.
   Activation check_activation(const std::string& activation, double param, bool invertible) const {
     const auto known = std::find(std::begin(kActivationNames), std::end(kActivationNames), activation);
     if (known == std::end(kActivationNames)) {

@@ -94,18 +94,19 @@ class NormFunction(Function):
         input, weight, bias, residual, saved, tag = ctx.saved_tensors  # input: x, or y in place
         options, transport = ctx.options, ctx.transport
         wants_x, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
-        tail = weight, bias, residual, *options.tail(input), options.inplace
-        operands = input, match_strides(dy, input), saved, *tail
+        tail = weight, bias, residual, *options.shared_arguments(input)
+        arguments = input, match_strides(dy, input), saved, *tail, options.inplace
         local_sums = global_sums = dx = dresidual = None
         one_pass = wants_x and options.training and in_one_pass(transport, input)
         if wants_x and options.training and not one_pass:
-            rows = transport.sums(lambda exchange: ops.bn_reduce(*operands, exchange), tag).unbind()
+            rows = transport.sums(lambda exchange: ops.bn_reduce(*arguments, exchange), tag).unbind()
             local_sums, global_sums = rows[0], rows[-1]
         elif (wants_weight or wants_bias) and not one_pass:
-            local_sums = ops.bn_reduce(*operands)[0]
+            local_sums = ops.bn_reduce(*arguments)[0]
         if wants_x or (wants_residual and residual is not None):
-            dx, dresidual, made = ops.bn_backward(*operands, global_sums, one_pass or global_sums is not None)
-            local_sums = made if one_pass else local_sums
+            training = one_pass or global_sums is not None
+            dx, dresidual, own_sums = ops.bn_backward(*arguments, global_sums, training)
+            local_sums = own_sums if one_pass else local_sums
         if residual is None:
             dresidual = dy
         parameters = _parameter_gradients(local_sums, weight, bias, wants_weight, wants_bias)
@@ -118,7 +119,14 @@ class BatchNormFunction(NormFunction):
         moments, tag = NormFunction.moments(ctx, x, options, transport)
         running = mean, var, batches
         y, saved = ops.bn_forward(
-            x, weight, bias, residual, *options.tail(x), moments, *running, *options.update()
+            x,
+            weight,
+            bias,
+            residual,
+            *options.shared_arguments(x),
+            moments,
+            *running,
+            *options.forward_arguments(),
         )
         if options.training:
             ops.bump_versions(*running)
@@ -133,7 +141,7 @@ class BatchNormFunction(NormFunction):
         if not options.recompute:
             return None
         return lambda x, weight, bias, residual, saved, _: ops.bn_apply(
-            x, saved, weight, bias, residual, *options.tail(x)
+            x, saved, weight, bias, residual, *options.shared_arguments(x)
         )
 
 
@@ -149,7 +157,16 @@ class InPlaceABNFunction(NormFunction):
     def forward(ctx, x, weight, bias, residual, mean, var, batches, options, transport):
         moments, tag = NormFunction.moments(ctx, x, options, transport)
         running = mean, var, batches
-        arguments = x, weight, bias, residual, *options.tail(x), moments, *running, *options.update()
+        arguments = (
+            x,
+            weight,
+            bias,
+            residual,
+            *options.shared_arguments(x),
+            moments,
+            *running,
+            *options.forward_arguments(),
+        )
         if torch.compiler.is_compiling():
             y, saved = ops.bn_forward(*arguments, True)
             ctx.save_for_backward(y, weight, bias, residual, saved, tag)
@@ -158,7 +175,8 @@ class InPlaceABNFunction(NormFunction):
         if options.training:
             ops.bump_versions(*running)
         ctx.mark_dirty(x)  # raises x's version, after this function has returned
-        ctx.fastvit_written = x._version + 1
+        if not x.is_inference():  # which has no version
+            ctx.fastvit_written = x._version + 1
         ctx.save_for_backward(x, weight, bias, residual, saved, tag)
         return x
 

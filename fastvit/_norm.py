@@ -42,10 +42,7 @@ class NormLayer(_BatchNorm):
             raise ValueError(f"{name}: num_features is {num_features!r}; a positive int expected")
         super().__init__(num_features, *args, **kwargs)
         _checks.check_eps(name, self.eps)
-        if self.momentum is not None and not _checks.is_number(self.momentum, 0, 1):
-            raise ValueError(
-                f"{name}: momentum is {self.momentum!r}; a number from 0 to 1, or None, expected"
-            )
+        _checks.check_momentum(name, self.momentum)
         if not bias:
             self.register_parameter("bias", None)
 
@@ -53,9 +50,9 @@ class NormLayer(_BatchNorm):
         return None
 
     def _normalise(
-        self, x: Tensor, residual: Tensor | None = None, memory: str = "recompute", **own
+        self, x: Tensor, residual: Tensor | None = None, memory: str = "recompute", **layer_options
     ) -> Tensor:
-        """The forward of every layer, by torch BatchNorm's rules; `own` are a layer's own NormOptions.
+        """The forward of every layer, by torch BatchNorm's rules; `layer_options` are fields of NormOptions.
 
         Batch statistics are used in training, and in evaluation without running statistics. Running
         statistics are updated only in training with track_running_stats.
@@ -96,7 +93,7 @@ class NormLayer(_BatchNorm):
             inplace=inplace,
             recompute=memory == "recompute",
             layer_number=self.layer_number,
-            **own,
+            **layer_options,
         )
         group = self._statistics_group()
         if group is not None and options.training and not self.training:

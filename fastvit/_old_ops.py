@@ -1,6 +1,7 @@
 """Old names of ops, for saved graphs and for scripts, with the arguments that they had.
 
-Each warns, and calls an op of `fastvit.ops`.
+Each warns, and calls an op of `fastvit.ops`. A saved graph with an op whose name stayed, but whose arguments
+have another order (bn_forward, bn_reduce, bn_backward, act_forward, act_backward), must be exported anew.
 """
 
 import warnings
@@ -18,51 +19,56 @@ _UPDATES = (
 _GATE = "str activation='silu', float activation_param=0.0"
 
 
-class _New(NamedTuple):
-    op: str
-    given: dict[str, bool]  # arguments that the old op did not have
-    names: dict[str, str]  # old to new
-    results: tuple[int, ...] | None = None  # which of the new op's results, where not all
+class _Renamed(NamedTuple):
+    op: str  # of today
+    constants: dict[str, bool]  # arguments that the old op did not have
+    names: dict[str, str]  # of arguments, old to new
+    results: tuple[int, ...] | None = None  # which of the op's results, where not all
 
 
 _FORWARD = f"{_STATISTICS}{_UPDATES}{_ACTIVATION}, bool training=True"
 _BACKWARD = f"Tensor dy, Tensor saved, Tensor? sums=None, {_PARAMETERS}{_ACTIVATION}, bool training=True"
 _REDUCE = f"Tensor dy, Tensor saved, {_PARAMETERS}{_ACTIVATION}, Tensor? exchange=None"
-_OF_OUTPUT, _OF_Y = {"from_output": True}, {"y": "input", "sums": "global_sums"}
-_OF_GATE = {"a": "x", "b": "gate"}
-_OLD = {
-    f"abn_forward(Tensor x, {_FORWARD}) -> (Tensor, Tensor)": _New("bn_forward", {"invertible": True}, {}),
-    f"abn_forward_(Tensor(a!) x, {_FORWARD}) -> Tensor": _New("bn_forward_inplace", {}, {}),
-    f"abn_reduce(Tensor y, {_REDUCE}) -> Tensor": _New("bn_reduce", _OF_OUTPUT, _OF_Y),
-    f"abn_backward(Tensor y, {_BACKWARD}) -> (Tensor, Tensor)": _New(
-        "bn_backward", _OF_OUTPUT, _OF_Y, results=(0, 2)
+_FROM_OUTPUT, _GRADIENT_NAMES = {"from_output": True}, {"y": "input", "sums": "global_sums"}
+_GATE_NAMES = {"a": "x", "b": "gate"}
+_SCHEMAS = {
+    f"abn_forward(Tensor x, {_FORWARD}) -> (Tensor, Tensor)": _Renamed(
+        "bn_forward", {"invertible": True}, {}
     ),
-    f"glu_forward(Tensor a, Tensor b, {_GATE}) -> Tensor": _New("act_forward", {}, _OF_GATE),
-    f"glu_backward(Tensor a, Tensor b, Tensor dy, {_GATE}) -> (Tensor, Tensor)": _New(
-        "act_backward", {}, _OF_GATE
+    f"abn_forward_(Tensor(a!) x, {_FORWARD}) -> Tensor": _Renamed("bn_forward_inplace", {}, {}),
+    f"abn_reduce(Tensor y, {_REDUCE}) -> Tensor": _Renamed("bn_reduce", _FROM_OUTPUT, _GRADIENT_NAMES),
+    f"abn_backward(Tensor y, {_BACKWARD}) -> (Tensor, Tensor)": _Renamed(
+        "bn_backward", _FROM_OUTPUT, _GRADIENT_NAMES, results=(0, 2)
+    ),
+    f"glu_forward(Tensor a, Tensor b, {_GATE}) -> Tensor": _Renamed("act_forward", {}, _GATE_NAMES),
+    f"glu_backward(Tensor a, Tensor b, Tensor dy, {_GATE}) -> (Tensor, Tensor)": _Renamed(
+        "act_backward", {}, _GATE_NAMES
     ),
 }
-NAMES = frozenset(schema.partition("(")[0] for schema in _OLD)
-_library = torch.library.Library("fastvit", "FRAGMENT")  # undoes its definitions when it is freed
+NAMES = frozenset(schema.partition("(")[0] for schema in _SCHEMAS)
+_definitions = torch.library.Library("fastvit", "FRAGMENT")  # undoes them when it is freed
 
 
-def _define(schema: str, new: _New) -> None:
-    name = _library.define(schema).removeprefix("fastvit::")
-    op = getattr(torch.ops.fastvit, new.op).default
+def _define(schema: str, renamed: _Renamed) -> None:
+    name = _definitions.define(schema).removeprefix("fastvit::")
+    op = getattr(torch.ops.fastvit, renamed.op).default
     arguments = getattr(torch.ops.fastvit, name).default._schema.arguments
     defaults: dict[str, Any] = {argument.name: argument.default_value for argument in arguments}
+    written = [argument.name for argument in arguments if argument.is_write]
 
     def call(*args, **kwargs):
-        message = f"fastvit: the op {name} is {new.op} now; the old name is gone in the next release"
+        message = f"fastvit: the op {name} is {renamed.op} now; the old name is gone in the next release"
         warnings.warn(message, DeprecationWarning, stacklevel=3)
         named = defaults | dict(zip(defaults, args, strict=False)) | kwargs
-        renamed = {new.names.get(argument, argument): value for argument, value in named.items()}
-        results = op(**renamed, **new.given)
-        return results if new.results is None else tuple(results[at] for at in new.results)
+        results = op(**{renamed.names.get(n, n): value for n, value in named.items()}, **renamed.constants)
+        if not torch.compiler.is_compiling():
+            changed = [named[n] for n in written if n == "x" or named["training"]]
+            torch.autograd.graph.increment_version([tensor for tensor in changed if tensor is not None])
+        return results if renamed.results is None else tuple(results[at] for at in renamed.results)
 
-    _library.impl(name, call, "CompositeImplicitAutograd")
+    _definitions.impl(name, call, "CompositeImplicitAutograd")
 
 
 def define_old_ops() -> None:
-    for schema, new in _OLD.items():
-        _define(schema, new)
+    for schema, renamed in _SCHEMAS.items():
+        _define(schema, renamed)

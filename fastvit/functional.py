@@ -46,7 +46,7 @@ __all__ = [
 class NormOptions(NamedTuple):
     """What a normalisation takes besides its tensors."""
 
-    function: str  # of this module, named in errors
+    function: str  # the name of a function of this module, for errors
     training: bool  # normalises by batch statistics, and updates the running ones
     momentum: float | None
     eps: float
@@ -60,12 +60,12 @@ class NormOptions(NamedTuple):
     def channel_dim(self, x: Tensor) -> int:
         return x.dim() - 1 if self.channel_last else 1
 
-    def tail(self, x: Tensor) -> tuple[str, float, int]:
-        """The last arguments that the batch-norm ops share."""
-        return self.activation, self.activation_param, x.dim() - 1 if self.channel_last else 1
+    def shared_arguments(self, x: Tensor) -> tuple[str, float, int]:
+        """What every op of a batch norm takes after its tensors."""
+        return self.activation, self.activation_param, self.channel_dim(x)
 
-    def update(self) -> tuple[float | None, float, bool]:
-        """The last arguments of the forward ops."""
+    def forward_arguments(self) -> tuple[float | None, float, bool]:
+        """What the forward ops take after the running statistics."""
         return self.momentum, self.eps, self.training
 
 
@@ -102,7 +102,7 @@ def normalise(
             sync.check()  # raises errors of the last exchanges of training
     checked = compiling or transport is not sync.LOCAL or x.dim() < 2
     if checked:
-        check_input(function, x, residual, tensors, options.channel_last)
+        check_input(options, x, residual, tensors)
     # Not checked with several ranks: others may have values, and counts are not read back to the host.
     if options.training and transport is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
@@ -118,7 +118,7 @@ def normalise(
         if _are_strided(tensors):
             return _normalise_strided(x, residual, tensors, options, process_group)
         if not checked:
-            check_input(function, x, residual, tensors, options.channel_last)
+            check_input(options, x, residual, tensors)
         raise
 
 
@@ -396,6 +396,8 @@ def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float 
     Other arguments and the result as in `act`. Saves a and b for backward; torch's two ops save `act(a)` too.
     """
     param = check_activation(activation, activation_param)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(f"glu: b is {tuple(b.shape)}, {b.dtype}; {tuple(a.shape)}, {a.dtype} expected, as a")
     if torch.compiler.is_compiling() or is_distributed(a):
         return activate(a, activation, param) * b
     check_kernels("glu", a)

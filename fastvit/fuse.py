@@ -281,8 +281,8 @@ _TORCH_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.f
 class SyncBatchNormAct(SyncBatchNorm):
     """timm's BatchNormAct2d over a process group, for every drop layer and activation."""
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = super().forward(input, residual)
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        y = super().forward(input, z)
         for name in ("drop", "act"):
             if (module := getattr(self, name, None)) is not None:
                 y = module(y)

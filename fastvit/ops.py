@@ -22,7 +22,7 @@ form moments and sums send this rank's to all ranks, await theirs, and merge in 
 exchange the result is NaN, the count included. y and `saved` are NaN then, and nothing else is written.
 
 Activations: "identity", "leaky_relu" (`activation_param` is the slope), "elu" (`activation_param` is alpha),
-and where nothing is inverted "relu", "relu6", "gelu", "gelu_tanh", "silu" and "hardswish".
+and in ops that do not recover x from y "relu", "relu6", "gelu", "gelu_tanh", "silu" and "hardswish".
 
 The ops of LayerNorm, activations and gates take any shape; the rows of LayerNorm are the last dimension.
 
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def bump_versions(*tensors: Tensor | None) -> None:
-    """Raises autograd's version counters of tensors that an op has written."""
+    """Raises autograd's version counters of tensors that an op has written, which ops do not."""
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
 
@@ -80,21 +80,21 @@ def _check_devices(op: str, tensors: dict[str, Tensor]) -> None:
             raise RuntimeError(f"{op}: {name} is on {tensor.device}; {device} expected, where {first} is")
 
 
-def _op(fake: Callable[..., Any]) -> Any:
-    """The op of a function's name. The function is its fake, which takes all arguments by name, and has its
-    documentation.
+def _op_with_fake(fake: Callable[..., Any]) -> Any:
+    """Registers a function as the fake of the op of its name, and returns the op.
+
+    The fake gets all arguments by name, defaults too. Its docstring is the op's.
     """
     name = fake.__name__
     if _library.NOT_BUILT:
         return lambda *args, **kwargs: _library.check_built(f"fastvit.ops.{name}")
     op = getattr(_library.ops, name).default
-    arguments = op._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in arguments}
+    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
 
     def checked(*args, **kwargs):
-        named = dict(zip(defaults, args, strict=False)) | kwargs
+        named = defaults | dict(zip(defaults, args, strict=False)) | kwargs
         _check_devices(name, {argument: t for argument, t in named.items() if isinstance(t, Tensor)})
-        return fake(**(defaults | named))
+        return fake(**named)
 
     torch.library.register_fake(f"fastvit::{name}")(checked)
     op.__doc__ = f"{op._schema}\n\n{inspect.cleandoc(fake.__doc__ or '')}"
@@ -105,7 +105,7 @@ def _packed(x: Tensor, *sizes: int) -> Tensor:
     return x.new_empty(sizes, dtype=accumulation_dtype(x.dtype))
 
 
-@_op
+@_op_with_fake
 def bn_stats(x: Tensor, channel_dim: int, **_) -> Tensor:
     """Per-channel moments of x, or with `exchange` of all ranks'.
 
@@ -115,7 +115,7 @@ def bn_stats(x: Tensor, channel_dim: int, **_) -> Tensor:
     return _packed(x, 2 * x.shape[channel_dim] + 2)
 
 
-@_op
+@_op_with_fake
 def bn_forward(x: Tensor, channel_dim: int, **_) -> tuple[Tensor, Tensor]:
     """`y = act((x - mean) * invstd * weight + bias + residual)`; returns `(y, saved)`.
 
@@ -132,7 +132,7 @@ def bn_forward(x: Tensor, channel_dim: int, **_) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), _packed(x, 2 * x.shape[channel_dim] + 2)
 
 
-@_op
+@_op_with_fake
 def bn_forward_inplace(x: Tensor, channel_dim: int, **_) -> Tensor:
     """`bn_forward(invertible=True)` written over x; returns `saved`.
 
@@ -145,13 +145,13 @@ def bn_forward_inplace(x: Tensor, channel_dim: int, **_) -> Tensor:
     return _packed(x, 2 * x.shape[channel_dim] + 2)
 
 
-@_op
+@_op_with_fake
 def bn_apply(x: Tensor, **_) -> Tensor:
     """The y of a `bn_forward` that returned `saved`, computed again, bit for bit."""
     return torch.empty_like(x)
 
 
-@_op
+@_op_with_fake
 def bn_reduce(input: Tensor, channel_dim: int, exchange: Tensor | None, **_) -> Tensor:
     """Sums of dv and dv*xhat per channel: `(1, 2C)`, `local_sums`; with `exchange` `(2, 2C)`, also
     `global_sums`.
@@ -163,7 +163,7 @@ def bn_reduce(input: Tensor, channel_dim: int, exchange: Tensor | None, **_) -> 
     return _packed(input, 1 if exchange is None else 2, 2 * input.shape[channel_dim])
 
 
-@_op
+@_op_with_fake
 def bn_backward(
     input: Tensor,
     residual: Tensor | None,
@@ -186,7 +186,7 @@ def bn_backward(
     )
 
 
-@_op
+@_op_with_fake
 def layer_norm_forward(x: Tensor, output_dtype: torch.dtype | None, **_) -> tuple[Tensor, Tensor]:
     """`y = (x - mean) * invstd * weight + bias` over the last dimension; returns `(y, saved)`.
 
@@ -201,30 +201,30 @@ def layer_norm_forward(x: Tensor, output_dtype: torch.dtype | None, **_) -> tupl
     return x.new_empty(x.shape, dtype=output_dtype), _packed(x, 2 * math.prod(x.shape[:-1]))
 
 
-@_op
-def layer_norm_backward(x: Tensor, parameter_sums: bool, **_) -> tuple[Tensor, Tensor]:
+@_op_with_fake
+def layer_norm_backward(x: Tensor, parameters: bool, **_) -> tuple[Tensor, Tensor]:
     """`(dx, sums)` of `layer_norm_forward`: `sums` is `sum dy[D], sum dy*xhat[D]`, the gradients of bias and
-    weight, and empty without `parameter_sums`.
+    weight, and empty without `parameters`.
 
     dy has y's dtype, dx has x's. The order of summation depends on the shapes, and on CUDA also on the
     device.
     """
-    return x.new_empty(x.shape), _packed(x, 2 * x.shape[-1] if parameter_sums else 0)
+    return x.new_empty(x.shape), _packed(x, 2 * x.shape[-1] if parameters else 0)
 
 
-@_op
+@_op_with_fake
 def act_forward(x: Tensor, **_) -> Tensor:
     """`y = act(x)`, or with a gate `act(x) * gate`: SwiGLU with "silu", GEGLU with "gelu". In x's dtype and
     memory format.
 
-    Both ops read operands of any strides without a copy, so that x and gate may be the halves of one tensor.
-    The exception is an operand of more than 5 dimensions whose strides differ from those of x. Source of
-    gates: Shazeer, arXiv:2002.05202.
+    This op and its backward read operands of any strides without a copy, so that x and gate may be the halves
+    of one tensor. The exception is an operand of more than 5 dimensions whose strides differ from those of x.
+    Source of gates: Shazeer, arXiv:2002.05202.
     """
     return torch.empty_like(x)
 
 
-@_op
+@_op_with_fake
 def act_backward(x: Tensor, gate: Tensor | None, **_) -> tuple[Tensor, Tensor]:
     """`(dx, dgate)`: dx = dy * act'(x), and with a gate dx = dy * gate * act'(x), dgate = dy * act(x), in one
     pass. Without a gate dgate is empty.

@@ -249,13 +249,13 @@ def layer_norm_forward(x, weight=None, bias=None, eps=1e-5, output_dtype=None):
     return y.to(output_dtype or x.dtype).contiguous(), saved
 
 
-def layer_norm_backward(x, dy, saved, weight=None, parameter_sums=True):
+def layer_norm_backward(x, dy, saved, weight=None, parameters=True):
     mean, invstd = _per_row(saved, x)
     xhat, dy = (x.double() - mean) * invstd, dy.double()
     g = dy if weight is None else dy * weight.double()
     dx = invstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
     sums = torch.cat([t.reshape(-1, x.shape[-1]).sum(0) for t in (dy, dy * xhat)])
-    return dx.to(x.dtype).contiguous(), sums[: None if parameter_sums else 0].to(accumulation_dtype(x.dtype))
+    return dx.to(x.dtype).contiguous(), sums[: None if parameters else 0].to(accumulation_dtype(x.dtype))
 
 
 def act_forward(x, gate=None, activation="gelu", activation_param=0.0):

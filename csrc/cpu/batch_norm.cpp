@@ -12,7 +12,7 @@
 namespace fastvit {
 namespace {
 
-// Counts the batch; returns the weight of its statistics in the running ones.
+// Counts the batch; returns the factor of its statistics in the running ones.
 double count_batch(const BnForwardArgs& args, double count) {
   if (!args.num_batches_tracked || std::isnan(count)) return args.momentum;
   ++*args.num_batches_tracked;
@@ -27,24 +27,27 @@ void update_running(const BnForwardArgs& args, int64_t c, const Moments<double>&
   store_channel(args.running_var, c, var + factor * (unbiased - var));
 }
 
-// Calls kernel(params) with the constants that reduce and backward read.
-template <class A, class F>
-void with_gradient_constants(const BnBackwardArgs& args, const F& kernel) {
-  const int64_t C = args.layout.C;
-  const A* saved = static_cast<const A*>(args.saved);
-  ChannelTable<A> scale(C), beta(C), inverse_gamma(C);
-  for (int64_t c = 0; c < C; ++c) {
-    scale[c] =
-        A(load_channel(args.weight, c, 1) * double(saved[C + c]));  // the floor is the inversion's alone
-    beta[c] = A(load_channel(args.bias, c, 0));
-    inverse_gamma[c] = A(1 / load_gamma(args, c, args.from_output));
+// The constants of channels that reduce and backward read, and the parameters of their kernels.
+template <class A>
+struct BackwardConstants {
+  std::vector<A> scale, beta, inverse_gamma;  // [C]
+  BackwardParams params;
+
+  explicit BackwardConstants(const BnBackwardArgs& args)
+      : scale(args.layout.C), beta(args.layout.C), inverse_gamma(args.layout.C), params{args} {
+    const int64_t C = args.layout.C;
+    const A* saved = static_cast<const A*>(args.saved);
+    for (int64_t c = 0; c < C; ++c) {
+      scale[c] =
+          A(load_channel(args.weight, c, 1) * double(saved[C + c]));  // only the inversion needs a floor
+      beta[c] = A(load_channel(args.bias, c, 0));
+      inverse_gamma[c] = A(1 / load_gamma(args, c, args.from_output));
+    }
+    params.partition = partition_of(args.layout);
+    params.limit = std::sqrt(std::max(load_count(saved + 2 * C) - 1, 0.0));
+    params.scale = scale.data(), params.beta = beta.data(), params.inverse_gamma = inverse_gamma.data();
   }
-  BackwardParams params{args};
-  params.partition = partition_of(args.layout);
-  params.limit = std::sqrt(std::max(load_count(saved + 2 * C) - 1, 0.0));
-  params.scale = scale.data(), params.beta = beta.data(), params.inverse_gamma = inverse_gamma.data();
-  kernel(params);
-}
+};
 
 }  // namespace
 
@@ -70,7 +73,7 @@ void backend::bn_stats(const BnStatsArgs& args) {
   });
 }
 
-// A CPU's kernels have no launch that one in place of two would save.
+// Kernels of a CPU have no launch, so one for both passes saves nothing.
 bool backend::bn_forward_on_chip(const BnForwardArgs&) {
   return false;
 }
@@ -86,7 +89,7 @@ void backend::bn_forward(const BnForwardArgs& args) {
     A* saved = static_cast<A*>(args.saved);
     const double count = moments ? load_count(moments + 2 * C) : std::numeric_limits<double>::infinity(),
                  factor = moments ? count_batch(args, count) : 0;
-    ChannelTable<A> mean(C), scale(C), beta(C);
+    std::vector<A> mean(C), scale(C), beta(C);
     for (int64_t c = 0; c < C; ++c) {
       A invstd;
       if (applied) {
@@ -122,13 +125,11 @@ void backend::bn_reduce(const BnBackwardArgs& args) {
   dispatch_accumulation(args.dtype, [&]<class A>() {
     const A* saved = static_cast<const A*>(args.saved);
     A* sums = static_cast<A*>(args.local_sums);
-    const int64_t slices = partition_of(args.layout).slices;
+    BackwardConstants<A> constants(args);
+    const int64_t slices = constants.params.partition.slices;
     std::vector<double> partial(slices * 2 * C);
-    if (args.layout.numel() > 0)
-      with_gradient_constants<A>(args, [&](BackwardParams& params) {
-        params.partial = partial.data();
-        kernels().reduce(params);
-      });
+    constants.params.partial = partial.data();
+    if (args.layout.numel() > 0) kernels().reduce(constants.params);
     for (int64_t s = 1; s < slices; ++s)
       for (int64_t i = 0; i < 2 * C; ++i) partial[i] += partial[s * 2 * C + i];
     for (int64_t c = 0; c < C; ++c) {
@@ -145,15 +146,14 @@ void backend::bn_backward(const BnBackwardArgs& args) {
   dispatch_accumulation(args.dtype, [&]<class A>() {
     const A *saved = static_cast<const A*>(args.saved), *sums = static_cast<const A*>(args.global_sums);
     const double count = load_count(saved + 2 * C);
-    ChannelTable<A> a(C), b(C);
+    std::vector<A> a(C), b(C);
     for (int64_t c = 0; sums && count > 0 && c < C; ++c) {
       a[c] = A(sums[c] / count);
       b[c] = A(sums[C + c] / count * (args.from_output ? 1 : double(saved[C + c])));
     }
-    with_gradient_constants<A>(args, [&](BackwardParams& params) {
-      params.a = a.data(), params.b = b.data();
-      kernels().backward(params);
-    });
+    BackwardConstants<A> constants(args);
+    constants.params.a = a.data(), constants.params.b = b.data();
+    kernels().backward(constants.params);
   });
 }
 

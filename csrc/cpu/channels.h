@@ -1,4 +1,4 @@
-// What the O(C) part of the ops on the CPU has in common: parameters as numbers, in double, and tables.
+// What the O(C) part of the ops on the CPU has in common: parameters as numbers, in double.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -21,13 +21,10 @@ inline void store_channel(const Channels& t, int64_t c, double value) {
       t.dtype, [&]<class T>() { static_cast<T*>(t.data)[c] = T(Accumulation<T>(value)); });
 }
 
-// gamma as y is computed and inverted with it: with a floor where x is recovered from y.
-inline double load_gamma(const BnArgs& args, int64_t c, bool inverted) {
+// gamma, with a floor where x is recovered from y.
+inline double load_gamma(const BnArgs& args, int64_t c, bool invertible) {
   return effective_gamma(load_channel(args.weight, c, 1), load_channel(args.bias, c, 0),
-                         gamma_floor<double>(inverted, args.dtype));
+                         gamma_floor<double>(invertible, args.dtype));
 }
-
-template <class A>
-using ChannelTable = std::vector<A>;  // a number per channel, which kernels read
 
 }  // namespace fastvit

@@ -41,13 +41,14 @@ struct ForwardParams : BnForwardArgs {
   const void *mean, *scale, *beta;  // [C]
 };
 
-struct BackwardParams : BnBackwardArgs {
+struct BackwardParams : BnBackwardArgs {  // of reduce and of backward
   Partition partition = {};
   double limit = 0;                                                        // of |xhat|
   const void *scale = nullptr, *beta = nullptr, *inverse_gamma = nullptr;  // [C]
-  double* partial =
-      nullptr;  // of reduce, [slices][2][C]: sum dv, and sum dv * centred; see kernels/gradient.h
-  const void *a = nullptr, *b = nullptr;  // of backward, [C]: dx = scale * (dv - a - b * centred)
+  // Of reduce, [slices][2][C]: sum dv, and sum dv * centred; see kernels/gradient.h.
+  double* partial = nullptr;
+  // Of backward, [C]: dx = scale * (dv - a - b * centred).
+  const void *a = nullptr, *b = nullptr;
 };
 
 struct LayerNormForwardParams : LayerNormArgs {

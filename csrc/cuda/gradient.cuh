@@ -1,9 +1,8 @@
 // Shared by reduce and backward: the gradient before the activation, dv, and its factor in the second sum,
 // `centred`.
 //
-//   from x    centred = x - mean; v = centred * scale + beta (+ residual), with the bits of the forward pass,
-//   so
-//             that the activation is on the same side of its kink; dv = dy * act'(v)
+//   from x    centred = x - mean; v = centred * scale + beta (+ residual), with the bits of the forward
+//             pass, so that the activation is on the same side of its kink; dv = dy * act'(v)
 //   from y    centred = xhat, recovered from y; dv = dy * act'(v) from y
 #pragma once
 
@@ -31,7 +30,8 @@ __device__ __forceinline__ A largest_xhat(const BnBackwardArgs& args) {
   return kVariant == Variant::from_output ? std::sqrt(max(saved_count<A>(args) - 1, A(0))) : A(0);
 }
 
-// The constants of one channel. `mean_or_inverse_gamma` is 1 / gamma from y, and the mean otherwise.
+// The constants of one channel. `mean_or_inverse_gamma` is 1 / gamma where the input is y, and otherwise the
+// mean.
 template <class A, Variant kVariant>
 struct Constants {
   A mean_or_inverse_gamma, scale, beta;

@@ -4,8 +4,6 @@ The host never waits. When an exchange fails, the GPU writes a report to host me
 it. Memory is shared by CUDA IPC handles, which are sent through the group's store.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -128,14 +126,18 @@ def load_kernels(device: torch.device) -> None:
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for shape in shapes:
             x = torch.zeros(shape, dtype=dtype, device=device)
-            moments = alone.moments(x, 1, tag)
             for residual, inplace in ((None, False), (x, False), (None, True)):
-                forward = ops.bn_forward_inplace if inplace else ops.bn_forward
-                saved = forward(x, residual=residual, moments=moments)
-                saved = saved if inplace else saved[1]
-                arguments = x, x, saved, None, None, residual, "identity", 0.0, 1, inplace
-                _, sums = alone.sums(functools.partial(ops.bn_reduce, *arguments), tag)
-                ops.bn_backward(*arguments, sums)
+                _run_ops(alone, x, residual, inplace)
     for kind in Kind.MOMENTS, Kind.SUMS:
         numbers = torch.zeros(6, device=device)
         alone.share(numbers if kind == Kind.MOMENTS else numbers[None], tag)
+
+
+def _run_ops(alone: DeviceMemory, x: Tensor, residual: Tensor | None, inplace: bool) -> None:
+    """Runs forward and backward of a layer."""
+    tag, given = Tag(0, 0), {"residual": residual, "from_output": inplace}
+    forward = ops.bn_forward_inplace if inplace else ops.bn_forward
+    made = forward(x, residual=residual, moments=alone.moments(x, 1, tag))
+    saved = made if inplace else made[1]
+    _, sums = alone.sums(lambda exchange: ops.bn_reduce(x, x, saved, **given, exchange=exchange), tag)
+    ops.bn_backward(x, x, saved, **given, global_sums=sums)

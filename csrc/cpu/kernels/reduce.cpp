@@ -13,13 +13,12 @@ namespace {
 
 // Compiled once for all activations, whose plane_sums it calls by pointer.
 template <class A, class T>
-void planes(const BackwardParams& args, int64_t first, int64_t last, int64_t c0, int64_t c1, double* sum,
-            double* weighted,
+void planes(const BackwardParams& args, const Task& task, double* sum, double* weighted,
             void (*plane_sums)(const BackwardParams&, const Spans<T>&, int, bool, Terms<A>*)) {
   const Operand<T> in[] = {{args.input, args.layout, ReduceOperand::input},
                            {args.dy, args.layout, ReduceOperand::dy},
                            {args.residual, args.layout, ReduceOperand::residual}};
-  sum_planes<A>(args, in, args.residual ? 3 : 2, first, last, c0, c1, plane_sums,
+  sum_planes<A>(args, in, args.residual ? 3 : 2, task, plane_sums,
                 [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {
                   sum[c] += double(sum_lanes<A>(sums.first));
                   weighted[c] += double(sum_lanes<A>(sums.second));
@@ -64,7 +63,8 @@ struct Kernel {
     }
   }
 
-  void rows(int64_t first, int64_t last, int64_t c0, int64_t n, double* sum, double* weighted) const {
+  void rows(const Task& task, double* sum, double* weighted) const {
+    const int64_t c0 = task.c0, n = task.c1 - c0;
     constexpr int kAtOnce = is_transcendental(kActivation) ? 1 : 4;  // those are compute-bound
     Buffers buffers;
     RowSums<A, kAtOnce> sums;
@@ -73,8 +73,8 @@ struct Kernel {
     const Constants constants(args, c0);
     const bool unit_stride =
         input.has_unit_stride(n) && dy.has_unit_stride(n) && (!args.residual || residual.has_unit_stride(n));
-    for (int64_t begin = first, end; begin < last; begin = end) {
-      end = chunk_end(begin, last);
+    for (int64_t begin = task.first, end; begin < task.last; begin = end) {
+      end = chunk_end(begin, task.last);
       sums.sum(
           n, begin, end, unit_stride,
           [&](int k, int64_t row) {
@@ -93,16 +93,15 @@ struct Kernel {
   }
 
   void run() const {
-    for_each_task(args.layout, args.partition,
-                  [&](int64_t slice, int64_t first, int64_t last, int64_t c0, int64_t c1) {
-                    double* sum = args.partial + slice * 2 * args.layout.C;
-                    double* weighted = sum + args.layout.C;
-                    for (int64_t c = c0; c < c1; ++c) sum[c] = weighted[c] = 0;
-                    if (kRows)
-                      rows(first, last, c0, c1 - c0, sum + c0, weighted + c0);
-                    else
-                      planes<A, T>(args, first, last, c0, c1, sum, weighted, plane_sums);
-                  });
+    for_each_task(args.layout, args.partition, [&](const Task& task) {
+      double* sum = args.partial + task.slice * 2 * args.layout.C;
+      double* weighted = sum + args.layout.C;
+      for (int64_t c = task.c0; c < task.c1; ++c) sum[c] = weighted[c] = 0;
+      if (kRows)
+        rows(task, sum + task.c0, weighted + task.c0);
+      else
+        planes<A, T>(args, task, sum, weighted, plane_sums);
+    });
   }
 };
 
