@@ -75,6 +75,12 @@ def test_gradcheck(activation, device):
     assert torch.autograd.gradcheck(lambda a, b: functional.glu(a, b, activation, PARAM), (a, b))
 
 
+@pytest.mark.parametrize("b", [torch.randn(4, 3), torch.randn(5, 3).half()], ids=["shape", "dtype"])
+def test_a_gate_that_does_not_fit_is_named(b):
+    with pytest.raises(ValueError, match=r"glu: b is \(\d, 3\), .*; \(5, 3\), torch.float32 expected, as a"):
+        functional.glu(torch.randn(5, 3), b)
+
+
 def test_a_gate_keeps_its_operands_alone(device):
     a, b = torch.randn(2, 6, 40, device=device, requires_grad=True).unbind(0)
     kept = []

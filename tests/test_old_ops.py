@@ -77,6 +77,17 @@ def test_old_names_give_the_bits_of_the_new_ones(how, dtype, device):
         assert_same(everything(name, made, arguments), want)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_old_names_raise_the_versions_of_what_they_write(device):
+    for name, arguments, _ in old_calls(Case("nchw", torch.float32, device)):
+        tensors = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor)}
+        before = {n: t._version for n, t in tensors.items()}
+        getattr(ops, name)(**arguments)
+        raised = {n for n, t in tensors.items() if t._version > before[n]}
+        running = {"running_mean", "running_var", "num_batches_tracked"} & set(arguments)
+        assert raised == (running | {"x"} if name.endswith("_") else running)
+
+
 def test_old_names_warn(device):
     for name, arguments, _ in old_calls(Case("nchw", torch.float32, device)):
         with pytest.warns(DeprecationWarning, match=rf"fastvit: the op {name} is \w+ now"):
