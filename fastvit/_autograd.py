@@ -168,7 +168,7 @@ class InPlaceABNFunction(NormFunction):
             *options.forward_arguments(),
         )
         if torch.compiler.is_compiling():
-            y, saved = ops.bn_forward(*arguments, True)
+            y, saved = ops.bn_forward(*arguments, invertible=True)
             ctx.save_for_backward(y, weight, bias, residual, saved, tag)
             return y
         saved = ops.bn_forward_inplace(*arguments)
