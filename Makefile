@@ -78,7 +78,7 @@ export CXX="$(CURDIR)/build/$(1)/c++" FASTVIT_CUDA=0 && $(INSIDE) setup.py -q bu
 endef
 ON_MODEL := $(OPS) tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 # They compare the bits of two forms of a kernel.
-BITS := $(addprefix tests/test_ops.py::test_,bn_ops abn_ops running_statistics merging_ranks_equals_one_big_batch) \
+BITS := $(addprefix tests/test_ops.py::test_,bn_ops invertible_ops running_statistics merging_ranks_equals_one_big_batch) \
 	tests/test_layer_norm.py::test_ops tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
 ifdef MODELS

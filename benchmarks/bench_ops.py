@@ -3,7 +3,8 @@
     python benchmarks/bench_ops.py [--device cpu|cuda] [--threads 1] [--turns N] [--out benchmarks/results]
     python benchmarks/bench_ops.py --quick --out /tmp/smoke     # tests the program
 
-Two names in one row are one op for the work of both. Bandwidths are computed with the passes over the
+Two names in one row are one op for the work of both; `inplace` and `from_output` rows are those of a layer
+in place, whose backward recovers its input from its output. Bandwidths are computed with the passes over the
 activation of fastvit's ops, for torch's too, so that two ops and one op for both can be compared. torch's
 functions are, on a CPU, those of its BatchNorm with leaky_relu; on a GPU, those of its SyncBatchNorm, which
 apply no activation. Writes ops_DEVICE.csv after every case, and its table; with ATEN_CPU_CAPABILITY=avx2,
@@ -33,9 +34,11 @@ from torch.nn import functional as F
 from fastvit import ops
 
 FORWARD, BACKWARD = "bn_stats, bn_forward", "bn_reduce, bn_backward"
+REDUCE_OUTPUT, BACKWARD_OUTPUT = "bn_reduce from_output", "bn_backward from_output"
+BOTH_OUTPUT = f"{BACKWARD} from_output"
 # The passes of an op over the activation.
 PASSES = {"bn_stats": 1, "bn_forward": 2, FORWARD: 3, "bn_reduce": 2, "bn_backward": 3, BACKWARD: 5}
-PASSES |= {"abn_forward_": 2, "abn_reduce": 2, "abn_backward": 3, "abn_reduce, abn_backward": 5, "act": 2}
+PASSES |= {"bn_forward_inplace": 2, REDUCE_OUTPUT: 2, BACKWARD_OUTPUT: 3, BOTH_OUTPUT: 5, "act": 2}
 Works = dict[str, Callable[[], object]]
 
 
@@ -99,24 +102,23 @@ def raw_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> Works:
     weight = 1 - torch.rand(c, device=x.device) / 2  # values that are normalised again and again stay bounded
     bias = torch.rand(c, device=x.device) / 2
     running = torch.zeros(c, device=x.device), torch.ones(c, device=x.device)
-    parameters, act = (weight, bias), {"activation": "leaky_relu", "channel_dim": d}
-    moments = ops.bn_stats(x, d)
-    _, saved = ops.bn_forward(x, moments, *parameters, **act)
-    (sums,) = ops.bn_reduce(x, dy, None, saved, *parameters, **act)
+    tail, moments = (weight, bias, None, "leaky_relu", 0.01, d), ops.bn_stats(x, d)
+    _, saved = ops.bn_forward(x, *tail, moments)
+    (sums,) = ops.bn_reduce(x, dy, saved, *tail)
     y, overwritten = x.clone(), x.clone()
-    ops.abn_forward_(y, moments, *parameters, **act)
+    ops.bn_forward_inplace(y, *tail, moments)
     return {
         "bn_stats": lambda: ops.bn_stats(x, d),
-        "bn_forward": lambda: ops.bn_forward(x, moments, *parameters, None, *running, **act),
-        FORWARD: lambda: ops.bn_forward(x, None, *parameters, None, *running, **act),
-        "bn_reduce": lambda: ops.bn_reduce(x, dy, None, saved, *parameters, **act),
-        "bn_backward": lambda: ops.bn_backward(x, dy, None, saved, sums, *parameters, **act),
-        BACKWARD: lambda: ops.bn_backward(x, dy, None, saved, None, *parameters, **act),
-        "abn_forward_": lambda: ops.abn_forward_(overwritten, moments, *parameters, *running, **act),
-        "abn_reduce": lambda: ops.abn_reduce(y, dy, saved, *parameters, **act),
-        "abn_backward": lambda: ops.abn_backward(y, dy, saved, sums, *parameters, **act),
-        "abn_reduce, abn_backward": lambda: ops.abn_backward(y, dy, saved, None, *parameters, **act),
-        "act": lambda: ops.act_forward(x, "leaky_relu", 0.01),
+        "bn_forward": lambda: ops.bn_forward(x, *tail, moments, *running),
+        FORWARD: lambda: ops.bn_forward(x, *tail, None, *running),
+        "bn_reduce": lambda: ops.bn_reduce(x, dy, saved, *tail),
+        "bn_backward": lambda: ops.bn_backward(x, dy, saved, *tail, False, sums),
+        BACKWARD: lambda: ops.bn_backward(x, dy, saved, *tail),
+        "bn_forward_inplace": lambda: ops.bn_forward_inplace(overwritten, *tail, moments, *running),
+        REDUCE_OUTPUT: lambda: ops.bn_reduce(y, dy, saved, *tail, True),
+        BACKWARD_OUTPUT: lambda: ops.bn_backward(y, dy, saved, *tail, True, sums),
+        BOTH_OUTPUT: lambda: ops.bn_backward(y, dy, saved, *tail, True),
+        "act": lambda: ops.act_forward(x, None, "leaky_relu", 0.01),
     }
 
 
@@ -135,9 +137,9 @@ def torch_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> Works:
         return F.leaky_relu(F.batch_norm(x, mean, var, weight, bias, training), 0.01, inplace=True)
 
     def backward():
-        dz = torch.ops.aten.leaky_relu_backward(dy, y, 0.01, True)
+        dv = torch.ops.aten.leaky_relu_backward(dy, y, 0.01, True)
         return torch.ops.aten.native_batch_norm_backward(
-            dz, x, weight, mean, var, mean, var, True, 1e-5, [True, True, True]
+            dv, x, weight, mean, var, mean, var, True, 1e-5, [True, True, True]
         )
 
     y = forward()

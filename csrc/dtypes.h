@@ -18,6 +18,11 @@ inline ScalarType accumulation_type(ScalarType t) {
   return t == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
+struct Channels {  // a parameter or buffer of C numbers, or null
+  void* data = nullptr;
+  ScalarType dtype = ScalarType::Float;
+};
+
 // f.template operator()<T>() for a dtype; Half and BFloat16 are a backend's types of 16 bits.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable

@@ -1,67 +1,109 @@
-// The front end of layer_norm_forward and layer_norm_backward; see front_end.h.
+// Layer norm: the schemas of its ops, the arguments of its kernels, and its front ends; as batch_norm.h.
 //
 // Rows lie side by side in all operands: an x or dy that is not contiguous is copied first.
 #pragma once
 
 #include <tuple>
 
-#include "front_end.h"
+#include "op_call.h"
+#include "op_checker.h"
 
 namespace fastvit {
 
-// `named` is the argument that `output`, the dtype of y and dy, comes from.
-inline LayerNormArgs checked_rows(const char* op, const Tensor& x, const Optional& weight, const char* named,
-                                  ScalarType output) {
+template <class Library>
+void define_layer_norm(Library& m) {
+  m.def(
+      "layer_norm_forward(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+      "ScalarType? output_dtype=None) -> (Tensor y, Tensor saved)");
+  m.def(
+      "layer_norm_backward(Tensor x, Tensor dy, Tensor saved, Tensor? weight=None, bool parameters=True) "
+      "-> (Tensor dx, Tensor sums)");
+}
+
+struct LayerNormArgs {  // of rows of `columns` values, which lie side by side in x, y, dy and dx
+  int64_t rows, columns;
+  ScalarType dtype;         // of x and dx
+  ScalarType output_dtype;  // of y and dy
+  int device;
+  Channels weight, bias;
+  double eps;
+  const void* x;
+  void* y;
+  void* saved;  // mean[rows], invstd[rows]
+  const void* dy;
+  void* dx;
+  void* sums;  // [2 * columns]; null: not needed
+};
+
+namespace backend {
+void layer_norm_forward(const LayerNormArgs& args);
+void layer_norm_backward(const LayerNormArgs& args);
+}  // namespace backend
+
+struct LayerNormForwardCall : OpCall {
+  Tensor x = take<Tensor>();
+  OptTensor weight = take<OptTensor>(), bias = take<OptTensor>();
+  double eps = take<double>();
+  std::optional<ScalarType> output_dtype = take<std::optional<ScalarType>>();
+};
+
+struct LayerNormBackwardCall : OpCall {
+  Tensor x = take<Tensor>(), dy = take<Tensor>(), saved = take<Tensor>();
+  OptTensor weight = take<OptTensor>();
+  bool parameters = take<bool>();
+};
+
+// Checks x, whose rows are its last dimension, and the dtype of y, which is that of `dtype_argument`.
+inline LayerNormArgs check_rows(const OpChecker& check, const Tensor& x, const char* dtype_argument,
+                                ScalarType output) {
   const ScalarType dtype = x.scalar_type();
-  check_floating(op, "x", x);
-  require(x.dim() >= 1 && x.size(x.dim() - 1) >= 1 && x.size(x.dim() - 1) <= 1 << 30, op, "x", "has shape ",
-          ShapeOf{x}, "; 1 to 2^30 values in the last dimension expected");
-  check_memory(op, "x", x);
+  check.require(x.dim() >= 1 && x.size(x.dim() - 1) >= 1 && x.size(x.dim() - 1) <= 1 << 30, "x", "has shape ",
+                ShapeOf{x}, "; 1 to 2^30 values in the last dimension expected");
   const bool narrows = output == ScalarType::Half || output == ScalarType::BFloat16;
-  require(output == dtype || (dtype == ScalarType::Float && narrows), op, named, "is ", toString(output),
-          "; ", toString(dtype), " expected, as x's", dtype == ScalarType::Float ? ", or 16 bits" : "");
+  check.require(output == dtype || (dtype == ScalarType::Float && narrows), dtype_argument, "is ",
+                toString(output), "; ", toString(dtype), " expected, as x's",
+                dtype == ScalarType::Float ? ", or 16 bits" : "");
   LayerNormArgs args{};
   args.columns = x.size(x.dim() - 1);
   args.rows = x.numel() / args.columns;
   args.dtype = dtype;
   args.output_dtype = output;
   args.device = x.get_device_index();
-  check_channels(op, "weight", weight, x, args.columns);
-  args.weight = channels_of(weight);
   return args;
 }
 
-inline std::tuple<Tensor, Tensor> layer_norm_forward(Tensor x, Optional weight, Optional bias, double eps,
-                                                     std::optional<ScalarType> output_dtype) {
-  constexpr const char* op = "layer_norm_forward";
-  const ScalarType output = output_dtype.value_or(x.scalar_type());
-  LayerNormForwardArgs args{checked_rows(op, x, weight, "output_dtype", output)};
-  check_channels(op, "bias", bias, x, args.columns);
-  args.bias = channels_of(bias);
-  args.eps = eps;
-  const Tensor rows = torch::stable::contiguous(x);
-  Tensor y = torch::stable::new_empty(x, x.sizes(), output), saved = packed(x, 2 * args.rows);
-  args.x = rows.data_ptr();
+inline std::tuple<Tensor, Tensor> layer_norm_forward(const LayerNormForwardCall& call) {
+  const OpChecker check("layer_norm_forward", "x", call.x);
+  const ScalarType output = call.output_dtype.value_or(call.x.scalar_type());
+  LayerNormArgs args = check_rows(check, call.x, "output_dtype", output);
+  args.weight = check.check_vector("weight", call.weight, args.columns);
+  args.bias = check.check_vector("bias", call.bias, args.columns);
+  args.eps = check.check_eps(call.eps);
+  const Tensor x = torch::stable::contiguous(call.x);
+  Tensor y = torch::stable::new_empty(x, x.sizes(), output), saved = check.new_packed(2 * args.rows);
+  args.x = x.data_ptr();
   args.y = y.data_ptr();
   args.saved = saved.data_ptr();
-  Backend::layer_norm_forward(args);
+  backend::layer_norm_forward(args);
   return {y, saved};
 }
 
-inline std::tuple<Tensor, Tensor> layer_norm_backward(Tensor x, Tensor dy, Tensor saved, Optional weight,
-                                                      bool parameters) {
-  constexpr const char* op = "layer_norm_backward";
-  LayerNormBackwardArgs args{checked_rows(op, x, weight, "dy", dy.scalar_type())};
-  check_shape(op, "dy", dy, x);
-  check_packed(op, "saved", saved, x, 2 * args.rows);
-  const Tensor rows = torch::stable::contiguous(x), gradients = torch::stable::contiguous(dy);
-  Tensor dx = torch::stable::new_empty(x, x.sizes()), sums = packed(x, parameters ? 2 * args.columns : 0);
-  args.x = rows.data_ptr();
-  args.dy = gradients.data_ptr();
-  args.saved = saved.data_ptr();
+inline std::tuple<Tensor, Tensor> layer_norm_backward(const LayerNormBackwardCall& call) {
+  const OpChecker check("layer_norm_backward", "x", call.x);
+  check.check_defined("dy", call.dy);
+  LayerNormArgs args = check_rows(check, call.x, "dy", call.dy.scalar_type());
+  args.weight = check.check_vector("weight", call.weight, args.columns);
+  check.check_shape("dy", call.dy);
+  check.check_packed("saved", call.saved, 2 * args.rows);
+  const Tensor x = torch::stable::contiguous(call.x), dy = torch::stable::contiguous(call.dy);
+  Tensor dx = torch::stable::new_empty(x, x.sizes()),
+         sums = check.new_packed(call.parameters ? 2 * args.columns : 0);
+  args.x = x.data_ptr();
+  args.dy = dy.data_ptr();
+  args.saved = call.saved.data_ptr();
   args.dx = dx.data_ptr();
-  args.sums = parameters ? sums.data_ptr() : nullptr;
-  Backend::layer_norm_backward(args);
+  args.sums = call.parameters ? sums.data_ptr() : nullptr;
+  backend::layer_norm_backward(args);
   return {dx, sums};
 }
 

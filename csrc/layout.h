@@ -21,7 +21,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
 
 constexpr int kMaxDims = 5;              // (N, C, D, H, W)
 constexpr int kMaxOuter = kMaxDims - 1;  // all but the channel
-constexpr int kMaxOperands = 5;          // x or y, dy, dx, z, dz
+constexpr int kMaxOperands = 5;          // input, dy, dx, residual, dresidual
 
 struct Strides {  // in elements
   int64_t outer[kMaxOuter] = {};

@@ -10,7 +10,6 @@ function writes over its input.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,39 +72,16 @@ def match_strides(dy: Tensor, x: Tensor) -> Tensor:
     return copy.copy_(dy) if copy.stride() == x.stride() else dy
 
 
-class NormOptions(NamedTuple):
-    """What a normalisation takes besides its tensors."""
-
-    name: str  # the layer's function in fastvit.functional, named in errors
-    training: bool  # normalises by batch statistics, and updates the running ones
-    momentum: float | None
-    eps: float
-    activation: str
-    activation_param: float
-    channel_last: bool
-    in_place: bool = False
-    recompute: bool = True  # a recompute scope may make the result again
-    layer: int = 0  # unique among the layers of this process; ranks compare it
-
-    def channel_dim(self, x: Tensor) -> int:
-        return x.dim() - 1 if self.channel_last else 1
-
-    def of_forward(self, x: Tensor) -> tuple[float | None, float, str, float, int, bool]:
-        """The last arguments of bn_forward and abn_forward."""
-        return self.momentum, self.eps, *self.of_activation(x), self.training
-
-    def of_activation(self, x: Tensor) -> tuple[str, float, int]:
-        """The last arguments of the other ops."""
-        return self.activation, self.activation_param, self.channel_dim(x)
-
-
 class NormFunction(Function):
-    """A normalisation: `apply(x, weight, bias, z, *running, options, transport)`, z None in place."""
+    """A normalisation: `apply(x, weight, bias, residual, *running, options, transport)`.
+
+    In place there is no residual. `options`, a `functional.NormOptions`, has the ops' other arguments.
+    """
 
     fastvit_private: tuple[int, ...] = (4, 5)
 
     @staticmethod
-    def moments(ctx, x, options: NormOptions, transport: Transport):
+    def moments(ctx, x, options, transport: Transport):
         """The moments and their tag; None where the op makes its own, or uses the running statistics."""
         ctx.options, ctx.transport = options, transport
         if not options.training or in_one_pass(transport, x):
@@ -115,39 +91,48 @@ class NormFunction(Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):
-        x, weight, bias, z, saved, tag = ctx.saved_tensors  # in place x is the output
+        input, weight, bias, residual, saved, tag = ctx.saved_tensors  # input: x, or y in place
         options, transport = ctx.options, ctx.transport
-        wants_x, wants_weight, wants_bias, wants_z, *_ = ctx.needs_input_grad
-        dy_of_x = match_strides(dy, x)
-        operands = (x, dy_of_x, saved) if options.in_place else (x, dy_of_x, z, saved)
-        reduce: Callable = ops.abn_reduce if options.in_place else ops.bn_reduce
-        backward: Callable = ops.abn_backward if options.in_place else ops.bn_backward
-        rest = weight, bias, *options.of_activation(x)
-        own = total = dx = dz = None  # sums of this rank, sums of all ranks
-        local = wants_x and options.training and in_one_pass(transport, x)
-        if wants_x and options.training and not local:
-            rows = transport.sums(lambda exchange: reduce(*operands, *rest, exchange), tag).unbind()
-            own, total = rows[0], rows[-1]
-        elif (wants_weight or wants_bias) and not local:
-            own = reduce(*operands, *rest)[0]
-        if wants_x or (wants_z and z is not None):
-            dx, *residual, made = backward(*operands, total, *rest, local or total is not None)
-            own = made if local else own
-            dz = residual[0] if residual else None
-        if wants_z and z is None:
-            dz = dy
-        parameters = _parameter_gradients(own, weight, bias, wants_weight, wants_bias)
-        return dx if wants_x else None, *parameters, dz if wants_z else None, *(None,) * 5
+        wants_x, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
+        tail = weight, bias, residual, *options.shared_arguments(input)
+        arguments = input, match_strides(dy, input), saved, *tail, options.inplace
+        local_sums = global_sums = dx = dresidual = None
+        one_pass = wants_x and options.training and in_one_pass(transport, input)
+        if wants_x and options.training and not one_pass:
+            rows = transport.sums(lambda exchange: ops.bn_reduce(*arguments, exchange), tag).unbind()
+            local_sums, global_sums = rows[0], rows[-1]
+        elif (wants_weight or wants_bias) and not one_pass:
+            local_sums = ops.bn_reduce(*arguments)[0]
+        if wants_x or (wants_residual and residual is not None):
+            training = one_pass or global_sums is not None
+            dx, dresidual, own_sums = ops.bn_backward(*arguments, global_sums, training)
+            local_sums = own_sums if one_pass else local_sums
+        if residual is None:
+            dresidual = dy
+        parameters = _parameter_gradients(local_sums, weight, bias, wants_weight, wants_bias)
+        return dx if wants_x else None, *parameters, dresidual if wants_residual else None, *(None,) * 5
 
 
 class BatchNormFunction(NormFunction):
     @staticmethod
-    def forward(ctx, x, weight, bias, z, mean, var, tracked, options, transport):
+    def forward(ctx, x, weight, bias, residual, mean, var, batches, options, transport):
         moments, tag = NormFunction.moments(ctx, x, options, transport)
-        y, saved = ops.bn_forward(x, moments, weight, bias, z, mean, var, tracked, *options.of_forward(x))
-        if options.activation == "identity" and z is not None:  # its gradient is dy
-            ctx.fastvit_unsaved, z = {3: 3}, None
-        ctx.save_for_backward(x, weight, bias, z, saved, tag)
+        running = mean, var, batches
+        y, saved = ops.bn_forward(
+            x,
+            weight,
+            bias,
+            residual,
+            *options.shared_arguments(x),
+            moments,
+            *running,
+            *options.forward_arguments(),
+        )
+        if options.training:
+            ops.bump_versions(*running)
+        if options.activation == "identity" and residual is not None:  # its gradient is dy
+            ctx.fastvit_unsaved, residual = {3: 3}, None
+        ctx.save_for_backward(x, weight, bias, residual, saved, tag)
         return y
 
     @staticmethod
@@ -155,8 +140,8 @@ class BatchNormFunction(NormFunction):
         options = ctx.options
         if not options.recompute:
             return None
-        return lambda x, weight, bias, z, saved, _: ops.bn_apply(
-            x, saved, weight, bias, z, *options.of_activation(x)
+        return lambda x, weight, bias, residual, saved, _: ops.bn_apply(
+            x, saved, weight, bias, residual, *options.shared_arguments(x)
         )
 
 
@@ -169,17 +154,30 @@ class InPlaceABNFunction(NormFunction):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, z, mean, var, tracked, options, transport):
+    def forward(ctx, x, weight, bias, residual, mean, var, batches, options, transport):
         moments, tag = NormFunction.moments(ctx, x, options, transport)
-        rest = moments, weight, bias, mean, var, tracked, *options.of_forward(x)
+        running = mean, var, batches
+        arguments = (
+            x,
+            weight,
+            bias,
+            residual,
+            *options.shared_arguments(x),
+            moments,
+            *running,
+            *options.forward_arguments(),
+        )
         if torch.compiler.is_compiling():
-            y, saved = ops.abn_forward(x, *rest)
-            ctx.save_for_backward(y, weight, bias, z, saved, tag)
+            y, saved = ops.bn_forward(*arguments, invertible=True)
+            ctx.save_for_backward(y, weight, bias, residual, saved, tag)
             return y
-        saved = ops.abn_forward_(x, *rest)
-        ctx.mark_dirty(x)
-        ctx.fastvit_written = x._version + 1
-        ctx.save_for_backward(x, weight, bias, z, saved, tag)
+        saved = ops.bn_forward_inplace(*arguments)
+        if options.training:
+            ops.bump_versions(*running)
+        ctx.mark_dirty(x)  # raises x's version, after this function has returned
+        if not x.is_inference():  # which has no version
+            ctx.fastvit_written = x._version + 1
+        ctx.save_for_backward(x, weight, bias, residual, saved, tag)
         return x
 
 
@@ -208,34 +206,28 @@ class LayerNormFunction(Function):
         return dx if wants_x else None, dweight, dbias, None, None
 
 
-def _activated(operands, activation):
-    return (ops.act_forward if len(operands) == 1 else ops.glu_forward)(*operands, *activation)
-
-
 class ActFunction(Function):
-    """`apply(activation, activation_param, x)`, or with two operands the gate of a GLU."""
+    """`apply(activation, activation_param, x)`, and with a fourth argument the gate of a GLU."""
 
     fastvit_private = ()
 
     @staticmethod
-    def forward(ctx, activation, activation_param, *operands):
-        ctx.save_for_backward(*operands)
+    def forward(ctx, activation, activation_param, x, gate=None):
+        ctx.save_for_backward(x) if gate is None else ctx.save_for_backward(x, gate)
         ctx.activation = activation, activation_param
-        return _activated(operands, ctx.activation)
+        return ops.act_forward(x, gate, activation, activation_param)
 
     @staticmethod
     def rebuilding(ctx):
         activation = ctx.activation
-        return lambda *operands: _activated(operands, activation)
+        return lambda x, gate=None: ops.act_forward(x, gate, *activation)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):
-        if len(ctx.saved_tensors) == 1:
-            (x,) = ctx.saved_tensors
-            return None, None, ops.act_backward(x, dy, *ctx.activation)
-        a, b = ctx.saved_tensors
-        return None, None, *ops.glu_backward(a, b, dy, *ctx.activation)
+        x, *gate = ctx.saved_tensors
+        dx, dgate = ops.act_backward(x, dy, *(gate or [None]), *ctx.activation)
+        return None, None, dx, *([dgate] if gate else [])
 
 
 def _parameter_gradients(sums, weight, bias, wants_weight, wants_bias):

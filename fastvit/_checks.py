@@ -2,7 +2,7 @@
 
 import sys
 from numbers import Real
-from typing import Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch._C import _autograd
 
 from . import _library
 from ._formulas import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from .functional import NormOptions
 
 _SMALLEST = 2.0**-126  # normal float32
 IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
@@ -38,6 +41,11 @@ def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
 def check_eps(name: str, eps: object) -> None:
     if not is_number(eps, 0, 1 / _SMALLEST):
         raise ValueError(f"{name}: eps is {eps!r}; a finite number of at least 0 expected")
+
+
+def check_momentum(name: str, momentum: object) -> None:
+    if momentum is not None and not is_number(momentum, 0, 1):
+        raise ValueError(f"{name}: momentum is {momentum!r}; a number from 0 to 1, or None, expected")
 
 
 def check_dtype(name: str, argument: str, dtype: object) -> None:
@@ -79,11 +87,10 @@ def check_in_place_activation(activation: str, activation_param: float) -> None:
         )
 
 
-def channel_dimension(name: str, x: Tensor, channel_last: bool) -> int:
-    """The dimension of x that is C; raises ValueError unless x has 2 to 5 dimensions."""
+def check_dimensions(name: str, x: Tensor) -> None:
+    """Raises ValueError unless x has 2 to 5 dimensions."""
     if not 2 <= x.dim() <= 5:
         raise ValueError(f"{name}: expected an input of 2 to 5 dimensions, got {x.dim()}D {tuple(x.shape)}")
-    return x.dim() - 1 if channel_last else 1
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -110,15 +117,19 @@ def check_kernels(name: str, x: Tensor) -> None:
 
 
 def check_input(
-    name: str, x: Tensor, z: Tensor | None, tensors: tuple[Tensor | None, ...], channel_last: bool
+    options: "NormOptions", x: Tensor, residual: Tensor | None, tensors: tuple[Tensor | None, ...]
 ) -> None:
-    """Raises ValueError for a wrong shape, dtype or device.
+    """Raises ValueError for a wrong shape, dtype or device, and for a wrong eps or momentum.
 
     Args:
         tensors: weight, bias, running_mean, running_var, num_batches_tracked.
     """
     weight, bias, running_mean, running_var, num_batches_tracked = tensors
-    channel_dim = channel_dimension(name, x, channel_last)
+    name, channel_last = options.function, options.channel_last
+    check_dimensions(name, x)
+    channel_dim = options.channel_dim(x)
+    check_eps(name, options.eps)
+    check_momentum(name, options.momentum)
     if is_distributed(x):
         raise ValueError(
             f"{name}: the input is a DTensor, whose shards the op cannot read; pass x.to_local(), or keep "
@@ -140,9 +151,11 @@ def check_input(
             raise ValueError(
                 f"{name}: the input is on {x.device} and {argument} on {tensor.device}; one expected"
             )
-    if z is not None and (z.shape != x.shape or z.dtype != x.dtype or z.device != x.device):
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device
+    ):
         raise ValueError(
-            f"{name}: z is {tuple(z.shape)}, {z.dtype}, on {z.device}; "
+            f"{name}: residual is {tuple(residual.shape)}, {residual.dtype}, on {residual.device}; "
             f"{tuple(x.shape)}, {x.dtype}, on {x.device} expected, as the input"
         )
 

@@ -15,7 +15,6 @@ from torch.nn import init
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _checks, _library, functional, sync
-from ._autograd import NormOptions
 from ._formulas import ACTIVATIONS, effective_gamma
 
 _UNSAFE = 0.05  # relative error of the recovered xhat above which a layer warns
@@ -43,10 +42,7 @@ class NormLayer(_BatchNorm):
             raise ValueError(f"{name}: num_features is {num_features!r}; a positive int expected")
         super().__init__(num_features, *args, **kwargs)
         _checks.check_eps(name, self.eps)
-        if self.momentum is not None and not _checks.is_number(self.momentum, 0, 1):
-            raise ValueError(
-                f"{name}: momentum is {self.momentum!r}; a number from 0 to 1, or None, expected"
-            )
+        _checks.check_momentum(name, self.momentum)
         if not bias:
             self.register_parameter("bias", None)
 
@@ -54,66 +50,58 @@ class NormLayer(_BatchNorm):
         return None
 
     def _normalise(
-        self,
-        x: Tensor,
-        z: Tensor | None = None,
-        activation: str = "identity",
-        activation_param: float = 0.0,
-        memory: str = "recompute",
+        self, x: Tensor, residual: Tensor | None = None, memory: str = "recompute", **layer_options
     ) -> Tensor:
-        """The forward of every layer, by torch BatchNorm's rules.
+        """The forward of every layer, by torch BatchNorm's rules; `layer_options` are fields of NormOptions.
 
         Batch statistics are used in training, and in evaluation without running statistics. Running
         statistics are updated only in training with track_running_stats.
         """
-        in_place = memory == "inplace"
-        if z is not None and in_place:
+        inplace = memory == "inplace"
+        if residual is not None and inplace:
             raise ValueError(
-                f"{type(self).__name__}: got a residual z with memory='inplace'; "
-                "'recompute' or 'keep' expected"
+                f"{type(self).__name__}: got a residual with memory='inplace'; 'recompute' or 'keep' expected"
             )
-        if z is not None and z.dtype != x.dtype:  # under autocast a residual may have another dtype
-            z = z.to(x.dtype)
+        if residual is not None and residual.dtype != x.dtype:  # as autocast's may be
+            residual = residual.to(x.dtype)
         weight: Tensor | None
         bias: Tensor | None
-        tracked: Tensor | None
+        batches: Tensor | None
         try:  # nn.Module.__getattr__ takes half a microsecond for each, as a small op does
             parameters, buffers = self._parameters, self._buffers
             weight, bias = parameters["weight"], parameters["bias"]
             mean, var = buffers["running_mean"], buffers["running_var"]
-            tracked = buffers["num_batches_tracked"]
+            batches = buffers["num_batches_tracked"]
         except KeyError:  # a tensor is computed (torch.nn.utils.parametrize) or is a plain attribute
-            weight, bias, tracked = self.weight, self.bias, self.num_batches_tracked
+            weight, bias, batches = self.weight, self.bias, self.num_batches_tracked
             mean, var = self.running_mean, self.running_var
         if self.abs_weight and weight is not None:
             weight = functional.absolute_weight(weight, self.eps)
         momentum = self.momentum
         if not self.training:
-            tracked, momentum = None, 0.0
+            batches, momentum = None, 0.0
         elif not self.track_running_stats:
-            mean, var, tracked, momentum = None, None, None, 0.0
-        elif tracked is None and momentum is None:  # like torch: without a counter there is no update
+            mean, var, batches, momentum = None, None, None, 0.0
+        elif batches is None and momentum is None:  # like torch: without a counter there is no update
             momentum = 0.0
-        options = NormOptions(
-            "inplace_abn" if in_place else self.function,
-            self.training or mean is None,
-            momentum,
-            self.eps,
-            activation,
-            activation_param,
-            self.channel_last,
-            in_place,
-            memory == "recompute",
-            self.layer_number,
+        options = functional.NormOptions(
+            function="inplace_abn" if inplace else self.function,
+            training=self.training or mean is None,
+            momentum=momentum,
+            eps=self.eps,
+            channel_last=self.channel_last,
+            inplace=inplace,
+            recompute=memory == "recompute",
+            layer_number=self.layer_number,
+            **layer_options,
         )
-        tensors = weight, bias, mean, var, tracked
         group = self._statistics_group()
         if group is not None and options.training and not self.training:
             if not torch.compiler.is_compiling():
                 sync.check()
             group = None  # a rank may evaluate alone, as with torch's SyncBatchNorm
-        y = functional.normalise(x, z, tensors, options, group)
-        if in_place:
+        y = functional.normalise(x, residual, (weight, bias, mean, var, batches), options, group)
+        if inplace:
             self.check_conditioning(x)
         return y
 

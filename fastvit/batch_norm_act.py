@@ -31,8 +31,8 @@ class BatchNormAct(_norm.NormLayer):
             memory format need no flag.
         bias: False for no bias, as in torch.nn.BatchNorm2d.
 
-    `forward(input, z=None)`: input (N, C, *) with 2 to 5 dimensions, float16, bfloat16, float32 or float64;
-    z a residual of the same shape, added before the activation. The state_dict is BatchNorm's. Not
+    `forward(input, residual=None)`: input (N, C, *) with 2 to 5 dimensions, float16, bfloat16, float32 or
+    float64; a residual of the same shape is added before the activation. The state_dict is BatchNorm's. Not
     differentiable twice. torch.compile traces it as plain torch ops, and its partitioner chooses what is
     recomputed.
 
@@ -73,8 +73,9 @@ class BatchNormAct(_norm.NormLayer):
         self.memory = memory
         self.channel_last = channel_last
 
-    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        return self._normalise(input, z, self.activation, self.activation_param, self.memory)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        activation, param = self.activation, self.activation_param
+        return self._normalise(input, residual, self.memory, activation=activation, activation_param=param)
 
 
 class BatchNormActSync(_norm.SharesGroup, BatchNormAct):

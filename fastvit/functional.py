@@ -6,6 +6,7 @@ their output, which the next layer often saves too.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from ._autograd import (
     BatchNormFunction,
     InPlaceABNFunction,
     LayerNormFunction,
-    NormOptions,
     apply_of,
 )
 from ._checks import (
@@ -43,9 +43,35 @@ __all__ = [
 ]
 
 
+class NormOptions(NamedTuple):
+    """What a normalisation takes besides its tensors."""
+
+    function: str  # the name of a function of this module, for errors
+    training: bool  # normalises by batch statistics, and updates the running ones
+    momentum: float | None
+    eps: float
+    activation: str = "identity"
+    activation_param: float = 0.0
+    channel_last: bool = False
+    inplace: bool = False
+    recompute: bool = True  # a recompute scope may make the result again
+    layer_number: int = 0  # unique among the layers of this process; ranks compare it
+
+    def channel_dim(self, x: Tensor) -> int:
+        return x.dim() - 1 if self.channel_last else 1
+
+    def shared_arguments(self, x: Tensor) -> tuple[str, float, int]:
+        """What every op of a batch norm takes after its tensors."""
+        return self.activation, self.activation_param, self.channel_dim(x)
+
+    def forward_arguments(self) -> tuple[float | None, float, bool]:
+        """What the forward ops take after the running statistics."""
+        return self.momentum, self.eps, self.training
+
+
 def normalise(
     x: Tensor,
-    z: Tensor | None,
+    residual: Tensor | None,
     tensors: tuple[Tensor | None, ...],
     options: NormOptions,
     process_group: "torch.distributed.ProcessGroup | None",
@@ -60,39 +86,39 @@ def normalise(
         tensors: weight, bias, running_mean, running_var, num_batches_tracked.
         process_group: None is this process alone.
     """
-    name = options.name
-    check_tensor(name, x)
+    function = options.function
+    check_tensor(function, x)
     compiling = torch.compiler.is_compiling()
     if (compiling or process_group is not None) and _are_strided(tensors):
-        return _normalise_strided(x, z, tensors, options, process_group)
-    if options.in_place and not compiling:
-        check_may_be_overwritten(name, x)
+        return _normalise_strided(x, residual, tensors, options, process_group)
+    if options.inplace and not compiling:
+        check_may_be_overwritten(function, x)
     transport: sync.Transport = sync.LOCAL
     if process_group is not None:
         if options.training:
-            key = sync.LayerKey(name, options.layer, options.momentum)
+            key = sync.LayerKey(function, options.layer_number, options.momentum)
             transport = sync.transport_for(process_group, key)
         elif not compiling:
             sync.check()  # raises errors of the last exchanges of training
     checked = compiling or transport is not sync.LOCAL or x.dim() < 2
     if checked:
-        check_input(name, x, z, tensors, options.channel_last)
+        check_input(options, x, residual, tensors)
     # Not checked with several ranks: others may have values, and counts are not read back to the host.
     if options.training and transport is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     weight, bias, *running = tensors
-    arguments = x, weight, bias, z, *running, options, transport
-    if compiling and options.in_place:
+    arguments = x, weight, bias, residual, *running, options, transport
+    if compiling and options.inplace:
         return x.copy_(InPlaceABNFunction.apply(*arguments))
     if compiling:
         return _trace(*arguments)
     try:
-        return apply_of(InPlaceABNFunction if options.in_place else BatchNormFunction, x)(*arguments)
+        return apply_of(InPlaceABNFunction if options.inplace else BatchNormFunction, x)(*arguments)
     except RuntimeError:
         if _are_strided(tensors):
-            return _normalise_strided(x, z, tensors, options, process_group)
+            return _normalise_strided(x, residual, tensors, options, process_group)
         if not checked:
-            check_input(name, x, z, tensors, options.channel_last)
+            check_input(options, x, residual, tensors)
         raise
 
 
@@ -100,33 +126,33 @@ def _are_strided(tensors) -> bool:
     return not all(t is None or t.is_contiguous() for t in tensors)
 
 
-def _normalise_strided(x, z, tensors, options, process_group) -> Tensor:
+def _normalise_strided(x, residual, tensors, options, process_group) -> Tensor:
     """`normalise` with parameters and buffers of any strides: the ops read and write contiguous ones.
 
     A tensor may be a slice of a matrix, or one number expanded.
     """
     contiguous = tuple(t if t is None else t.contiguous() for t in tensors)
-    y = normalise(x, z, contiguous, options, process_group)
+    y = normalise(x, residual, contiguous, options, process_group)
     for buffer, updated in zip(tensors[2:], contiguous[2:], strict=True):
         if options.training and updated is not buffer:
             buffer.copy_(updated)
     return y
 
 
-def _trace(x, weight, bias, z, mean, var, tracked, options, transport) -> Tensor:
+def _trace(x, weight, bias, residual, mean, var, batches, options, transport) -> Tensor:
     """torch's ops, which torch.compile can fuse and recompute, where they compute the same."""
     dtypes = {t.dtype for t in (weight, bias, mean, var) if t is not None}
     narrow = x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32}
     # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.
     if options.momentum is None or transport is not sync.LOCAL or not (narrow or dtypes <= {x.dtype}):
-        return BatchNormFunction.apply(x, weight, bias, z, mean, var, tracked, options, transport)
-    if tracked is not None:
-        tracked.add_(1)
+        return BatchNormFunction.apply(x, weight, bias, residual, mean, var, batches, options, transport)
+    if batches is not None:
+        batches.add_(1)
     channel_dim = options.channel_dim(x)
     moved = x.movedim(channel_dim, 1) if channel_dim != 1 else x
     y = F.batch_norm(moved, mean, var, weight, bias, options.training, options.momentum, options.eps)
     y = y.movedim(1, channel_dim) if channel_dim != 1 else y
-    return activate(y if z is None else y + z, options.activation, options.activation_param)
+    return activate(y if residual is None else y + residual, options.activation, options.activation_param)
 
 
 def sync_batch_norm(
@@ -135,7 +161,7 @@ def sync_batch_norm(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    z: Tensor | None = None,
+    residual: Tensor | None = None,
     training: bool = True,
     momentum: float | None = 0.1,
     eps: float = 1e-5,
@@ -152,13 +178,13 @@ def sync_batch_norm(
             float64. N may be 0 and may differ between ranks.
         weight, bias: `(C,)` or None.
         running_mean, running_var: `(C,)` or None; updated in place in training, used otherwise.
-        z: residual of x's shape and dtype, added before the ReLU.
+        residual: of x's shape and dtype, added before the ReLU.
         momentum: None averages cumulatively and needs num_batches_tracked (int64, one number, counted up).
         process_group: None is the default group, or this process alone when there is none.
 
     Returns:
-        A new tensor of x's dtype and memory format. Saves x for backward (and z with fuse_relu); inside
-        `fastvit.recompute_scope()` it is rebuilt for later ops that save it. Not differentiable twice.
+        A new tensor of x's dtype and memory format. Saves x for backward, and residual with fuse_relu;
+        inside `fastvit.recompute_scope()` it is rebuilt for later ops that save it. Not differentiable twice.
 
     Raises:
         ValueError: wrong rank, dtype, device or channel count; one value per channel in training where the
@@ -168,9 +194,15 @@ def sync_batch_norm(
             timeout. Nothing is written then.
     """
     tensors = weight, bias, running_mean, running_var, num_batches_tracked
-    activation = "relu" if fuse_relu else "identity"
-    options = NormOptions("sync_batch_norm", training, momentum, eps, activation, 0.0, channel_last)
-    return normalise(x, z, tensors, options, sync.default_group(process_group))
+    options = NormOptions(
+        function="sync_batch_norm",
+        channel_last=channel_last,
+        training=training,
+        momentum=momentum,
+        eps=eps,
+        activation="relu" if fuse_relu else "identity",
+    )
+    return normalise(x, residual, tensors, options, sync.default_group(process_group))
 
 
 def batch_norm_act(
@@ -179,7 +211,7 @@ def batch_norm_act(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    z: Tensor | None = None,
+    residual: Tensor | None = None,
     training: bool = True,
     momentum: float | None = 0.1,
     eps: float = 1e-5,
@@ -201,14 +233,21 @@ def batch_norm_act(
             elsewhere this has no effect.
         process_group: the ranks that share statistics; None is this process alone.
 
-    Other arguments and errors as in `sync_batch_norm`. Saves x for backward, and z where the activation's
-    gradient depends on it. torch.compile traces plain torch ops where they compute the same.
+    Other arguments and errors as in `sync_batch_norm`. Saves x for backward, and residual where the
+    activation's gradient depends on it. torch.compile traces plain torch ops where they compute the same.
     """
-    param = check_activation(activation, activation_param)
     tensors = weight, bias, running_mean, running_var, num_batches_tracked
-    of_activation = activation, param, channel_last
-    options = NormOptions("batch_norm_act", training, momentum, eps, *of_activation, recompute=recompute)
-    return normalise(x, z, tensors, options, process_group)
+    options = NormOptions(
+        function="batch_norm_act",
+        channel_last=channel_last,
+        training=training,
+        momentum=momentum,
+        eps=eps,
+        activation=activation,
+        activation_param=check_activation(activation, activation_param),
+        recompute=recompute,
+    )
+    return normalise(x, residual, tensors, options, process_group)
 
 
 def inplace_abn(
@@ -238,7 +277,7 @@ def inplace_abn(
         activation: "identity", "leaky_relu" (activation_param is the slope, > 0) or "elu"
             (activation_param is alpha, > 0).
         abs_weight: gamma is `|weight| + eps`, as in mapillary's inplace_abn; otherwise the signed weight, at
-            least a small floor away from 0 (see `fastvit.ops.abn_forward_`).
+            least a small floor away from 0 (see `fastvit.ops.bn_forward_inplace`).
         process_group: the ranks that share statistics; None is this process alone.
 
     Other arguments and errors as in `sync_batch_norm`. Source: Rota Bulò, Porzi, Kontschieder, "In-Place
@@ -248,8 +287,16 @@ def inplace_abn(
     if abs_weight and weight is not None:
         weight = absolute_weight(weight, eps)
     tensors = weight, bias, running_mean, running_var, num_batches_tracked
-    of_activation = activation, activation_param, channel_last
-    options = NormOptions("inplace_abn", training, momentum, eps, *of_activation, in_place=True)
+    options = NormOptions(
+        function="inplace_abn",
+        channel_last=channel_last,
+        training=training,
+        momentum=momentum,
+        eps=eps,
+        activation=activation,
+        activation_param=activation_param,
+        inplace=True,
+    )
     return normalise(x, None, tensors, options, process_group)
 
 
@@ -349,6 +396,8 @@ def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float 
     Other arguments and the result as in `act`. Saves a and b for backward; torch's two ops save `act(a)` too.
     """
     param = check_activation(activation, activation_param)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(f"glu: b is {tuple(b.shape)}, {b.dtype}; {tuple(a.shape)}, {a.dtype} expected, as a")
     if torch.compiler.is_compiling() or is_distributed(a):
         return activate(a, activation, param) * b
     check_kernels("glu", a)

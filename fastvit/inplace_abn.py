@@ -75,7 +75,8 @@ class InPlaceABN(_norm.NormLayer):
         self.abs_weight = abs_weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalise(x, None, self.activation, self.activation_param, "inplace")
+        activation, param = self.activation, self.activation_param
+        return self._normalise(x, None, "inplace", activation=activation, activation_param=param)
 
 
 class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):

@@ -73,14 +73,14 @@ class SyncBatchNorm(_norm.SharesGroup):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        return self._normalise(input, z, "relu" if self.fuse_relu else "identity")
+        return self._normalise(input, z, activation="relu" if self.fuse_relu else "identity")
 
 
 class BatchNorm(_norm.NormLayer):
     """BatchNorm for 2 to 5 dimensions: `revert_syncbn_model` makes it of a SyncBatchNorm built as such."""
 
     def _check_input_dim(self, input: Tensor) -> None:
-        _checks.channel_dimension("BatchNorm", input, False)
+        _checks.check_dimensions("BatchNorm", input)
 
 
 def create_syncbn_process_group(group_size: int) -> "dist.ProcessGroup | None":

@@ -15,7 +15,7 @@ from fastvit.sync.protocol import LEAST_PACKETS, Arena, Exchange, Fault, Kind, T
 
 T = TypeVar("T")
 HEADER = 2  # packets
-arena_bytes = torch.ops.fastvit.peer_bytes
+arena_bytes = torch.ops.fastvit.arena_bytes
 _load_once = functools.cache(load_kernels)
 INBOX = arena_bytes(1, 6) - 2 * (HEADER + 6) * 16  # where it begins in an arena
 
@@ -67,6 +67,14 @@ def message(numbers: Tensor, tag: Tag, epoch: int, of_gpu: bool) -> Tensor:
     words = flat.numel() * flat.element_size() // 4
     head = torch.tensor([*tag, words, kind], dtype=torch.int32, device=flat.device)
     return torch.cat([in_packets(head, epoch), payload]).view(torch.uint8)
+
+
+def exchange_of_one_rank(device: str, capacity: int = LEAST_PACKETS) -> tuple[Exchange, Tensor]:
+    """An exchange that ends when it begins, and its arena, which must live as long."""
+    arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)
+    exchange = Exchange(0, 1, arena.is_cuda, [arena.data_ptr()])
+    exchange.handle.capacity, exchange.handle.nanoseconds = capacity, 10**9
+    return exchange, arena
 
 
 class Loopback:

@@ -17,9 +17,9 @@ class Rebuilds:
         self.count = 0
         original = ops.bn_apply
 
-        def counted(*arguments):
+        def counted(*arguments, **options):
             self.count += 1
-            return original(*arguments)
+            return original(*arguments, **options)
 
         self.patch = mock.patch.object(ops, "bn_apply", counted)
         self.patch.start()

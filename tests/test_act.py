@@ -1,5 +1,7 @@
 """Activations and gates against the float64 reference: every layout, dtype and activation."""
 
+import itertools
+
 import pytest
 import torch
 from cases import ACTIVATIONS, DTYPES, LAYOUTS, PARAM, Case, agree, check_threads, generator
@@ -18,13 +20,12 @@ from fastvit import functional, ops
 )
 def test_ops(layout, activation, dtype, device):
     case = Case(layout, dtype, device)
-    x, dy, z = case.x - 3, case.dy, case.z
-    y, dx = ops.act_forward(x, activation, PARAM), ops.act_backward(x, dy, activation, PARAM)
-    assert y.stride() == dx.stride() == torch.empty_like(x).stride()
-    agree("act_forward", x, activation, PARAM)
-    agree("act_backward", x, dy, activation, PARAM)
-    agree("glu_forward", x, z, activation, PARAM)
-    agree("glu_backward", x, z, dy, activation, PARAM)
+    x, dy = case.x - 3, case.dy
+    for gate in (None, case.residual):
+        (y,), _ = agree("act_forward", x, gate, activation, PARAM)
+        (dx, dgate), _ = agree("act_backward", x, dy, gate, activation, PARAM)
+        assert y.stride() == dx.stride() == torch.empty_like(x).stride()
+        assert dgate.stride() == ((1,) if gate is None else torch.empty_like(gate).stride())
 
 
 def views():
@@ -52,17 +53,17 @@ def views():
 def test_operands_that_lie_otherwise(name, device):
     a, b = (t.to(device) for t in views()[name])
     for dy in (b, a.flip(0) if a.dim() else a, b.new_ones(()).expand_as(b)):
-        agree("act_forward", a, "silu")
-        agree("act_backward", a, dy, "silu")
-        agree("glu_forward", a, b, "gelu")
-        agree("glu_backward", a, b, dy, "gelu")
+        for gate, activation in ((None, "silu"), (b, "gelu")):
+            agree("act_forward", a, gate, activation)
+            agree("act_backward", a, dy, gate, activation)
 
 
 def test_repeats_and_threads_give_the_same_bits(device):
     a, b, dy = torch.randn(3, 40, 2100, device=device).unbind(0)
 
     def run():
-        return ops.act_forward(a), ops.act_backward(a, dy), ops.glu_forward(a, b), *ops.glu_backward(a, b, dy)
+        both_ways = ((ops.act_forward(a, gate), *ops.act_backward(a, dy, gate)) for gate in (None, b))
+        return list(itertools.chain(*both_ways))
 
     check_threads(run)
 
@@ -72,6 +73,12 @@ def test_gradcheck(activation, device):
     a, b = (torch.randn(5, 3, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(lambda a: functional.act(a, activation, PARAM), a)
     assert torch.autograd.gradcheck(lambda a, b: functional.glu(a, b, activation, PARAM), (a, b))
+
+
+@pytest.mark.parametrize("b", [torch.randn(4, 3), torch.randn(5, 3).half()], ids=["shape", "dtype"])
+def test_a_gate_that_does_not_fit_is_named(b):
+    with pytest.raises(ValueError, match=r"glu: b is \(\d, 3\), .*; \(5, 3\), torch.float32 expected, as a"):
+        functional.glu(torch.randn(5, 3), b)
 
 
 def test_a_gate_keeps_its_operands_alone(device):

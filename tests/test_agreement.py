@@ -50,7 +50,7 @@ def test_a_rank_that_leaves_is_not_waited_for():
 
 @pytest.fixture
 def pair():
-    segment = torch.zeros(2 * ops.peer_bytes(2, CAPACITY), dtype=torch.uint8)
+    segment = torch.zeros(2 * ops.arena_bytes(2, CAPACITY), dtype=torch.uint8)
     return [SharedMemory(segment, CAPACITY, one, describe) for one in agreements(2, 10.0)]
 
 

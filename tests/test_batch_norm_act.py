@@ -83,13 +83,13 @@ def test_default_parameters_are_torchs():
         check("layer", layer(x), F.leaky_relu(F.batch_norm(x, None, None, training=True), slope))
 
 
-def eager_and_compiled(layer, backend, x, *z):
+def eager_and_compiled(layer, backend, x, *residual):
     """Pairs of results of one step, of the layer and of its one graph."""
     torch._dynamo.reset()
     results = []
     for run in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
         layer.reset_running_stats()
-        results.append([*step(run, x, x.sin(), *z), *(b.clone().float() for b in layer.buffers())])
+        results.append([*step(run, x, x.sin(), *residual), *(b.clone().float() for b in layer.buffers())])
     return zip(*results, strict=True)
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-RAW_OPS = {"bn_stats", "bn_forward", "abn_forward_", "bn_reduce", "abn_reduce", "bn_backward", "abn_backward"}
+RAW_OPS = {"bn_stats", "bn_forward", "bn_forward_inplace", "bn_reduce", "bn_backward"}
+RAW_OPS |= {bench_ops.REDUCE_OUTPUT, bench_ops.BACKWARD_OUTPUT, bench_ops.BOTH_OUTPUT}
 DIRECTIONS = {"forward", "backward", "both"}
 # torch.compile traces only in a quick run; Inductor would keep 2.
 KEPT = {"torch": 2, "torch.compile": 3, "BatchNormAct": 2, "InPlaceABN": 1, "SyncBatchNorm": 2}

@@ -9,6 +9,7 @@ import os
 import time
 
 import pytest
+import reference
 import torch
 import torch.distributed as dist
 from cases import LAYOUTS, Case, channels_last
@@ -17,7 +18,7 @@ from tolerances import check
 from torch import nn
 
 import fastvit
-from fastvit import InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional, ops, reference, sync
+from fastvit import InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional, ops, sync
 from fastvit.sync.protocol import Tag
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -205,11 +206,14 @@ def test_streams_do_not_disturb_each_other(name):
     channels = SHAPES[name][0][1]
     weight, bias = torch.rand(channels, device=DEVICE) + 0.5, torch.rand(channels, device=DEVICE)
 
+    tail = weight, bias, None, "leaky_relu"
+
     def run(x, dy):
         y, moments = x.clone(), ops.bn_stats(x)
-        saved = ops.abn_forward_(y, moments, weight, bias)
-        (sums,) = ops.abn_reduce(y, dy, saved, weight, bias)
-        return moments, y, saved, sums, ops.abn_backward(y, dy, saved, sums, weight, bias)[0]
+        saved = ops.bn_forward_inplace(y, *tail, moments=moments)
+        (sums,) = ops.bn_reduce(y, dy, saved, *tail, from_output=True)
+        dx, *_ = ops.bn_backward(y, dy, saved, *tail, from_output=True, global_sums=sums)
+        return moments, y, saved, sums, dx
 
     inputs = [(randn(name, seed), randn(name, seed + 10)) for seed in range(3)]
     want = [run(*pair) for pair in inputs]
@@ -302,7 +306,7 @@ def test_other_devices_than_the_current_one():
 def ipc() -> None:
     """Skips where the system forbids memory to be opened by another process: WSL, MIG, some containers."""
     try:
-        torch.ops.fastvit.ipc_memory(64, 0)
+        torch.ops.fastvit.ipc_allocate(64, 0)
     except RuntimeError as error:
         pytest.skip(f"no CUDA IPC here: {str(error).splitlines()[0]}")
 
@@ -351,22 +355,19 @@ def test_exchange_by_the_kernels_of_several_ranks(world):
     moments, want = reference.merge_moments(rows), []
     for x in inputs:
         y = x.clone()
-        want.append((y, ops.abn_forward_(y, moments, **options)))
-    own = torch.cat(
-        [ops.abn_reduce(y, dy, saved, **options) for (y, saved), dy in zip(want, gradients, strict=True)]
-    )
+        want.append((y, ops.bn_forward_inplace(y, **options, moments=moments)))
+    from_output = options | {"from_output": True}
+    parts = [(y, dy, saved) for (y, saved), dy in zip(want, gradients, strict=True)]
+    own = torch.cat([ops.bn_reduce(*part, **from_output) for part in parts])
     total = own.double().sum(0).float()
-    wanted = [
-        (y, ops.abn_backward(y, dy, saved, total, **options)[0])
-        for (y, saved), dy in zip(want, gradients, strict=True)
-    ]
+    wanted = [(part[0], ops.bn_backward(*part, **from_output, global_sums=total)[0]) for part in parts]
 
     def step(number):
         def work(rank, way):
             y, dy, tag = inputs[rank].clone(), gradients[rank], Tag(0, number)
-            saved = ops.abn_forward_(y, way.moments(y, 1, tag), **options)
-            sums = way.sums(lambda e: ops.abn_reduce(y, dy, saved, **options, exchange=e), tag)
-            return y, ops.abn_backward(y, dy, saved, sums[1], **options)[0]
+            saved = ops.bn_forward_inplace(y, **options, moments=way.moments(y, 1, tag))
+            sums = way.sums(lambda e: ops.bn_reduce(y, dy, saved, **from_output, exchange=e), tag)
+            return y, ops.bn_backward(y, dy, saved, **from_output, global_sums=sums[1])[0]
 
         return loop.each(work)
 
@@ -411,18 +412,18 @@ def test_exchanges_follow_the_stream():
 def test_a_peer_that_never_sends():
     """The GPU stops waiting, nothing is kept, and the next call of the host says who was missing."""
     loop, x = Loopback(2, timeout=0.2, device=DEVICE), randn("planes")
-    running = [
-        torch.zeros(x.shape[1], device=DEVICE),
-        torch.ones(x.shape[1], device=DEVICE),
-        torch.tensor(3, device=DEVICE),
-    ]
-    before = [t.clone() for t in running]
-    y, saved = ops.bn_forward(x, loop.ranks[0].moments(x, 1, Tag(4, 1)), None, None, None, *running)
+    running = {
+        "running_mean": torch.zeros(x.shape[1], device=DEVICE),
+        "running_var": torch.ones(x.shape[1], device=DEVICE),
+        "num_batches_tracked": torch.tensor(3, device=DEVICE),
+    }
+    before = [t.clone() for t in running.values()]
+    y, saved = ops.bn_forward(x, moments=loop.ranks[0].moments(x, 1, Tag(4, 1)), **running)
     with pytest.raises(
         RuntimeError, match="rank 0 in forward of layer 4, step 1: nothing from rank 1 within"
     ):
         loop.ranks[0].check(wait=True)
-    assert y.isnan().all() and saved.isnan().all() and all(map(torch.equal, running, before))
+    assert y.isnan().all() and saved.isnan().all() and all(map(torch.equal, running.values(), before))
 
 
 def _batch(rank: int) -> torch.Tensor:

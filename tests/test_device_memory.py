@@ -38,14 +38,14 @@ class Gpus:
         return self.thread.rank
 
     # torch.ops.fastvit
-    peer_bytes = staticmethod(torch.ops.fastvit.peer_bytes)
+    arena_bytes = staticmethod(torch.ops.fastvit.arena_bytes)
 
     def ipc_open(self, handle, device):
         self.may("open", "peer access is not supported")
         assert handle[1:].tolist() == [7, 255]
         return self.arenas[int(handle[0])].data_ptr()
 
-    def ipc_memory(self, size, device):
+    def ipc_allocate(self, size, device):
         self.may("memory", "out of memory")
         self.arenas[self.rank] = torch.zeros(size, dtype=torch.uint8)
         return self.arenas[self.rank], torch.tensor([self.rank, 7, 255], dtype=torch.uint8)

@@ -4,12 +4,16 @@ import contextlib
 import csv
 import io
 import re
+import runpy
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 import fastvit
+from fastvit import ops
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -176,3 +180,18 @@ def test_the_reference_has_everything_public():
     reference = " ".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
     for name in fastvit.__all__:
         assert re.search(rf"::: fastvit\.([\w.]+\.)?{name}\b", reference), name
+
+
+def test_the_page_of_ops_has_their_schemas(monkeypatch):
+    files = types.ModuleType("mkdocs.structure.files")
+    files.File = object
+    for name, module in (
+        ("mkdocs", types.ModuleType("mkdocs")),
+        ("mkdocs.structure", files),
+        (files.__name__, files),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    schemas = runpy.run_path(str(ROOT / "tools/mkdocs_hooks.py"))["read_schemas"]()
+    assert sorted(schemas) == ops.__all__
+    for name, schema in schemas.items():
+        assert torch._C.parse_schema(f"fastvit::{schema}") == getattr(ops, name)._schema

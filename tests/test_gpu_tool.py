@@ -164,7 +164,7 @@ def test_a_sanitizer_sees_every_kind_of_kernel(gpu):
     assert 40 < len(found) < 80
     assert set(found) == {
         ("test_ops", "test_bn_ops"),
-        ("test_ops", "test_abn_ops"),
+        ("test_ops", "test_invertible_ops"),
         ("test_layer_norm", "test_ops"),
         ("test_act", "test_ops"),
         ("test_messages", "test_numbers_are_merged"),

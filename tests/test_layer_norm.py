@@ -4,13 +4,14 @@ import copy
 import pickle
 
 import pytest
+import reference
 import torch
 from cases import DTYPES, check_threads, generator, step
 from tolerances import check
 from torch import nn
 
 import fastvit
-from fastvit import ops, reference
+from fastvit import ops
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 PAIRS = [(dtype, dtype) for dtype in DTYPES] + [(F32, BF16), (F32, F16)]

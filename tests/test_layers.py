@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import io
+import math
 import pickle
 import re
 import warnings
@@ -11,7 +12,17 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from cases import ACTIVATIONS, CORE_LAYOUTS, DTYPES, INVERTIBLE, LAYOUTS, PARAM, Case, step
+from cases import (
+    ACTIVATIONS,
+    CORE_LAYOUTS,
+    DTYPES,
+    INVERTIBLE,
+    LAYOUTS,
+    PARAM,
+    Case,
+    step,
+    with_other_strides,
+)
 from packages import package
 from tolerances import check, error
 from torch import nn
@@ -28,6 +39,7 @@ KINDS = {"abn": InPlaceABN, "sbn": SyncBatchNorm, "bna": BatchNormAct}
 OF_KINDS = [*(("abn", a) for a in INVERTIBLE), ("sbn", "identity"), ("sbn", "relu")]
 OF_KINDS += [("bna", a) for a in ACTIVATIONS]
 TORCH_NORM = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+NOT_FINITE = (math.nan, math.inf, -math.inf)
 TENSORS = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
 
 
@@ -39,9 +51,9 @@ class TorchLayer(nn.Module):
         self.norm = TORCH_NORM[dims](channels, **options)
         self.activation, self.channel_dim = activation, channel_dim
 
-    def forward(self, x, z=None):
+    def forward(self, x, residual=None):
         y = self.norm(x.movedim(self.channel_dim, 1)).movedim(1, self.channel_dim)
-        return activate(y if z is None else y + z, self.activation, PARAM)
+        return activate(y if residual is None else y + residual, self.activation, PARAM)
 
 
 def make(kind, case, activation, **options):
@@ -62,9 +74,9 @@ def make(kind, case, activation, **options):
     return ours, theirs
 
 
-def compare(kind, ours, theirs, case, *z):
-    got = step(ours, case.x, case.dy, *z)
-    want = step(theirs, case.x.double(), case.dy.double(), *(t.double() for t in z))
+def compare(kind, ours, theirs, case, *residual):
+    got = step(ours, case.x, case.dy, *residual)
+    want = step(theirs, case.x.double(), case.dy.double(), *(t.double() for t in residual))
     row = "in_place_layer" if kind == "abn" else "layer"
     # A parameter's gradient sums one term per value, of either sign.
     summed = case.dy.double().norm().item() / case.channels**0.5
@@ -87,15 +99,34 @@ def test_like_torch(kind, activation, layout, dtype, mode, device):
     ours.train(mode != "eval"), theirs.train(mode != "eval")
     compare(kind, ours, theirs, case)
     if kind != "abn" and (layout in CORE_LAYOUTS or dtype != torch.float16):
-        compare(kind, ours, theirs, case, case.z)
+        compare(kind, ours, theirs, case, case.residual)
+
+
+@pytest.mark.parametrize("kind,activation", [("sbn", "identity"), ("sbn", "relu"), ("bna", "gelu")])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc_c13"])
+def test_a_residual_of_other_strides(kind, activation, layout, device):
+    case = Case(layout, torch.float32, device)
+    ours, theirs = make(kind, case, activation)
+    for name, residual in with_other_strides(case.residual).items():
+        leaf = residual.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(ours(case.x, leaf), leaf, case.dy)
+        same = case.dy if activation == "identity" else torch.empty_like(residual)  # of dy, it is dy itself
+        assert gradient.stride() == same.stride()
+        if name != "expanded":  # which no copy is
+            theirs.norm.load_state_dict(ours.state_dict())
+            compare(kind, ours, theirs, case, residual)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["nchw", "tokens"])
-@pytest.mark.parametrize("options", [{"affine": False}, {"momentum": None}, {"eps": 0.1, "momentum": 0.7}])
+@pytest.mark.parametrize(
+    "options",
+    [{"affine": False}, {"momentum": None}, {"eps": 0.1, "momentum": 0.7}, {"eps": 0.0, "momentum": 0.0}],
+)
 def test_options_like_torch(kind, options, layout, device):
     case = Case(layout, torch.float32, device)
     ours, theirs = make(kind, case, "identity", **options)
+    theirs.norm.eps = max(theirs.norm.eps, 1e-300)  # torch refuses 0
     for _ in range(3):
         compare(kind, ours, theirs, case)
     assert ours.num_batches_tracked == 3
@@ -117,6 +148,16 @@ def test_a_function_has_the_defaults_of_its_layer(layer, function):
     assert all(map(torch.equal, got, want))
 
 
+def test_a_residual_by_name():
+    """SyncBatchNorm has apex's name for it."""
+    x, residual = torch.randn(2, 4, 3)
+    want = functional.sync_batch_norm(x, None, None, None, None, residual=residual)
+    options, given = {"activation": "identity"}, {"residual": residual}
+    assert torch.equal(functional.batch_norm_act(x, None, None, None, None, **options, **given), want)
+    assert torch.equal(BatchNormAct(3, **options)(x, **given), want)
+    assert torch.equal(SyncBatchNorm(3)(x, z=residual), want)
+
+
 @pytest.mark.parametrize(
     "kind,activation", [("abn", "identity"), ("sbn", "relu"), ("bna", "identity"), ("bna", "relu")]
 )
@@ -124,13 +165,13 @@ def test_each_gradient_alone(kind, activation, device):
     """Only tensors that require grad get one, and freezing does not affect the others."""
     case = Case("nchw", torch.float32, device)
     layer, _ = make(kind, case, activation)
-    z = [] if kind == "abn" else [case.z]
-    inputs = [case.x, *z, layer.weight, layer.bias]
+    residual = [] if kind == "abn" else [case.residual]
+    inputs = [case.x, *residual, layer.weight, layer.bias]
 
     def gradients(wanted):
         for t in inputs:
             t.requires_grad_(any(t is one for one in wanted))
-        return torch.autograd.grad(layer(case.x.clone(), *z), wanted, case.dy)
+        return torch.autograd.grad(layer(case.x.clone(), *residual), wanted, case.dy)
 
     for one, want in zip(inputs, gradients(inputs), strict=True):
         assert torch.equal(*gradients([one]), want)
@@ -143,7 +184,18 @@ def test_overwrites_its_input_always(training, grad, device):
     x = torch.randn(4, 5, 3, 3, device=device, requires_grad=grad).clone()
     version = x._version
     with torch.set_grad_enabled(grad):
-        assert layer(x) is x and x._version > version
+        assert layer(x) is x and x._version == version + 1
+
+
+@every_layer
+@pytest.mark.parametrize("training", [True, False])
+def test_versions_of_running_statistics(training, make_layer, device):
+    """They tell autograd of each write, and there is none in evaluation."""
+    layer = make_layer(5).to(device).train(training)
+    versions = [buffer._version for buffer in layer.buffers()]
+    layer(torch.randn(4, 5, 3, device=device))
+    written = [b._version - version for b, version in zip(layer.buffers(), versions, strict=True)]
+    assert written == [training] * 3
 
 
 @pytest.mark.parametrize("kind", ["abn", "sbn"])
@@ -273,8 +325,8 @@ def test_weights_on_their_way_through_zero(dtype, activation, device):
             assert (got - want).norm() <= most * want.norm()
     assert error(dweight, want_dweight) < 0.01
     # in each channel no more than every xhat's own bound, 2^-7 and the slope's rounding, allows
-    dz = dy.double() * torch.where(want_y > 0, 1.0, {"identity": 1.0}.get(activation, PARAM))
-    assert ((dweight - want_dweight).abs() <= 3 * 2**-7 * dz.abs().sum((0, 2, 3))).all()
+    dv = dy.double() * torch.where(want_y > 0, 1.0, {"identity": 1.0}.get(activation, PARAM))
+    assert ((dweight - want_dweight).abs() <= 3 * 2**-7 * dv.abs().sum((0, 2, 3))).all()
 
 
 @pytest.mark.parametrize(
@@ -345,7 +397,7 @@ ONES = torch.ones(2, 3)
         (lambda: IN_PLACE(), "activation is 'relu'; in place"),
         (
             lambda: IN_PLACE(activation="elu")(ONES, ONES),
-            "BatchNormAct: got a residual z with memory='inplace'; '",
+            "BatchNormAct: got a residual with memory='inplace'; '",
         ),
         (lambda: BatchNormAct(3, activation="tanh"), "activation is 'tanh'; one of identity, relu"),
         (lambda: BatchNormAct(3, activation="elu", activation_param="1"), "activation_param is '1'"),
@@ -395,7 +447,7 @@ def test_impossible_requests(call, message):
 
 
 @pytest.mark.parametrize("make", [InPlaceABN, BatchNormAct, SyncBatchNorm, InPlaceABNSync, fastvit.LayerNorm])
-@pytest.mark.parametrize("eps", ["1e-5", None, -1e-5, float("nan"), float("inf"), True], ids=str)
+@pytest.mark.parametrize("eps", ["1e-5", None, -1e-5, *NOT_FINITE, True], ids=str)
 def test_an_eps_that_is_none(make, eps):
     with pytest.raises(ValueError, match=r"\w+: eps is .*; a finite number of at least 0 expected"):
         make(3, eps=eps)
@@ -403,7 +455,7 @@ def test_an_eps_that_is_none(make, eps):
 
 
 @pytest.mark.parametrize("make", [InPlaceABN, BatchNormAct, SyncBatchNorm, BatchNormActSync])
-@pytest.mark.parametrize("momentum", ["0.1", 2.0, -0.1, float("nan"), True], ids=str)
+@pytest.mark.parametrize("momentum", ["0.1", 2.0, -0.1, *NOT_FINITE, True], ids=str)
 def test_a_momentum_that_would_make_variances_negative_or_is_no_number(make, momentum):
     """torch's layers take such a number, and a string until the first forward."""
     message = f"{make.__name__}: momentum is {momentum!r}; a number from 0 to 1, or None, expected"
@@ -411,6 +463,42 @@ def test_a_momentum_that_would_make_variances_negative_or_is_no_number(make, mom
         make(3, 1e-5, momentum)
     for right in (None, 0, 1, 0.1):
         assert make(3, momentum=right).momentum == right
+
+
+@pytest.mark.parametrize("make", [InPlaceABN, BatchNormAct, SyncBatchNorm, fastvit.LayerNorm])
+@pytest.mark.parametrize("name,value", [("eps", -1.0), ("eps", math.nan), ("momentum", math.inf)])
+def test_a_number_that_was_changed_is_refused(make, name, value):
+    layer, x = make(3), torch.randn(4, 3)
+    if not hasattr(layer, name):
+        return
+    setattr(layer, name, value)
+    kept = [t.clone() for t in (x, *layer.buffers())]
+    with pytest.raises((ValueError, RuntimeError), match=rf"\w+: {name} is {value:g}(\.0)?; "):
+        layer(x)
+    assert all(map(torch.equal, (x, *layer.buffers()), kept))
+
+
+@pytest.mark.parametrize("name,value", [("eps", -1.0), ("momentum", math.nan)])
+def test_a_number_that_was_changed_is_refused_before_ranks_send(name, value, monkeypatch):
+    """Else the other ranks would go on, and wait for this one at their next exchange."""
+    sent = []
+    transport = type("Transport", (), {"moments": lambda _, *arguments: sent.append(arguments)})()
+    monkeypatch.setattr(fastvit.sync, "default_group", lambda group: group)
+    monkeypatch.setattr(fastvit.sync, "transport_for", lambda *_: transport)
+    layer = SyncBatchNorm(3, process_group=object())
+    setattr(layer, name, value)
+    with pytest.raises(ValueError, match=f"sync_batch_norm: {name} is {value}"):
+        layer(torch.randn(4, 3))
+    assert not sent
+
+
+@pytest.mark.parametrize("make", [InPlaceABN, BatchNormAct, SyncBatchNorm])
+def test_inference_mode(make):
+    """Its tensors have no version counter."""
+    layer, x = make(3).eval(), torch.randn(4, 3)
+    want = layer(x.clone()).detach()
+    with torch.inference_mode():
+        assert torch.equal(layer(x.clone()), want)
 
 
 def inference_tensor():
@@ -455,11 +543,11 @@ def test_without_bias_and_without_a_count():
 
 def test_bad_residual_leaves_the_statistics_alone():
     layer = SyncBatchNorm(3)
-    for z in (torch.randn(4, 2), torch.randn(4, 3, device="meta")):
+    for residual in (torch.randn(4, 2), torch.randn(4, 3, device="meta")):
         with pytest.raises(
-            ValueError, match=r"z is \(4, .\), torch.float32, on .*; \(4, 3\), torch.float32, on cpu"
+            ValueError, match=r"residual is \(4, .\), torch.float32, on .*; \(4, 3\), torch.float32, on cpu"
         ):
-            layer(torch.randn(4, 3), z)
+            layer(torch.randn(4, 3), residual)
     assert layer.num_batches_tracked == 0 and layer.running_mean.tolist() == [0.0] * 3
 
 

@@ -1,14 +1,14 @@
-"""What ranks have sent each other is merged in rank order, or not at all. CPUs merge by direct_merge,
-GPUs, and the model of one, by message_pack, a collective and message_merge.
+"""What ranks have sent each other is merged in rank order, or not at all. CPUs merge by merge_received,
+GPUs, and the model of one, by pack_message, a collective and merge_messages.
 """
 
 import pytest
+import reference
 import torch
 import torch.distributed as dist
 from conftest import TARGET
 from loopback import check_mismatch, describe, rows
 
-from fastvit import reference
 from fastvit.sync.agreement import Agreement
 from fastvit.sync.collective import ALL_GATHER, Packed
 from fastvit.sync.protocol import HEADER_WORDS, Exchange, Fault, Kind, Tag
@@ -42,14 +42,14 @@ def direct(rank, numbers, tags, room=4):
 
 def travel(numbers, exchanges):
     """The messages of GPUs after an all_gather of moments, or an all_reduce of sums."""
-    packed = [ops.message_pack(row, e.tensor) for row, e in zip(numbers, exchanges, strict=True)]
+    packed = [ops.pack_message(row, e.tensor) for row, e in zip(numbers, exchanges, strict=True)]
     return torch.cat(packed) if numbers[0].dim() == 1 else torch.stack(packed).sum(0)
 
 
 def merged(rank, numbers, tags, exchanges):
     if TARGET == "cpu":
-        return ops.direct_merge(direct(rank, numbers, tags), numbers[rank], exchanges[rank].tensor)
-    return ops.message_merge(travel(numbers, exchanges), numbers[rank], exchanges[rank].tensor)
+        return ops.merge_received(direct(rank, numbers, tags), numbers[rank], exchanges[rank].tensor)
+    return ops.merge_messages(travel(numbers, exchanges), numbers[rank], exchanges[rank].tensor)
 
 
 @pytest.mark.parametrize("sums", [False, True])
@@ -92,7 +92,7 @@ def test_a_message_of_another_length_or_kind(change):
     numbers, tags = rows(2, 6, False), [Tag(7, 5)] * 2
     received, (made, _) = direct(0, numbers, tags), exchanges(tags, "cpu")
     received[0, change[0]] = change[1]
-    assert ops.direct_merge(received, numbers[0], made.tensor).isnan().all()
+    assert ops.merge_received(received, numbers[0], made.tensor).isnan().all()
     assert made.report.fault == Fault.MISMATCH
 
 
@@ -100,16 +100,16 @@ def test_a_message_of_another_length_or_kind(change):
 def test_bad_arguments_of_cpus():
     row, one = torch.zeros(6), exchanges([Tag(7, 5)] * 3, "cpu")[0].tensor
     for wrong in (torch.zeros(2, 8), torch.zeros(3, 10), torch.zeros(2, 11), torch.zeros(20)):
-        with pytest.raises(RuntimeError, match=r"direct_merge: messages is Int .*; Int \(2, 10\) or wider"):
-            ops.direct_merge(wrong.int(), row, one)
-    with pytest.raises(RuntimeError, match="direct_merge: messages is Float"):
-        ops.direct_merge(torch.zeros(2, 10), row, one)
-    with pytest.raises(RuntimeError, match="direct_merge: numbers is Half"):
-        ops.direct_merge(torch.zeros(2, 10).int(), row.half(), one)
-    with pytest.raises(RuntimeError, match="direct_merge: messages has shape .*freed or shrunk"):
+        with pytest.raises(RuntimeError, match=r"merge_received: messages is Int .*; Int \(2, 10\) or wider"):
+            ops.merge_received(wrong.int(), row, one)
+    with pytest.raises(RuntimeError, match="merge_received: messages is Float"):
+        ops.merge_received(torch.zeros(2, 10), row, one)
+    with pytest.raises(RuntimeError, match="merge_received: numbers is Half"):
+        ops.merge_received(torch.zeros(2, 10).int(), row.half(), one)
+    with pytest.raises(RuntimeError, match="merge_received: messages has shape .*freed or shrunk"):
         freed = torch.zeros(2, 10, dtype=torch.int32)
         freed.untyped_storage().resize_(8)
-        ops.direct_merge(freed, row, one)
+        ops.merge_received(freed, row, one)
 
 
 @on_gpu
@@ -118,7 +118,7 @@ def test_a_captured_step_goes_with_every_other(sums, device):
     numbers, made = rows(3, 6, sums, device=device), exchanges([Tag(7, 5), Tag(7, 0), Tag(7, 5)], device)
     messages = travel(numbers, made)
     for row, exchange in zip(numbers, made, strict=True):
-        assert ops.message_merge(messages, row, exchange.tensor).isfinite().all()
+        assert ops.merge_messages(messages, row, exchange.tensor).isfinite().all()
         assert not exchange.report.fault
 
 
@@ -129,10 +129,10 @@ def test_packed_collectives(monkeypatch, device):
     (other,) = exchanges([Tag(0, 1)] * 2, device)[1:]
 
     def all_gather(messages, message, group):
-        messages.copy_(torch.cat([message, ops.message_pack(numbers[0][1], other.tensor)]))
+        messages.copy_(torch.cat([message, ops.pack_message(numbers[0][1], other.tensor)]))
 
     def all_reduce(message, group):
-        message += ops.message_pack(numbers[1][1], other.tensor)
+        message += ops.pack_message(numbers[1][1], other.tensor)
 
     monkeypatch.setattr(dist, ALL_GATHER, all_gather)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
@@ -155,15 +155,30 @@ def test_bad_arguments_of_gpus(device):
     row, (exchange,) = torch.zeros(6, device=device), exchanges([Tag(0, 1)], device)
     two = exchanges([Tag(0, 1)] * 2, device)[0].tensor
     exchange.handle.capacity = 4
-    with pytest.raises(RuntimeError, match="message_pack: numbers is .* .6.; at most 4 numbers of float32"):
-        ops.message_pack(row, exchange.tensor)
+    with pytest.raises(RuntimeError, match="pack_message: numbers is .* .6.; at most 4 numbers of float32"):
+        ops.pack_message(row, exchange.tensor)
     exchange.handle.capacity = 8
     with pytest.raises(
-        RuntimeError, match="message_pack: numbers is Double .6.; at most 8 numbers of float32"
+        RuntimeError, match="pack_message: numbers is Double .6.; at most 8 numbers of float32"
     ):
-        ops.message_pack(row.double(), exchange.tensor)
+        ops.pack_message(row.double(), exchange.tensor)
     with pytest.raises(RuntimeError, match="messages is Float .21.; 32 numbers expected, .* of 2 ranks"):
-        ops.message_merge(row.new_zeros(21), row, two)
+        ops.merge_messages(row.new_zeros(21), row, two)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_opcheck(sums, device):
+    """They have no fakes: fastvit::share, which has one, stands for them."""
+    numbers, tags = rows(2, 6, sums, device=device), [Tag(7, 5)] * 2
+    made = exchanges(tags, device)
+    if TARGET == "cpu":
+        calls = [(ops.merge_received, (direct(0, numbers, tags), numbers[0], made[0].tensor))]
+    else:
+        pack = ops.pack_message, (numbers[0], made[0].tensor)
+        calls = [pack, (ops.merge_messages, (travel(numbers, made), numbers[0], made[0].tensor))]
+    for op, arguments in calls:
+        torch.library.opcheck(op.default, arguments, test_utils="test_schema")
+    assert not made[0].report.fault
 
 
 @on_gpu
@@ -173,8 +188,8 @@ def test_freed_storage_is_refused(freed, device):
     given = {"messages": torch.zeros(32, device=device), "numbers": torch.zeros(6, device=device)}
     storage = given[freed].untyped_storage()
     storage.resize_(storage.nbytes() - 1)
-    with pytest.raises(RuntimeError, match=f"message_merge: {freed} has shape .*freed or shrunk"):
-        ops.message_merge(given["messages"], given["numbers"], exchange)
+    with pytest.raises(RuntimeError, match=f"merge_messages: {freed} has shape .*freed or shrunk"):
+        ops.merge_messages(given["messages"], given["numbers"], exchange)
     if freed == "numbers":
-        with pytest.raises(RuntimeError, match="message_pack: numbers has shape .*freed or shrunk"):
-            ops.message_pack(given["numbers"], exchange)
+        with pytest.raises(RuntimeError, match="pack_message: numbers has shape .*freed or shrunk"):
+            ops.pack_message(given["numbers"], exchange)

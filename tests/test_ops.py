@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import reference
 import torch
 from cases import (
     ACTIVATIONS,
@@ -20,10 +21,11 @@ from cases import (
     check_threads,
     fresh,
     generator,
+    with_other_strides,
 )
-from tolerances import check, error
+from tolerances import FROM_OUTPUT, check, error
 
-from fastvit import ops, reference
+from fastvit import ops
 from fastvit.memory import peak_bytes
 
 
@@ -51,45 +53,47 @@ LAYOUT_ACTIVATION = [
 def test_bn_ops(layout, dtype, activation, residual, device):
     """Each op against the reference; one that makes the statistics that it uses has the bits of two ops."""
     case = Case(layout, dtype, device)
-    rest = case.weight, case.bias, case.z if residual else None
+    tail = case.weight, case.bias, case.residual if residual else None
     given, kept = options(case, activation), case.x.clone()
     (moments,), _ = agree("bn_stats", case.x, case.channel_dim)
-    (y, saved, *buffers), _ = agree("bn_forward", case.x, moments, *rest, running=case, **given)
+    (y, saved, *buffers), _ = agree("bn_forward", case.x, *tail, moments=moments, running=case, **given)
     assert y.stride() == torch.empty_like(case.x).stride() and torch.equal(case.x, kept)
     local = case.buffers()
-    same([*ops.bn_forward(case.x, None, *rest, **local, **given), *local.values()], [y, saved, *buffers])
-    same([ops.bn_apply(case.x, saved, *rest, **given)], [y])
-    evaluated, constants = ops.bn_forward(case.x, None, *rest, **case.buffers(), **given, training=False)
-    assert torch.equal(ops.bn_apply(case.x, constants, *rest, **given), evaluated)
+    same([*ops.bn_forward(case.x, *tail, **local, **given), *local.values()], [y, saved, *buffers])
+    same([ops.bn_apply(case.x, saved, *tail, **given)], [y])
+    evaluated, constants = ops.bn_forward(case.x, *tail, **case.buffers(), **given, training=False)
+    assert torch.equal(ops.bn_apply(case.x, constants, *tail, **given), evaluated)
 
-    *parameters, z = rest
-    arguments = case.x, case.dy, z, saved
-    (sums,), _ = agree("bn_reduce", *arguments, *parameters, **given)
-    (dx, dz, _), _ = agree("bn_backward", *arguments, sums[0], *parameters, **given)
-    same(ops.bn_backward(*arguments, None, *parameters, **given), (dx, dz, sums[0]))
-    agree("bn_backward", *arguments, None, *parameters, **given, training=False)
+    arguments = case.x, case.dy, saved, *tail
+    (sums,), _ = agree("bn_reduce", *arguments, **given)
+    (dx, dresidual, _), _ = agree("bn_backward", *arguments, **given, global_sums=sums[0])
+    same(ops.bn_backward(*arguments, **given), (dx, dresidual, sums[0]))
+    agree("bn_backward", *arguments, **given, training=False)
 
 
 @pytest.mark.parametrize("activation", INVERTIBLE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_abn_ops(layout, dtype, activation, device):
+def test_invertible_ops(layout, dtype, activation, device):
+    """Written over x or not, and the backward from y."""
     case = Case(layout, dtype, device)
     parameters, given = (case.weight, case.bias), options(case, activation)
     (moments,), _ = agree("bn_stats", case.x, case.channel_dim)
-    (y, saved, *buffers), _ = agree("abn_forward_", case.x, moments, *parameters, running=case, **given)
+    (y, saved, *buffers), _ = agree(
+        "bn_forward_inplace", case.x, *parameters, moments=moments, running=case, **given
+    )
     written, local = fresh(case.x), case.buffers()
-    own = ops.abn_forward_(written, None, *parameters, **local, **given)
-    same([written, own, *local.values()], [y, saved, *buffers])
+    same([ops.bn_forward_inplace(written, *parameters, **local, **given), written], [saved, y])
+    same(local.values(), buffers)
     for made in (moments, None):
-        new = ops.abn_forward(case.x, made, *parameters, **case.buffers(), **given)
+        new = ops.bn_forward(case.x, *parameters, moments=made, **case.buffers(), **given, invertible=True)
         assert torch.equal(new[0], y) and torch.equal(new[1], saved)  # y may have other strides
 
-    arguments = y, case.dy, saved
-    (sums,), _ = agree("abn_reduce", *arguments, *parameters, **given)
-    (dx, _), _ = agree("abn_backward", *arguments, sums[0], *parameters, **given)
-    same(ops.abn_backward(*arguments, None, *parameters, **given), (dx, sums[0]))
-    agree("abn_backward", *arguments, None, *parameters, **given, training=False)
+    arguments, given = (y, case.dy, saved, *parameters), given | {"from_output": True}
+    (sums,), _ = agree("bn_reduce", *arguments, **given)
+    (dx, none, _), _ = agree("bn_backward", *arguments, **given, global_sums=sums[0])
+    same(ops.bn_backward(*arguments, **given), (dx, none, sums[0]))
+    agree("bn_backward", *arguments, **given, training=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,7 +101,7 @@ def test_abn_ops(layout, dtype, activation, device):
 def test_mixed_layouts_of_x_and_dy(layout, dtype, device):
     """A gradient need not have the layout of the input: expanded, transposed, channels_last."""
     case = Case(layout, dtype, device)
-    saved = reference.bn_forward(case.x, reference.bn_stats(case.x))[1]
+    saved = reference.bn_forward(case.x)[1]
     n, c, h, w = case.x.shape
     for dy in (
         case.dy.contiguous()
@@ -107,20 +111,53 @@ def test_mixed_layouts_of_x_and_dy(layout, dtype, device):
         case.dy.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2),
         case.dy[:, :1].expand(n, c, h, w),
     ):
-        rest = case.weight, case.bias, "leaky_relu"
-        _, (sums,) = agree("bn_reduce", case.x, dy, None, saved, *rest)
-        agree("bn_backward", case.x, dy, None, saved, sums[0], *rest)
+        rest = saved, case.weight, case.bias, None, "leaky_relu"
+        _, (sums,) = agree("bn_reduce", case.x, dy, *rest)
+        agree("bn_backward", case.x, dy, *rest, global_sums=sums[0])
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["bn", "abn"])
+def agree_both_ways(case, *tail, in_place=False, **given):
+    """Each op of a step against the reference; y, `saved` and the residual's gradient."""
+    moments = ops.bn_stats(case.x, case.channel_dim)
+    forward = "bn_forward_inplace" if in_place else "bn_forward"
+    (y, saved, *_), _ = agree(forward, case.x, *tail, moments=moments, running=case, **given)
+    arguments, given = (y if in_place else case.x, case.dy, saved, *tail), given | {"from_output": in_place}
+    (sums,), _ = agree("bn_reduce", *arguments, **given)
+    (_, dresidual, _), _ = agree("bn_backward", *arguments, **given, global_sums=sums[0])
+    return y, saved, dresidual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc_c13"])
+def test_mixed_layouts_of_x_and_residual(layout, dtype, device):
+    """A residual has strides of its own, and its gradient has them too."""
+    case, given = Case(layout, dtype, device), {"activation": "gelu"}
+    for residual in with_other_strides(case.residual).values():
+        assert residual.stride() != case.x.stride()
+        tail = case.weight, case.bias, residual
+        y, saved, dresidual = agree_both_ways(case, *tail, **given)
+        assert dresidual.stride() == torch.empty_like(residual).stride()
+        same([ops.bn_apply(case.x, saved, *tail, **given)], [y])
+
+
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc_c13"])
+def test_parameters_and_buffers_of_16_bits(layout, dtype, parameters, device):
+    case = Case(layout, dtype, device, parameters=parameters)
+    given = options(case, "leaky_relu")
+    agree_both_ways(case, case.weight, case.bias, case.residual, **given)
+    agree_both_ways(case, case.weight, case.bias, in_place=True, **given)
+
+
+@pytest.mark.parametrize("op", ["bn_forward", "bn_forward_inplace"])
 @pytest.mark.parametrize("layout", CORE_LAYOUTS)
-def test_without_parameters_and_with_running_statistics(layout, in_place, device):
+def test_without_parameters_and_with_running_statistics(layout, op, device):
     """No weight, no bias; not in training the running statistics normalise and nothing is written."""
     case = Case(layout, torch.float32, device)
-    op = "abn_forward_" if in_place else "bn_forward"
     for weight, bias in ((None, None), (case.weight, None), (None, case.bias)):
         given = dict(weight=weight, bias=bias, training=False, **options(case, "leaky_relu"))
-        (_, saved, *buffers), _ = agree(op, case.x, None, running=case, **given)
+        (_, saved, *buffers), _ = agree(op, case.x, running=case, **given)
         assert saved[-2:].tolist() == [math.inf, 0]
         assert all(map(torch.equal, buffers, case.buffers().values()))
 
@@ -132,13 +169,12 @@ def test_running_statistics(dtype, device):
     ours, theirs = case.buffers(), case.buffers()
     for step, momentum in enumerate((0.1, None, 0.0, 1.0, None)):
         x = case.x + step
-        moments, versions = ops.bn_stats(x), [buffer._version for buffer in ours.values()]
+        moments = ops.bn_stats(x)
         local = {name: value.clone() for name, value in ours.items()}
         ops.bn_forward(x, **local, momentum=momentum)
-        ops.bn_forward(x, moments, **ours, momentum=momentum)
+        ops.bn_forward(x, moments=moments, **ours, momentum=momentum)
         same(local.values(), ours.values())
-        assert all(b._version > version for b, version in zip(ours.values(), versions, strict=True))
-        reference.bn_forward(x, moments, **theirs, momentum=momentum)
+        reference.bn_forward(x, moments=moments, **theirs, momentum=momentum)
         check("running", ours["running_mean"], theirs["running_mean"])
         check("running", ours["running_var"], theirs["running_var"])
         assert ours["num_batches_tracked"] == 4 + step
@@ -150,8 +186,8 @@ def test_running_statistics(dtype, device):
 def test_merging_ranks_equals_one_big_batch(sizes, dtype, device):
     x = (torch.randn(sum(sizes), 7, 5, 3, dtype=torch.float64) * 3 + 100).to(dtype).to(device)
     rows = reference.merge_moments(torch.stack([ops.bn_stats(part) for part in x.split(sizes)]))
-    whole, whole_saved = ops.bn_forward(x, ops.bn_stats(x), activation="relu")
-    parts = [ops.bn_forward(part, rows, activation="relu") for part in x.split(sizes)]
+    whole, whole_saved = ops.bn_forward(x, moments=ops.bn_stats(x), activation="relu")
+    parts = [ops.bn_forward(part, moments=rows, activation="relu") for part in x.split(sizes)]
     for _, saved in parts:
         check("bn_stats", saved, whole_saved)
         assert torch.equal(saved, parts[0][1])
@@ -162,7 +198,7 @@ def test_counts_are_exact_beyond_2_to_the_24(device):
     """Two floats of 24 bits: a float32 count would lose the odd ones."""
     for count in (2**24 + 1, 2**31 + 2**24 + 10):
         moments = torch.tensor([0.0, 0.0, *reference.pack_count(count)], device=device)
-        _, saved = ops.bn_forward(torch.zeros(2, 1, 2, device=device), moments)
+        _, saved = ops.bn_forward(torch.zeros(2, 1, 2, device=device), moments=moments)
         assert reference.unpack_count(saved).item() == count
 
 
@@ -170,19 +206,23 @@ def test_counts_are_exact_beyond_2_to_the_24(device):
 def test_moments_that_could_not_be_had(in_place, device):
     """NaN, the count too: y and saved are NaN, and nothing else is written."""
     x = torch.randn(4, 3, 5, device=device)
-    running = [torch.zeros(3, device=device), torch.ones(3, device=device), torch.tensor(7, device=device)]
-    before = [t.clone() for t in running]
-    moments = torch.full((8,), float("nan"), device=device)
+    running = {
+        "running_mean": torch.zeros(3, device=device),
+        "running_var": torch.ones(3, device=device),
+        "num_batches_tracked": torch.tensor(7, device=device),
+    }
+    before = [t.clone() for t in running.values()]
+    given = running | {"moments": torch.full((8,), float("nan"), device=device)}
     for momentum in (0.1, None):
         if in_place:
             y = x.clone()
-            saved = ops.abn_forward_(y, moments, None, None, *running, momentum)
+            saved = ops.bn_forward_inplace(y, **given, momentum=momentum)
         else:
-            y, saved = ops.bn_forward(x, moments, None, None, None, *running, momentum)
+            y, saved = ops.bn_forward(x, **given, momentum=momentum)
         assert y.isnan().all() and saved.isnan().all()
-        assert all(map(torch.equal, running, before))
+        assert all(map(torch.equal, running.values(), before))
         for sums in (torch.full((6,), float("nan"), device=device), torch.zeros(6, device=device)):
-            assert ops.bn_backward(x, x, None, saved, sums)[0].isnan().all()
+            assert ops.bn_backward(x, x, saved, global_sums=sums)[0].isnan().all()
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc_c13", "nc"])
@@ -226,7 +266,8 @@ def test_elu_keeps_its_digits_near_zero(device):
     y = (torch.expm1(NEGATIVE) * 1.5).float()[None].to(device)
     y = y[:, y[0] > -1.2]  # nearer to saturation the rounding of y shows
     saved = like_identity(y.shape[1], device)
-    (sums,) = ops.abn_reduce(y, torch.ones_like(y), saved, activation="elu", activation_param=1.5)
+    given = {"activation": "elu", "activation_param": 1.5, "from_output": True}
+    (sums,) = ops.bn_reduce(y, torch.ones_like(y), saved, **given)
     want = torch.log1p(y.double() / 1.5) * (y.double() + 1.5)
     torch.testing.assert_close(sums[y.shape[1] :].double(), want[0], rtol=2e-6, atol=0)
 
@@ -244,9 +285,9 @@ def test_all_16_bit_values(activation, dtype, device):
     want = reference.act_forward(wide, **given)
     for y in (ops.bn_apply(x, saved, **given), ops.act_forward(x, **given)):
         assert ((y.double() - want).abs() <= rounding * want.abs() + least).all()
-    want = reference.act_backward(wide, torch.ones_like(wide), **given)
-    through, *_ = ops.bn_backward(x, dy, None, saved, None, **given, training=False)
-    for dx in (through, ops.act_backward(x, dy, **given)):
+    want, _ = reference.act_backward(wide, torch.ones_like(wide), **given)
+    through, *_ = ops.bn_backward(x, dy, saved, **given, training=False)
+    for dx in (through, ops.act_backward(x, dy, **given)[0]):
         assert ((dx.double() - want).abs() <= rounding * want.abs() + 1e-5).all()
 
 
@@ -263,26 +304,25 @@ def test_empty(shape, device):
     x = torch.empty(shape, device=device)
     moments = ops.bn_stats(x, channel_dim)
     assert moments.tolist() == reference.bn_stats(x, channel_dim).tolist() == [0.0] * 12
-    mean, var, tracked = (
-        torch.ones(5, device=device),
-        torch.ones(5, device=device),
-        torch.tensor(2, device=device),
-    )
+    mean, var = torch.ones(5, device=device), torch.ones(5, device=device)
+    tracked = torch.tensor(2, device=device)
+    running = {"running_mean": mean, "running_var": var, "num_batches_tracked": tracked}
+    given = {"channel_dim": channel_dim}
     for made, count in ((moments, 3), (None, 4)):
-        y, saved = ops.bn_forward(
-            x, made, None, None, None, mean, var, tracked, None, channel_dim=channel_dim
-        )
+        y, saved = ops.bn_forward(x, moments=made, **running, momentum=None, **given)
         assert y.shape == shape and saved[10:].tolist() == [0, 0]
         assert mean.tolist() == var.tolist() == [1.0] * 5 and tracked == count
-    assert ops.bn_apply(x, saved, channel_dim=channel_dim).shape == shape
-    assert ops.bn_reduce(x, x, None, saved, channel_dim=channel_dim).tolist() == [[0.0] * 10]
+    assert ops.bn_apply(x, saved, **given).shape == shape
+    assert ops.bn_reduce(x, x, saved, **given).tolist() == [[0.0] * 10]
     sums = torch.ones(10, device=device)
-    for given, own in ((sums, []), (None, [0.0] * 10)):
-        dx, dz, made = ops.bn_backward(x, x, None, saved, given, channel_dim=channel_dim)
-        assert dx.shape == shape and dz.numel() == 0 and made.tolist() == own
-    assert ops.abn_backward(x, x, saved, sums, channel_dim=channel_dim)[0].shape == shape
+    for from_output in (False, True):
+        for global_sums, local_sums in ((sums, []), (None, [0.0] * 10)):
+            dx, dresidual, made = ops.bn_backward(
+                x, x, saved, **given, from_output=from_output, global_sums=global_sums
+            )
+            assert dx.shape == shape and dresidual.numel() == 0 and made.tolist() == local_sums
     other = ops.bn_stats(torch.randn(9, 5, device=device))
-    ops.abn_forward_(x, other, None, None, mean, var, tracked, 1.0, channel_dim=channel_dim)
+    ops.bn_forward_inplace(x, moments=other, **running, momentum=1.0, **given)
     check("running", mean, other[:5])
 
 
@@ -293,12 +333,12 @@ def test_nan_and_infinity_stay_in_their_channel(layout, device):
     x[1, 2, 3, 4] = float("nan")
     x[0, 3, 0, 0] = float("inf")
     for activation in ACTIVATIONS:
-        y, saved = ops.bn_forward(x, ops.bn_stats(x), activation=activation)
+        y, saved = ops.bn_forward(x, moments=ops.bn_stats(x), activation=activation)
         finite = [c for c in range(case.channels) if c not in (2, 3)]
         assert y[:, 2].isnan().all() and not y[:, finite].isnan().any()
         assert y[:, 3].isnan().all()
-        (sums,) = ops.bn_reduce(x, case.dy, None, saved, activation=activation)
-        dx, *_ = ops.bn_backward(x, case.dy, None, saved, sums, activation=activation)
+        (sums,) = ops.bn_reduce(x, case.dy, saved, activation=activation)
+        dx, *_ = ops.bn_backward(x, case.dy, saved, activation=activation, global_sums=sums)
         assert dx[:, 2].isnan().all() and not dx[:, finite].isnan().any()
 
 
@@ -311,17 +351,20 @@ def test_partial_results_of_several_tasks(shape, device):
     x, dy = (torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(device) for seed in (0, 1))
     x += 3
     moments = reference.bn_stats(x)
-    saved = reference.bn_forward(x, moments)[1]
+    saved = reference.bn_forward(x, moments=moments)[1]
+    leaky = {"activation": "leaky_relu"}
+    from_output = leaky | {"from_output": True}
 
     def run():
         y = x.clone()
-        own = ops.abn_forward_(y, None)
-        reduced = ops.bn_reduce(x, dy, None, saved)[0], ops.abn_reduce(y, dy, own)[0]
-        return ops.bn_stats(x), *reduced, y, own, ops.abn_backward(y, dy, own, reduced[1])[0]
+        own = ops.bn_forward_inplace(y, **leaky)
+        reduced = ops.bn_reduce(x, dy, saved)[0], ops.bn_reduce(y, dy, own, **from_output)[0]
+        dx = ops.bn_backward(y, dy, own, **from_output, global_sums=reduced[1])[0]
+        return ops.bn_stats(x), *reduced, y, own, dx
 
     got = run()
     check("bn_stats", got[0], moments)
-    check("bn_reduce", got[1], reference.bn_reduce(x, dy, None, saved)[0])
+    check("bn_reduce", got[1], reference.bn_reduce(x, dy, saved)[0])
     check_threads(run)
 
 
@@ -347,7 +390,7 @@ def test_rounding_to_storage_is_to_nearest_even(dtype, device):
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_kernels_of_other_instruction_sets(capability):
     """They are chosen on machines without AVX-512. The tests run in a process that is told to take them."""
-    tests = ("test_abn_ops", "test_rounding_to_storage_is_to_nearest_even")
+    tests = ("test_invertible_ops", "test_rounding_to_storage_is_to_nearest_even")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += [f"{Path(__file__).with_name('test_info.py')}::test_facts"]
     command += [f"{__file__}::{name}" for name in tests]
@@ -360,23 +403,30 @@ def test_kernels_of_other_instruction_sets(capability):
 
 def allocating_calls(x: torch.Tensor):
     """(op, the activations that it makes, a call) of each op of an activation like x."""
-    dy, z = torch.randn_like(x), torch.randn_like(x)
-    a, b = torch.cat([x, x], 1).chunk(2, 1)
+    dy, residual = torch.randn_like(x), torch.randn_like(x)
+    a, gate = torch.cat([x, x], 1).chunk(2, 1)
     moments = ops.bn_stats(x)
-    _, saved = ops.bn_forward(x, moments)
-    (sums,) = ops.bn_reduce(x, dy, None, saved)
+    _, saved = ops.bn_forward(x, moments=moments)
+    (sums,) = ops.bn_reduce(x, dy, saved)
+    added = {"residual": residual, "activation": "relu"}
+    leaky = {"activation": "leaky_relu"}
+    from_output = leaky | {"from_output": True}
     return [
         ("bn_stats", 0, lambda: ops.bn_stats(x)),
-        ("bn_forward", 1, lambda: ops.bn_forward(x, moments, z=z, activation="relu")),
-        ("bn_apply", 1, lambda: ops.bn_apply(x, saved, z=z, activation="gelu")),
-        ("abn_forward_", 0, lambda: ops.abn_forward_(x, moments)),
-        ("bn_reduce", 0, lambda: ops.bn_reduce(x, dy, z, saved, activation="relu")),
-        ("abn_reduce", 0, lambda: ops.abn_reduce(x, dy, saved)),
-        ("bn_backward", 2, lambda: ops.bn_backward(x, dy, z, saved, sums, activation="relu")),
-        ("abn_backward", 1, lambda: ops.abn_backward(x, dy, saved, sums)),
+        ("bn_forward", 1, lambda: ops.bn_forward(x, moments=moments, **added)),
+        ("bn_apply", 1, lambda: ops.bn_apply(x, saved, residual=residual, activation="gelu")),
+        ("bn_forward_inplace", 0, lambda: ops.bn_forward_inplace(x, moments=moments, **leaky)),
+        ("bn_reduce", 0, lambda: ops.bn_reduce(x, dy, saved, **added)),
+        ("bn_reduce from_output", 0, lambda: ops.bn_reduce(x, dy, saved, **from_output)),
+        ("bn_backward", 2, lambda: ops.bn_backward(x, dy, saved, **added, global_sums=sums)),
+        (
+            "bn_backward from_output",
+            1,
+            lambda: ops.bn_backward(x, dy, saved, **from_output, global_sums=sums),
+        ),
         ("act_forward", 1, lambda: ops.act_forward(a)),
-        ("glu_forward", 1, lambda: ops.glu_forward(a, b)),
-        ("glu_backward", 2, lambda: ops.glu_backward(a, b, b)),
+        ("act_forward with a gate", 1, lambda: ops.act_forward(a, gate)),
+        ("act_backward with a gate", 2, lambda: ops.act_backward(a, gate, gate)),
     ]
 
 
@@ -405,12 +455,12 @@ def test_results_larger_than_the_caches(sizes, dtype):
     n = 36 * 2**20 // math.prod(sizes) // dtype.itemsize
     x, dy = torch.randn(2, n, *sizes, dtype=torch.float32).to(dtype)
     moments = ops.bn_stats(x)
-    y, saved = ops.bn_forward(x, moments)
-    (sums,) = ops.bn_reduce(x, dy, None, saved)
+    y, saved = ops.bn_forward(x, moments=moments)
+    (sums,) = ops.bn_reduce(x, dy, saved)
     calls = {
-        "bn_forward": lambda x, dy: ops.bn_forward(x, moments)[0],
-        "bn_backward": lambda x, dy: ops.bn_backward(x, dy, None, saved, sums)[0],
-        "act_backward": lambda x, dy: ops.act_backward(x, dy, "silu"),
+        "bn_forward": lambda x, dy: ops.bn_forward(x, moments=moments)[0],
+        "bn_backward": lambda x, dy: ops.bn_backward(x, dy, saved, global_sums=sums)[0],
+        "act_backward": lambda x, dy: ops.act_backward(x, dy, activation="silu")[0],
         "layer_norm_forward": lambda x, dy: ops.layer_norm_forward(x)[0],
         "layer_norm_backward": lambda x, dy: ops.layer_norm_backward(x, dy, ops.layer_norm_forward(x)[1])[0],
     }
@@ -437,11 +487,15 @@ def test_more_than_2_to_the_31_elements(layout, device):
     share = 128 * 128 / n
     assert error(moments[:4], torch.full((4,), share)) < 1e-5
     assert reference.unpack_count(moments).item() == n
-    saved = ops.abn_forward_(x, moments, eps=0.0)
+    leaky = {"activation": "leaky_relu"}
+    saved = ops.bn_forward_inplace(x, moments=moments, eps=0.0, **leaky)
     assert x[-1].min() > 150 and x[0].max() < 0
-    (sums,) = ops.abn_reduce(x, x, saved)
+    given = leaky | {"from_output": True}
+    (sums,) = ops.bn_reduce(x, x, saved, **given)
     assert error(sums[4:] / n, torch.ones(4)) < 0.02
     # With sums, what is left of two values is their rounding.
-    dx, _ = ops.abn_backward(x, x, saved, training=False)
+    given["training"] = False
+    dx, *_ = ops.bn_backward(x, x, saved, **given)
     for part in (slice(0, 1), slice(-1, None)):
-        check("abn_backward", dx[part], reference.abn_backward(x[part], x[part], saved, training=False)[0])
+        want, *_ = reference.bn_backward(x[part], x[part], saved, **given)
+        check("bn_backward" + FROM_OUTPUT, dx[part], want)

@@ -1,15 +1,19 @@
 """The ops of the peer protocol (csrc/sync/cpu_peer.cpp), with all ranks of a group in one process."""
 
+import datetime
 import random
 import threading
 import time
 
 import pytest
+import reference
 import torch
+import torch.distributed as dist
 from loopback import INBOX
 
-from fastvit import ops, reference
+from fastvit import ops
 from fastvit.sync.cpu_peer import cpu_arena_bytes
+from fastvit.sync.custom_op import share
 from fastvit.sync.protocol import MOST_RANKS, Arena, Exchange, Fault, Tag
 
 raw = torch.ops.fastvit
@@ -42,12 +46,12 @@ class Ranks:
         exchange = self.exchanges[rank]
         exchange.handle.nanoseconds = int(seconds * 1e9)
         numbers = self.numbers(rank, step) if numbers is None else numbers
-        self.results[rank] = raw.peer_share(numbers, exchange.of(Tag(layer, step)))
+        self.results[rank] = raw.exchange_share(numbers, exchange.of(Tag(layer, step)))
         return self.state(rank)
 
     def wait(self, rank, seconds=0.0):
         self.exchanges[rank].handle.nanoseconds = int(seconds * 1e9)
-        raw.peer_wait(self.results[rank], self.exchanges[rank].tensor)
+        raw.exchange_wait(self.results[rank], self.exchanges[rank].tensor)
         return self.state(rank)
 
     def state(self, rank):
@@ -203,7 +207,7 @@ def test_a_complete_exchange_counts_unless_a_peer_gave_it_up(later):
     else:
         ranks.begin(1, 0)
         ranks.words[1].epoch = 0  # as if it had not been polled
-    raw.peer_give_up(ranks.exchanges[1].tensor)
+    raw.exchange_abandon(ranks.exchanges[1].tensor)
     assert ranks.exchanges[1].report.epoch == 1 + later
     assert ranks.wait(0) == (Fault.DONE if later else Fault.GAVE_UP)
     if later:
@@ -221,13 +225,15 @@ def test_waiting_releases_the_interpreter():
 
 
 def test_ops_of_a_layer_share():
-    """bn_stats, bn_reduce and abn_reduce with an exchange equal peer_share of their own numbers."""
+    """bn_stats and bn_reduce with an exchange equal exchange_share of their own numbers."""
     x, dy = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 5, 3)
     saved = torch.cat([torch.rand(10) + 0.5, torch.tensor([0.0, 24.0])])
     for work in (
         lambda r, e=None: ops.bn_stats(x[r], exchange=e),
-        lambda r, e=None: ops.bn_reduce(x[r], dy[r], None, saved, exchange=e),
-        lambda r, e=None: ops.abn_reduce(x[r], dy[r], saved, exchange=e),
+        lambda r, e=None: ops.bn_reduce(x[r], dy[r], saved, exchange=e),
+        lambda r, e=None: ops.bn_reduce(
+            x[r], dy[r], saved, activation="leaky_relu", from_output=True, exchange=e
+        ),
     ):
         ranks, shared = Ranks(2), Ranks(2)
         for rank in range(2):
@@ -236,6 +242,37 @@ def test_ops_of_a_layer_share():
         for both in (ranks, shared):
             assert both.wait(0) == Fault.DONE
         assert all(map(torch.equal, ranks.results, shared.results))
+
+
+def opcheck(op, *arguments, traced=False):
+    utils = ("test_schema", "test_faketensor") if traced else "test_schema"
+    torch.library.opcheck(op, arguments, test_utils=utils)
+
+
+def test_opcheck_of_an_exchange():
+    """exchange_share and exchange_abandon have no fakes: fastvit::share, which has one, stands for them."""
+    ranks, numbers = Ranks(2), [torch.zeros(10), torch.zeros(1, 10)]
+    opcheck(raw.arena_bytes.default, 2, CAPACITY, traced=True)
+    for step, row in enumerate(numbers):
+        mine, theirs = (exchange.of(Tag(3, step)) for exchange in ranks.exchanges)
+        opcheck(raw.exchange_share.default, row, mine)
+        assert ranks.state(0) == Fault.PENDING
+        raw.exchange_share(row, theirs)
+        opcheck(raw.exchange_wait.default, torch.zeros(10) if step == 0 else torch.zeros(2, 10), mine)
+        assert ranks.state(0) == Fault.DONE
+    opcheck(raw.exchange_abandon.default, ranks.exchanges[0].tensor)
+
+
+def test_opcheck_of_share():
+    limit = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    try:
+        layer = dist.group.WORLD.group_name, "sync_batch_norm", 1, 0.1
+        opcheck(share._opoverload, torch.zeros(10), None, *layer, traced=True)
+        _, tag = share(torch.zeros(10), None, *layer)
+        opcheck(share._opoverload, torch.ones(1, 8), tag, *layer, traced=True)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_bad_arguments():
@@ -251,7 +288,7 @@ def test_bad_arguments():
     with pytest.raises(RuntimeError, match="exchange has rank 2 of 2"):
         ops.bn_stats(torch.randn(3, 4), exchange=torch.tensor([2, 2, CAPACITY] + [0] * 7))
     with pytest.raises(RuntimeError, match="exchange has 2 ranks and no peer memory"):
-        raw.peer_give_up(Exchange(0, 2).tensor + torch.tensor([0, 0, 1, 0, 0, 0, 0, 0]))
+        raw.exchange_abandon(Exchange(0, 2).tensor + torch.tensor([0, 0, 1, 0, 0, 0, 0, 0]))
     assert Ranks(MOST_RANKS).begin(0, 0) == Fault.PENDING
     with pytest.raises(RuntimeError, match=f"has {MOST_RANKS + 1} ranks .*; at most {MOST_RANKS} ranks"):
         Ranks(MOST_RANKS + 1).begin(0, 0)
@@ -262,9 +299,9 @@ def test_sizes_that_overflow_are_refused():
     for many in (2**59, 2**60, 2**63 - 1):
         for world, capacity in ((2, many), (many, 2)):
             with pytest.raises(RuntimeError, match=f"world is for {world} ranks and {capacity} packets"):
-                raw.peer_bytes(world, capacity)
+                raw.arena_bytes(world, capacity)
         ranks.exchanges[0].handle.capacity = many
-        with pytest.raises(RuntimeError, match=f"peer_share: exchange is for 2 ranks, capacity {many}"):
+        with pytest.raises(RuntimeError, match=f"exchange_share: exchange is for 2 ranks, capacity {many}"):
             ranks.begin(0, 0)
 
 
@@ -281,6 +318,6 @@ def test_freed_storage_is_refused(freed):
     storage.resize_(storage.nbytes() - 1)
     with pytest.raises(RuntimeError, match=f"{freed} has shape .*freed or shrunk"):
         if freed == "numbers":
-            raw.peer_share(given["numbers"], given["exchange"])
+            raw.exchange_share(given["numbers"], given["exchange"])
         else:
-            raw.peer_wait(given["result"], given["exchange"])
+            raw.exchange_wait(given["result"], given["exchange"])

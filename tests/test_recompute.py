@@ -36,7 +36,7 @@ def test_the_bits_of_keep(reader, channels_last, device):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_bits_of_keep_in_every_mode(activation, mode, residual, device):
     """Running statistics change between forward and backward; rebuilt outputs do not depend on them."""
-    x, z = (torch.randn(6, 5, 70, device=device) for _ in range(2))
+    inputs = [torch.randn(6, 5, 70, device=device) for _ in range(1 + residual)]
     results = []
     with Rebuilds() as rebuilds:
         for memory in ("keep", "recompute"):
@@ -44,7 +44,7 @@ def test_the_bits_of_keep_in_every_mode(activation, mode, residual, device):
                 5, activation=activation, memory=memory, device=device,
                 track_running_stats=mode != "no_stats", momentum=None if mode == "cumulative" else 0.1,
             ).train(mode != "eval")  # fmt: skip
-            leaves = [t.clone().requires_grad_() for t in ([x, z] if residual else [x])]
+            leaves = [t.clone().requires_grad_() for t in inputs]
             with recompute_scope():
                 y = layer(*(t * 1 for t in leaves))
                 loss = (y * y.detach().clone().requires_grad_()).exp().mean()

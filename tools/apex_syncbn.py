@@ -33,7 +33,7 @@ def batchnorm_forward(x, mean, invstd, weight, bias):
 
 
 def reduce_bn(dy, x, mean, invstd, weight):
-    sums = ops.bn_reduce(x, dy, None, _saved(mean, invstd, _each(x)), weight)
+    sums = ops.bn_reduce(x, dy, _saved(mean, invstd, _each(x)), weight)
     dbias, dweight = sums[0].chunk(2)  # this rank's
     share = _each(x) if OLDER else 1
     return dbias / share, dweight / invstd / share, dweight, dbias
@@ -42,4 +42,4 @@ def reduce_bn(dy, x, mean, invstd, weight):
 def batchnorm_backward(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count=None):
     sums = torch.cat([sum_dy, sum_dy_xmu * invstd]) * (_each(x) if OLDER else 1)
     count = _each(x) if OLDER else count.sum()
-    return ops.bn_backward(x, dy, None, _saved(mean, invstd, count), sums, weight)[0]
+    return ops.bn_backward(x, dy, _saved(mean, invstd, count), weight, global_sums=sums)[0]

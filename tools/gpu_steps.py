@@ -21,7 +21,7 @@ OTHERS = "arguments layers batch_norm_act fuse convert_syncbn recompute recomput
 # float32 and bfloat16 over planes, rows, short planes and memory with gaps; few enough for a sanitizer
 SANITIZED = (
     "(nchw_wide or nhwc_c96 or one_sample or cropped_nhwc) and (dtype0 or dtype2)"
-    " and (leaky and test_abn_ops or test_bn_ops and -relu-)"
+    " and (leaky and test_invertible_ops or test_bn_ops and -relu-)"
     " or test_layer_norm and (768 or 9001 or 2100) and (bfloat16 or float32-float32)"
     " or test_act and test_ops and (every_other or nchw_wide) and (gelu_tanh or silu) and (dtype0 or dtype2)"
     " or test_numbers_are_merged and (2-6 or 5-12)"
@@ -121,9 +121,9 @@ def passes() -> None:
     for layout in (torch.channels_last, torch.contiguous_format):
         pair = torch.randn(2, 128, 256, 56, 56, device="cuda", dtype=torch.bfloat16)
         x, dy = (one.contiguous(memory_format=layout) for one in pair)
-        _, saved = ops.bn_forward(x, ops.bn_stats(x), activation="relu")
-        (sums,) = ops.bn_reduce(x, dy, None, saved, activation="relu")
-        ops.bn_backward(x, dy, None, saved, sums, activation="relu")
+        _, saved = ops.bn_forward(x, activation="relu", moments=ops.bn_stats(x))
+        (sums,) = ops.bn_reduce(x, dy, saved, activation="relu")
+        ops.bn_backward(x, dy, saved, activation="relu", global_sums=sums)
 
 
 if __name__ == "__main__":

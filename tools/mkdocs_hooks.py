@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages that lie outside docs/, and links to files of the repository.
+"""Hooks of mkdocs.yml: pages that lie outside docs/, links to files of the repository, and schemas of ops.
 
 In docs/ a link like `../csrc/ops.cpp` works where the repository is browsed. On the site it becomes a link to
 the page made from that file (results of benchmarks, CONTRIBUTING, CHANGELOG), or plain text; a file that does
@@ -23,6 +23,19 @@ _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 _log = logging.getLogger("mkdocs.plugins.fastvit")
 
 
+def read_schemas() -> dict[str, str]:
+    """Returns the schema of each op of `fastvit.ops`, from the C++ headers that define them."""
+    schemas = {}
+    for header in ("batch_norm", "layer_norm", "activation_ops"):
+        source = (ROOT / f"csrc/{header}.h").read_text()
+        for name, literals in re.findall(r"#define (\w+) +\\\n((?:.*\\\n)*.*)", source):
+            source = source.replace(name, literals)
+        for definition in re.findall(r"m\.def\((.*?)\);", source, re.S):
+            schema = "".join(re.findall(r'"([^"]*)"', definition))
+            schemas[schema.partition("(")[0]] = schema
+    return schemas
+
+
 def on_files(files, config):
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
@@ -38,6 +51,12 @@ def on_page_markdown(markdown, page, config, files):
             _log.warning("%s links to %s, which does not exist", page.file.src_uri, target)
         return text
 
+    if page.file.src_uri == "api/ops.md":
+        options = (
+            "    options: {show_root_heading: false, show_root_toc_entry: false, show_signature: false}\n"
+        )
+        for name, schema in read_schemas().items():
+            markdown += f"\n## {name}\n\n```text\n{schema}\n```\n\n::: fastvit.ops.{name}\n{options}"
     if page.file.src_uri.startswith(("api/", "results/")):
         return markdown
     if page.file.src_uri in PAGES.values():  # written for the root of the repository

@@ -1,10 +1,20 @@
-// act_forward, act_backward, glu_forward, glu_backward on the CPU: all of the work is the kernels'.
+// act_forward, act_backward on the CPU: all of the work is the kernels', one for both.
 #include "kernels.h"
 
 namespace fastvit {
+namespace {
 
-void Backend::act(const ActArgs& args) {
+void run(const ActArgs& args) {
   if (args.layout.numel() > 0) kernels().act({args, partition_of(args.layout)});
+}
+
+}  // namespace
+
+void backend::act_forward(const ActArgs& args) {
+  run(args);
+}
+void backend::act_backward(const ActArgs& args) {
+  run(args);
 }
 
 }  // namespace fastvit

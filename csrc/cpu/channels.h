@@ -1,4 +1,4 @@
-// What the O(C) part of the ops on the CPU has in common: parameters as numbers, in double, and tables.
+// What the O(C) part of the ops on the CPU has in common: parameters as numbers, in double.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "../arguments.h"
+#include "../batch_norm.h"
 
 namespace fastvit {
 
@@ -21,18 +21,10 @@ inline void store_channel(const Channels& t, int64_t c, double value) {
       t.dtype, [&]<class T>() { static_cast<T*>(t.data)[c] = T(Accumulation<T>(value)); });
 }
 
-template <class Args>
-double gamma_of(const Args& args, int64_t c) {
+// gamma, with a floor where x is recovered from y.
+inline double load_gamma(const BnArgs& args, int64_t c, bool invertible) {
   return effective_gamma(load_channel(args.weight, c, 1), load_channel(args.bias, c, 0),
-                         gamma_floor<double>(args.in_place, args.dtype));
+                         gamma_floor<double>(invertible, args.dtype));
 }
-
-template <class A>
-struct Tables {  // rows of C numbers in one allocation
-  std::vector<A> numbers;
-  int64_t C;
-  Tables(int rows, int64_t C_) : numbers(rows * C_), C(C_) {}
-  A* operator[](int row) { return numbers.data() + row * C; }
-};
 
 }  // namespace fastvit

@@ -5,7 +5,9 @@
 // instantiate library templates, which the linker could share between instruction sets.
 #pragma once
 
-#include "../arguments.h"
+#include "../activation_ops.h"
+#include "../batch_norm.h"
+#include "../layer_norm.h"
 
 namespace fastvit {
 
@@ -29,36 +31,31 @@ constexpr int64_t kMaxSlices = 64;
 
 // An op's arguments and what its O(C) part makes for the kernel. Tables are in the accumulation type.
 
-struct StatsParams : StatsArgs {
+struct StatsParams : BnStatsArgs {
   Partition partition;
   double* partial;  // [slices][2][C]: mean, M2
 };
 
-struct ForwardParams : ForwardArgs {
+struct ForwardParams : BnForwardArgs {
   Partition partition;
   const void *mean, *scale, *beta;  // [C]
 };
 
-template <class Args>
-struct GradientParams : Args {
-  Partition partition;
-  double limit;                              // of |xhat|
-  const void *scale, *beta, *inverse_gamma;  // [C]
+struct BackwardParams : BnBackwardArgs {  // of reduce and of backward
+  Partition partition = {};
+  double limit = 0;                                                        // of |xhat|
+  const void *scale = nullptr, *beta = nullptr, *inverse_gamma = nullptr;  // [C]
+  // Of reduce, [slices][2][C]: sum dv, and sum dv * centred; see kernels/gradient.h.
+  double* partial = nullptr;
+  // Of backward, [C]: dx = scale * (dv - a - b * centred).
+  const void *a = nullptr, *b = nullptr;
 };
 
-struct ReduceParams : GradientParams<ReduceArgs> {
-  double* partial = nullptr;  // [slices][2][C]: sum dz, and sum dz * centred; see kernels/gradient.h
-};
-
-struct BackwardParams : GradientParams<BackwardArgs> {  // dx = scale * (dz - a - b * centred)
-  const void *a, *b;                                    // [C]
-};
-
-struct LayerNormForwardParams : LayerNormForwardArgs {
+struct LayerNormForwardParams : LayerNormArgs {
   const void *gamma, *beta;  // [columns]
 };
 
-struct LayerNormBackwardParams : LayerNormBackwardArgs {
+struct LayerNormBackwardParams : LayerNormArgs {
   int64_t slices;  // of rows
   const void* gamma;
   // Sums of dy and dy * xhat; null where args.sums is null.
@@ -75,7 +72,7 @@ struct ActParams : ActArgs {
   namespace capability {                                    \
   void stats(const StatsParams&);                           \
   void forward(const ForwardParams&);                       \
-  void reduce(const ReduceParams&);                         \
+  void reduce(const BackwardParams&);                       \
   void backward(const BackwardParams&);                     \
   void layer_norm_forward(const LayerNormForwardParams&);   \
   void layer_norm_backward(const LayerNormBackwardParams&); \
@@ -90,7 +87,7 @@ struct Kernels {
   const char* name;  // avx512, avx2 or baseline, the compiler's default
   void (*stats)(const StatsParams&);
   void (*forward)(const ForwardParams&);
-  void (*reduce)(const ReduceParams&);
+  void (*reduce)(const BackwardParams&);
   void (*backward)(const BackwardParams&);
   void (*layer_norm_forward)(const LayerNormForwardParams&);
   void (*layer_norm_backward)(const LayerNormBackwardParams&);

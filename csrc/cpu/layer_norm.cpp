@@ -19,7 +19,7 @@ std::vector<A> column_table(const Channels& parameter, int64_t columns, double a
 
 }  // namespace
 
-void Backend::layer_norm_forward(const LayerNormForwardArgs& args) {
+void backend::layer_norm_forward(const LayerNormArgs& args) {
   if (args.rows == 0) return;
   dispatch_accumulation(args.dtype, [&]<class A>() {
     const auto gamma = column_table<A>(args.weight, args.columns, 1),
@@ -28,7 +28,7 @@ void Backend::layer_norm_forward(const LayerNormForwardArgs& args) {
   });
 }
 
-void Backend::layer_norm_backward(const LayerNormBackwardArgs& args) {
+void backend::layer_norm_backward(const LayerNormArgs& args) {
   const int64_t D = args.columns, stride = ceil_div(D, 16) * 16;
   const int64_t slices = std::clamp<int64_t>(
       std::min(ceil_div(args.rows * D, kTaskElements), args.rows / kRowsPerSlice), 1, kMaxSlices);

@@ -1,58 +1,60 @@
-// act_forward, glu_forward: y = act(x) (* b). act_backward, glu_backward: dx = dy (* b) * act'(x), and with a
-// gate db = dy * act(x).
-// Memory   reads x (and b) once, writes y once; backward reads x, dy (and b) once, writes dx (and db) once.
-//          Bandwidth-bound.
+// act_forward: y = act(x) (* gate). act_backward: dx = dy (* gate) * act'(x), and with a gate
+// dgate = dy * act(x).
+// Memory   reads x (and gate) once, writes y once; backward reads x, dy (and gate) once, writes dx (and
+//          dgate) once. Bandwidth-bound.
 // Mapping  operands that lie alike are one plane, others rows or planes, see plan.h; 16-byte loads and
 //          stores, a batch in flight.
 // Numerics fp32 arithmetic (fp64 for double).
 // Source   Hendrycks, Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
+#include "../activation_ops.h"
 #include "activations.cuh"
 #include "launch.cuh"
 #include "walk.cuh"
 
 namespace fastvit {
 
-// Operands 0: x, 1: y, 2: b; backward 0: x, 1: dy, 2: dx, 3: b, 4: db.
 template <class T, bool kRows, int V, bool kBackward, bool kGated>
 __global__ void __launch_bounds__(kThreads, kResident)
     act_kernel(const __grid_constant__ Launched<Planned<ActArgs>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
   constexpr int kOperands = (kBackward ? 3 : 2) + (kGated ? (kBackward ? 2 : 1) : 0);
+  constexpr int kGate = kBackward ? ActBackwardOperand::gate : ActForwardOperand::gate;
+  constexpr int kResult = kBackward ? ActBackwardOperand::dx : ActForwardOperand::y;
   const A param = A(args.activation_param);
   constexpr int U = kOperands > 3 ? kBatch / 2 : kBatch;
   const Work work(args.plan, blockIdx.x);
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
-    Vector<T, B::V> x[B::U], dy[kBackward ? B::U : 1], b[kGated ? B::U : 1];
-    batch.template load<kStreaming>(x, args.x, 0);
-    if constexpr (kBackward) batch.template load<kStreaming>(dy, args.dy, 1);
-    if constexpr (kGated) batch.template load<kStreaming>(b, args.b, kBackward ? 3 : 2);
+    Vector<T, B::V> x[B::U], dy[kBackward ? B::U : 1], gate[kGated ? B::U : 1];
+    batch.template load<kStreaming>(x, args.x, ActForwardOperand::x);
+    if constexpr (kBackward) batch.template load<kStreaming>(dy, args.dy, ActBackwardOperand::dy);
+    if constexpr (kGated) batch.template load<kStreaming>(gate, args.gate, kGate);
 #pragma unroll
     for (int j = 0; j < B::U; ++j)
       dispatch_activation_fn<T, true>(args.activation, [&]<class Fn>(Fn) {
         A v[B::V];
-        [[maybe_unused]] A g[B::V], gate[B::V];
+        [[maybe_unused]] A g[B::V], factor[B::V];
         x[j].unpack(v);
         if constexpr (kBackward) dy[j].unpack(g);
-        if constexpr (kGated) b[j].unpack(gate);
+        if constexpr (kGated) gate[j].unpack(factor);
 #pragma unroll
         for (int k = 0; k < B::V; ++k) {
           const A at = v[k];
           if constexpr (!kBackward) {
             v[k] = Fn::forward(at, param);
-            if constexpr (kGated) v[k] *= gate[k];
+            if constexpr (kGated) v[k] *= factor[k];
           } else if constexpr (kGated) {
-            v[k] = Fn::backward(g[k] * gate[k], at, param);
-            gate[k] = g[k] * Fn::forward(at, param);
+            v[k] = Fn::backward(g[k] * factor[k], at, param);
+            factor[k] = g[k] * Fn::forward(at, param);
           } else {
             v[k] = Fn::backward(g[k], at, param);
           }
         }
         x[j].pack(v);
-        if constexpr (kBackward && kGated) b[j].pack(gate);
+        if constexpr (kBackward && kGated) gate[j].pack(factor);
       });
-    batch.store(x, args.out, kBackward ? 2 : 1);
-    if constexpr (kBackward && kGated) batch.store(b, args.db, 4);
+    batch.store(x, kBackward ? args.dx : args.y, kResult);
+    if constexpr (kBackward && kGated) batch.store(gate, args.dgate, ActBackwardOperand::dgate);
   });
 }
 
@@ -62,8 +64,8 @@ void run_act(const ActArgs& args) {
   if (args.layout.numel() == 0) return;
   dispatch_type(args.dtype, [&]<class T>() {
     const auto kernel_of = [&]<bool kRows, int V>() { return act_kernel<T, kRows, V, kBackward, kGated>; };
-    const void* forward[] = {args.x, args.out, args.b};
-    const void* backward[] = {args.x, args.dy, args.out, args.b, args.db};
+    const void* forward[] = {args.x, args.y, args.gate};
+    const void* backward[] = {args.x, args.dy, args.dx, args.gate, args.dgate};
     const int operands = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);
     const Plan plan =
         Planner{args.layout, kBackward ? backward : forward, operands, sizeof(T), device.limits, 0, kWaves}
@@ -72,11 +74,11 @@ void run_act(const ActArgs& args) {
   });
 }
 
-void Backend::act(const ActArgs& args) {
-  if (args.dy)
-    args.b ? run_act<true, true>(args) : run_act<true, false>(args);
-  else
-    args.b ? run_act<false, true>(args) : run_act<false, false>(args);
+void backend::act_forward(const ActArgs& args) {
+  args.gate ? run_act<false, true>(args) : run_act<false, false>(args);
+}
+void backend::act_backward(const ActArgs& args) {
+  args.gate ? run_act<true, true>(args) : run_act<true, false>(args);
 }
 
 }  // namespace fastvit

@@ -1,8 +1,6 @@
 // The activation in a kernel, chosen at run time, and gelu for 16-bit elements.
 #pragma once
 
-#include <cuda_runtime.h>  // first, since elementary.h depends on its macros
-
 #include "../activation_functions.h"
 #include "vector_io.cuh"
 

@@ -1,11 +1,11 @@
-// bn_backward, abn_backward: dx = scale * (dz - a - b * (x - mean)), in place scale * (dz - a - b * xhat),
-// scale = gamma * invstd, with a and b from the sums over all ranks; dz is written too if a residual was
-// added.
-// Memory   reads x or y, dy (and z) once; writes dx (and dz) once. Bandwidth-bound.
+// bn_backward: dx = scale * (dv - a - b * (x - mean)), from y scale * (dv - a - b * xhat),
+// scale = gamma * invstd, with a and b from the sums over all ranks; with a residual dv is written too, which
+// is its gradient.
+// Memory   reads x or y, dy (and residual) once; writes dx (and dresidual) once. Bandwidth-bound.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; 16-byte loads and stores, a batch
 //          in flight.
 // Numerics fp32 arithmetic (fp64 for double).
-// Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
+// Needs    from y: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "gradient.cuh"
 #include "launch.cuh"
@@ -15,7 +15,7 @@ namespace fastvit {
 
 template <class T, bool kRows, int V, Variant kVariant>
 __global__ void __launch_bounds__(kThreads, kResident)
-    backward_kernel(const __grid_constant__ Launched<Planned<BackwardArgs>> launched) {
+    backward_kernel(const __grid_constant__ Launched<Planned<BnBackwardArgs>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
   constexpr bool kResidual = kVariant == Variant::residual;
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __shared__ Constants<A, kVariant> table[kTile];
   __shared__ Correction<A> corrections[kTile];
   const int channels = work.channels(args.plan);
-  const A* const sums = static_cast<const A*>(args.sums);
+  const A* const sums = static_cast<const A*>(args.global_sums);
   for (int g = threadIdx.x; g < channels; g += kThreads) {
     const int64_t c = work.first_channel(args.plan) + g;
     table[g] = Constants<A, kVariant>::of(args, c);
@@ -42,23 +42,23 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
   walk<kRows, V, U, kOperands, false>(args.plan, work, args.input, [&]<class B>(const B& batch) {
     Inputs<T, kVariant, B> inputs;
-    inputs.template load<kNormal, 3>(batch, args);
+    inputs.template load<kNormal, BackwardOperand::residual>(batch, args);
     propagate<kRows>(batch, inputs, constants, correction, args, limit);
   });
 }
 
-void Backend::backward(const BackwardArgs& args) {
+void backend::bn_backward(const BnBackwardArgs& args) {
   const Device device(args.device);
   if (args.layout.numel() == 0) return;
   dispatch_type(args.dtype, [&]<class T>() {
-    const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
+    const void* pointers[] = {args.input, args.dy, args.dx, args.residual, args.dresidual};
     const auto kernel_of = [&]<bool kRows, int V>() {
       return dispatch_variant(args,
                               [&]<Variant kVariant>() { return backward_kernel<T, kRows, V, kVariant>; });
     };
-    const Plan plan = Planner{args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, 0}.plan(
+    const Plan plan = Planner{args.layout, pointers, args.residual ? 5 : 3, sizeof(T), device.limits, 0}.plan(
         resident_blocks<T>(device, kernel_of));
-    launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, Planned<BackwardArgs>{args, plan});
+    launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, Planned<BnBackwardArgs>{args, plan});
   });
 }
 

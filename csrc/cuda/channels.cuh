@@ -1,7 +1,7 @@
 // Access to parameters and buffers of C numbers in any floating-point dtype.
 #pragma once
 
-#include "../arguments.h"
+#include "../dtypes.h"
 #include "vector_io.cuh"
 
 namespace fastvit {

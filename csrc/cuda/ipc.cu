@@ -2,13 +2,13 @@
 
 #include <cstring>
 
-#include "../checks.h"
+#include "../op_checker.h"
 #include "launch.cuh"
 #include "peer.h"
 
 namespace fastvit {
 
-std::tuple<Tensor, Tensor> ipc_memory(int64_t bytes, int64_t index) {
+std::tuple<Tensor, Tensor> ipc_allocate(int64_t bytes, int64_t index) {
   const Device device{int(index)};
   void* data = nullptr;
   // Not torch's allocator: it returns parts of larger allocations, and a handle opens the whole allocation.
@@ -36,7 +36,7 @@ int64_t ipc_open(Tensor handle, int64_t index) {
   cudaIpcMemHandle_t opaque;
   require(handle.is_cpu() && handle.is_contiguous() && handle.scalar_type() == ScalarType::Byte &&
               handle.numel() == int64_t(sizeof(opaque)),
-          "ipc_open", "handle", "is not ", sizeof(opaque), " bytes on the CPU, from ipc_memory");
+          "ipc_open", "handle", "is not ", sizeof(opaque), " bytes on the CPU, from ipc_allocate");
   check_memory("ipc_open", "handle", handle);
   std::memcpy(&opaque, handle.data_ptr(), sizeof(opaque));
   void* data = nullptr;

@@ -15,7 +15,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "../arguments.h"
+#include "../dtypes.h"
+#include "../layout.h"
 #include "plan.h"
 #include "vector_io.cuh"
 

@@ -10,6 +10,7 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "../layer_norm.h"
 #include "channels.cuh"
 #include "launch.cuh"
 

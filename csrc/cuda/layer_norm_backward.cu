@@ -13,7 +13,7 @@
 namespace fastvit {
 
 template <class A>
-struct LayerNormBackwardParams : Planned<LayerNormBackwardArgs, RowPlan> {
+struct LayerNormBackwardParams : Planned<LayerNormArgs, RowPlan> {
   A* partial;  // [blocks][2][columns]; null: no sums
 };
 
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   args.sums[column] = sum;
 }
 
-void Backend::layer_norm_backward(const LayerNormBackwardArgs& args) {
+void backend::layer_norm_backward(const LayerNormArgs& args) {
   const Device device(args.device);
   const int64_t numbers = 2 * args.columns;
   dispatch_dtypes<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {

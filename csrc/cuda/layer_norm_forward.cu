@@ -14,8 +14,8 @@ template <class T>
 constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kOneMore;
 
 template <class T, class G, int V, int K>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks<T>) layer_norm_forward_kernel(
-    const __grid_constant__ Launched<Planned<LayerNormForwardArgs, RowPlan>> launched) {
+__global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
+    layer_norm_forward_kernel(const __grid_constant__ Launched<Planned<LayerNormArgs, RowPlan>> launched) {
   const auto& args = launched.begin();
   using A = Accumulation<T>;
   const RowPlan& plan = args.plan;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>) layer_norm_forwar
   }
 }
 
-void Backend::layer_norm_forward(const LayerNormForwardArgs& args) {
+void backend::layer_norm_forward(const LayerNormArgs& args) {
   const Device device(args.device);
   if (args.rows == 0) return;
   dispatch_dtypes<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {
@@ -102,7 +102,7 @@ void Backend::layer_norm_forward(const LayerNormForwardArgs& args) {
         args.rows, args.columns, {args.x, args.y}, [&]<int V, int K>(const RowPlan& plan) {
           const auto kernel = layer_norm_forward_kernel<T, G, V, K>;
           STD_CUDA_CHECK(launch(kernel, row_launch(device, kernel, plan, 2 * table_bytes<A>(plan)),
-                                Planned<LayerNormForwardArgs, RowPlan>{args, plan}));
+                                Planned<LayerNormArgs, RowPlan>{args, plan}));
         });
   });
 }

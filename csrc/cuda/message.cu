@@ -1,4 +1,4 @@
-// message_pack, message_merge: the messages of a collective of torch.distributed, numbers and tags by which
+// pack_message, merge_messages: the messages of a collective of torch.distributed, numbers and tags by which
 // ranks detect that they are in different exchanges; fastvit/sync/collective.py calls the ops.
 //
 // A message has `capacity` numbers, of which the first n are used, and two numbers {layer, step} per tag; the
@@ -140,9 +140,9 @@ void dispatch_message_types(const Tensor& numbers, bool wide, const F& f) {
 
 }  // namespace
 
-Tensor message_pack(Tensor numbers, Tensor fields) {
-  const Handle& handle = handle_of("message_pack", fields);
-  Packing packing{message_of("message_pack", numbers, handle, handle.wide)};
+Tensor pack_message(Tensor numbers, Tensor fields) {
+  const Handle& handle = handle_of("pack_message", fields);
+  Packing packing{message_of("pack_message", numbers, handle, handle.wide)};
   Tensor result = torch::stable::new_empty(numbers, {packing.width()},
                                            handle.wide ? ScalarType::Double : ScalarType::Float);
   packing.message = result.data_ptr();
@@ -153,8 +153,8 @@ Tensor message_pack(Tensor numbers, Tensor fields) {
   return result;
 }
 
-Tensor message_merge(Tensor messages, Tensor numbers, Tensor fields) {
-  const char* const op = "message_merge";
+Tensor merge_messages(Tensor messages, Tensor numbers, Tensor fields) {
+  const char* const op = "merge_messages";
   const Handle& handle = handle_of(op, fields);
   const bool wide = is_double(messages);
   Merging merging{message_of(op, numbers, handle, wide)};

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "../moments.h"
+#include "../batch_norm.h"
 #include "activations.cuh"
 #include "channels.cuh"
 #include "walk.cuh"
@@ -19,11 +19,11 @@ struct Normaliser {
     const A variance = all.count == 0 ? A(0) : all.m2 / A(all.count);  // NaN after a failed exchange
     return {all.mean, A(1) / std::sqrt(variance + A(eps))};
   }
-  __device__ __forceinline__ static Normaliser running(const ForwardArgs& args, int64_t c) {
+  __device__ __forceinline__ static Normaliser running(const BnForwardArgs& args, int64_t c) {
     return {load_channel(args.running_mean, c, A(0)),
             A(1) / std::sqrt(load_channel(args.running_var, c, A(1)) + A(args.eps))};
   }
-  __device__ __forceinline__ void save(const ForwardArgs& args, int64_t c) const {
+  __device__ __forceinline__ void save(const BnForwardArgs& args, int64_t c) const {
     A* const saved = static_cast<A*>(args.saved);
     saved[c] = mean;
     saved[args.layout.C + c] = invstd;
@@ -31,7 +31,7 @@ struct Normaliser {
 };
 
 template <class A>
-__device__ __forceinline__ void update_running(const ForwardArgs& args, int64_t c, const Moments<A>& all,
+__device__ __forceinline__ void update_running(const BnForwardArgs& args, int64_t c, const Moments<A>& all,
                                                double factor) {
   if (!args.running_mean.data || !(all.count > 0)) return;
   const double unbiased = double(all.m2) / (all.count > 2 ? all.count - 1 : 1);
@@ -41,23 +41,23 @@ __device__ __forceinline__ void update_running(const ForwardArgs& args, int64_t 
   store_channel(args.running_var, c, old_var + factor * (unbiased - old_var));
 }
 
-// y = act((x - mean) * scale + beta (+ z)), scale = gamma * invstd, for the channels of a tile. The mean is
-// subtracted first, so a mean much larger than the deviation loses no digits.
+// y = act((x - mean) * scale + beta (+ residual)), scale = gamma * invstd, for the channels of a tile. The
+// mean is subtracted first, so a mean much larger than the deviation loses no digits.
 template <class A>
 struct Affine {
   A mean, scale, beta;
 
-  __device__ __forceinline__ static Affine of(const NormArgs& args, int64_t c, const Normaliser<A>& n) {
+  __device__ __forceinline__ static Affine of(const BnForwardArgs& args, int64_t c, const Normaliser<A>& n) {
     const A beta = load_channel(args.bias, c, A(0)), gamma = load_channel(args.weight, c, A(1));
-    const auto floor = gamma_floor<A>(args.in_place, args.dtype);
-    return {n.mean, (args.in_place ? effective_gamma(gamma, beta, floor) : gamma) * n.invstd, beta};
+    const auto floor = gamma_floor<A>(args.invertible, args.dtype);
+    return {n.mean, (args.invertible ? effective_gamma(gamma, beta, floor) : gamma) * n.invstd, beta};
   }
 };
 
 // Overwrites x of a batch with y.
-template <bool kRows, bool kResidual, class B, class T, int K, int Z>
-__device__ __forceinline__ void apply(const NormArgs& args, const B&, Vector<T, B::V> (&x)[B::U],
-                                      const Vector<T, B::V> (&z)[Z],
+template <bool kRows, bool kResidual, class B, class T, int K, int R>
+__device__ __forceinline__ void apply(const BnForwardArgs& args, const B&, Vector<T, B::V> (&x)[B::U],
+                                      const Vector<T, B::V> (&residual)[R],
                                       const Affine<Accumulation<T>> (&affine)[K]) {
   using A = Accumulation<T>;
   dispatch_activation_fn<T, true>(args.activation, [&]<class Fn>(Fn) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ void apply(const NormArgs& args, const B&, Vector<T, 
       A v[B::V];
       [[maybe_unused]] A r[B::V];
       x[j].unpack(v);
-      if constexpr (kResidual) z[j].unpack(r);
+      if constexpr (kResidual) residual[j].unpack(r);
 #pragma unroll
       for (int k = 0; k < B::V; ++k) {
         const Affine<A>& a = affine[kRows ? k : 0];

@@ -1,9 +1,10 @@
-// bn_backward and abn_backward without sums: bn_reduce and the op in one launch, for tensors that fit on
-// chip; the same bits as the two ops. Memory   reads x or y, dy (and z) once; writes dx (and dz) once.
+// bn_backward without sums: bn_reduce and the op in one launch, for tensors that fit on chip; the same bits
+// as the two ops.
+// Memory   reads x or y, dy (and residual) once; writes dx (and dresidual) once.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; a block holds its values in shared
 //          memory. The slices' blocks wait for each other, tile by tile, so all must be resident.
 // Numerics as bn_reduce and bn_backward.
-// Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
+// Needs    from y: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "gradient.cuh"
 #include "scratch.h"
@@ -12,7 +13,7 @@
 namespace fastvit {
 
 template <class A>
-struct OnChipBackwardParams : Planned<BackwardArgs> {
+struct OnChipBackwardParams : Planned<BnBackwardArgs> {
   Partials<Sums<A>> partials;
 };
 
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, kResident) on_chip_backward_kernel(
     Inputs<T, kVariant, B> inputs;
     cache.get(one, 0, inputs.input, j);
     cache.get(one, 1, inputs.dy, j);
-    if constexpr (kResidual) cache.get(one, 2, inputs.z, j);
+    if constexpr (kResidual) cache.get(one, 2, inputs.residual, j);
     return inputs;
   };
   KahanSums<A> running[K];
@@ -48,10 +49,10 @@ __global__ void __launch_bounds__(kThreads, kResident) on_chip_backward_kernel(
   pick<kRows, V>(constants, table, plan, work);
   walk<kRows, V, U, kOperands, true>(plan, work, args.input, [&]<class B>(const B& batch) {
     Inputs<T, kVariant, B> inputs;
-    inputs.template load<kStreaming, 3>(batch, args);
+    inputs.template load<kStreaming, BackwardOperand::residual>(batch, args);
     cache.put(batch, 0, inputs.input);
     cache.put(batch, 1, inputs.dy);
-    if constexpr (kResidual) cache.put(batch, 2, inputs.z);
+    if constexpr (kResidual) cache.put(batch, 2, inputs.residual);
     forget_registers();
     add_gradients<T, kRows>(running, batch, constants, args, limit,
                             [&](int j) { return get(batch.vector(j), j); });
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, kResident) on_chip_backward_kernel(
   const int stride = merge_block(shared, running, plan, work);
   A* const sums = static_cast<A*>(args.local_sums);
   finish<true>(shared, stride, args.partials, plan, work, [&](int64_t c, Sums<A> total) {
-    if (kVariant != Variant::in_place) total.second *= saved_invstd<A>(args, c);
+    if (kVariant != Variant::from_output) total.second *= saved_invstd<A>(args, c);
     corrections[c - first] = Correction<A>::template of<kVariant>(args, c, total);
     if (work.slice == 0) {
       sums[c] = total.first;
@@ -87,16 +88,17 @@ __global__ void __launch_bounds__(kThreads, kResident) on_chip_backward_kernel(
   });
 }
 
-bool Backend::backward_on_chip(const BackwardArgs& args) {
+bool backend::bn_backward_on_chip(const BnBackwardArgs& args) {
   if (args.layout.numel() == 0) return false;
   const Device device(args.device);
   bool done = false;
   dispatch_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
-    const void* pointers[] = {args.input, args.dy, args.dx, args.z, args.dz};
-    const int cached_operands = args.z ? 3 : 2;
+    const void* pointers[] = {args.input, args.dy, args.dx, args.residual, args.dresidual};
+    const int cached_operands = args.residual ? 3 : 2;
     const Plan plan =
-        Planner{args.layout, pointers, args.z ? 5 : 3, sizeof(T), device.limits, cached_operands}.on_chip();
+        Planner{args.layout, pointers, args.residual ? 5 : 3, sizeof(T), device.limits, cached_operands}
+            .on_chip();
     if (plan.cached_vectors == 0) return;
     const Slices<Sums<A>> slices(plan, device);
     const OnChipBackwardParams<A> params{{args, plan}, slices.partials()};

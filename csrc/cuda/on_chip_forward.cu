@@ -1,7 +1,7 @@
-// bn_forward, abn_forward and abn_forward_ without moments: bn_stats and the op in one launch, for tensors
-// that fit on chip; the same bits as the two ops. Memory   reads x (and z) once, writes y once, over x or to
-// a new tensor. Mapping  block = (tile of channels, slice of their values), see plan.h; a block holds its
-// values in shared
+// bn_forward and bn_forward_inplace without moments: bn_stats and the op in one launch, for tensors that fit
+// on chip; the same bits as the two ops.
+// Memory   reads x (and residual) once, writes y once, over x or to a new tensor.
+// Mapping  block = (tile of channels, slice of their values), see plan.h; a block holds its values in shared
 //          memory. The slices' blocks wait for each other, tile by tile, so all must be resident.
 // Numerics as bn_stats and bn_forward.
 // Source   Ioffe, Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
@@ -13,11 +13,10 @@
 namespace fastvit {
 
 template <class A>
-struct OnChipForwardParams : Planned<ForwardArgs> {
+struct OnChipForwardParams : Planned<BnForwardArgs> {
   Partials<PartialMoments<A>> partials;
 };
 
-// Operands 0: x, 1: y, 2: z.
 template <class T, bool kRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kResident)
     on_chip_forward_kernel(const __grid_constant__ Launched<OnChipForwardParams<Accumulation<T>>> launched) {
@@ -32,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Mine mine(plan, work, args.x);
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U];
-    batch.template load<kStreaming>(x, args.x, 0);
+    batch.template load<kStreaming>(x, args.x, ForwardOperand::x);
     cache.put(batch, 0, x);
     cache.next(batch);
     mine.add(batch, x);
@@ -66,30 +65,32 @@ __global__ void __launch_bounds__(kThreads, kResident)
   pick<kRows, V>(affine, table, plan, work);
   cache.rewind();
   walk<kRows, V, kBatch, kOperands, false>(plan, work, args.x, [&]<class B>(const B& batch) {
-    Vector<T, B::V> x[B::U], z[kResidual ? B::U : 1];
-    if constexpr (kResidual) batch.template load<kStreaming>(z, args.z, 2);
+    Vector<T, B::V> x[B::U], residual[kResidual ? B::U : 1];
+    if constexpr (kResidual)
+      batch.template load<kStreaming>(residual, args.residual, ForwardOperand::residual);
     cache.get(batch, 0, x);
     cache.next(batch);
-    apply<kRows, kResidual>(args, batch, x, z, affine);
-    batch.store(x, args.y, 1);
+    apply<kRows, kResidual>(args, batch, x, residual, affine);
+    batch.store(x, args.y, ForwardOperand::y);
   });
 }
 
-bool Backend::forward_on_chip(const ForwardArgs& args) {
+bool backend::bn_forward_on_chip(const BnForwardArgs& args) {
   // The counter of a cumulative average is incremented after every block has read it.
   if (args.layout.numel() == 0 || args.cumulative) return false;
   const Device device(args.device);
   bool done = false;
   dispatch_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
-    const void* pointers[] = {args.x, args.y, args.z};
-    const Plan plan = Planner{args.layout, pointers, args.z ? 3 : 2, sizeof(T), device.limits, 1}.on_chip();
+    const void* pointers[] = {args.x, args.y, args.residual};
+    const Plan plan =
+        Planner{args.layout, pointers, args.residual ? 3 : 2, sizeof(T), device.limits, 1}.on_chip();
     if (plan.cached_vectors == 0) return;
     const Slices<PartialMoments<A>> slices(plan, device);
     const OnChipForwardParams<A> params{{args, plan}, slices.partials()};
     dispatch_vector_walk<T>(plan, [&]<bool kRows, int V>() {
-      const auto kernel =
-          args.z ? on_chip_forward_kernel<T, kRows, V, true> : on_chip_forward_kernel<T, kRows, V, false>;
+      const auto kernel = args.residual ? on_chip_forward_kernel<T, kRows, V, true>
+                                        : on_chip_forward_kernel<T, kRows, V, false>;
       done = launch_on_chip(kernel, plan, 1, device, params);
     });
   });

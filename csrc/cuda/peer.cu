@@ -1,4 +1,4 @@
-// peer_share: exchanges moments or sums that an op without `exchange` has computed.
+// exchange_share: exchanges moments or sums that an op without `exchange` has computed.
 // Memory   writes and reads 16 bytes per two floats and rank. Bound by latency.
 // Mapping  one block, a thread per pair; it sends, then waits.
 #include "peer.cuh"
@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Tensor cuda_peer_share(Tensor numbers, Tensor fields) {
-  peer::check_numbers("peer_share", numbers);
+Tensor cuda_exchange_share(Tensor numbers, Tensor fields) {
+  peer::check_numbers("exchange_share", numbers);
   const peer::Kind kind = peer::kind_of(numbers);
   const int64_t n = numbers.size(numbers.dim() - 1);
-  const Exchange exchange = peer::exchange_of("peer_share", fields, n, numbers.scalar_type(), kind);
+  const Exchange exchange = peer::exchange_of("exchange_share", fields, n, numbers.scalar_type(), kind);
   const bool moments = kind == peer::kMoments;
   Tensor result = peer::shared_result(numbers);
   const Device device(numbers.get_device_index());

@@ -1,11 +1,11 @@
-// bn_reduce, abn_reduce: sum dz and sum dz*xhat per channel; dz is the gradient before the activation. With
+// bn_reduce: sum dv and sum dv*xhat per channel; dv is the gradient before the activation. With
 // an exchange a second row has the sums over all ranks.
-// Memory   reads x or y, dy (and z) once; writes 2C numbers. Bandwidth-bound.
+// Memory   reads x or y, dy (and residual) once; writes 2C numbers. Bandwidth-bound.
 // Mapping  block = (tile of channels, slice of their values), see plan.h; 16-byte loads, a batch in flight;
 //          slices are merged by the last block of a tile to finish.
 // Numerics fp32 accumulation (fp64 for double), compensated, in a fixed order, no float atomics. From x the
-//          second sum is of dz*(x - mean), multiplied by invstd at the end.
-// Needs    in place: gamma != 0 (ensured by its floor) and an invertible activation.
+//          second sum is of dv*(x - mean), multiplied by invstd at the end.
+// Needs    from y: gamma != 0 (ensured by its floor) and an invertible activation.
 // Source   arXiv:1712.02616, section 3.
 #include "gradient.cuh"
 #include "launch.cuh"
@@ -15,12 +15,11 @@
 namespace fastvit {
 
 template <class A, bool kHasExchange>
-struct ReduceParams : Planned<ReduceArgs>, ExchangeParams<kHasExchange> {
+struct ReduceParams : Planned<BnBackwardArgs>, ExchangeParams<kHasExchange> {
   Partials<Sums<A>> partials;
   unsigned* exchange_words;
 };
 
-// Operands 0: x or y, 1: dy, 2: z.
 template <class T, bool kHasExchange, bool kRows, int V, Variant kVariant>
 __global__ void __launch_bounds__(kThreads, kResident)
     reduce_kernel(const __grid_constant__ Launched<ReduceParams<Accumulation<T>, kHasExchange>> launched) {
@@ -41,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   KahanSums<A> running[K];
   walk<kRows, V, U, kOperands, true>(args.plan, work, args.input, [&]<class B>(const B& batch) {
     Inputs<T, kVariant, B> inputs;
-    inputs.template load<kNormal, 2>(batch, args);
+    inputs.template load<kNormal, ReduceOperand::residual>(batch, args);
     add_gradients<T, kRows>(running, batch, constants, args, limit, [&](int j) { return inputs.vector(j); });
   });
 
@@ -49,9 +48,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
   const int stride = merge_block(shared, running, args.plan, work);
   const int64_t C = args.layout.C;
-  A* const sums = static_cast<A*>(args.sums);
+  A* const sums = static_cast<A*>(args.local_sums);
   const auto write = [&](int64_t c, Sums<A> total) {
-    if (kVariant != Variant::in_place) total.second *= saved_invstd<A>(args, c);
+    if (kVariant != Variant::from_output) total.second *= saved_invstd<A>(args, c);
     sums[c] = total.first;
     sums[C + c] = total.second;
     return total;
@@ -70,13 +69,13 @@ __global__ void __launch_bounds__(kThreads, kResident)
   }
 }
 
-void Backend::reduce(const ReduceArgs& args) {
+void backend::bn_reduce(const BnBackwardArgs& args) {
   const Device device(args.device);
   if (args.layout.C == 0) return;
   dispatch_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
-    const void* pointers[] = {args.input, args.dy, args.z};
-    const int operands = args.z ? 3 : 2;
+    const void* pointers[] = {args.input, args.dy, args.residual};
+    const int operands = args.residual ? 3 : 2;
     dispatch_exchange<A>(
         args, device.limits, [&]<bool kHasExchange>(const ExchangeParams<kHasExchange>& shares) {
           const auto kernel_of = [&]<bool kRows, int V>() {

@@ -6,6 +6,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastvit, CUDA, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {
-  m.impl("ipc_memory", TORCH_BOX(&fastvit::ipc_memory));
+  m.impl("ipc_allocate", TORCH_BOX(&fastvit::ipc_allocate));
   m.impl("ipc_open", TORCH_BOX(&fastvit::ipc_open));
 }

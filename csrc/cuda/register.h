@@ -1,7 +1,7 @@
 // The ops that CUDA implements, for the library and for the builds of it that run without a GPU.
 #pragma once
 
-#include "../register.h"
+#include "../register_ops.h"
 #include "peer.h"
 
 namespace fastvit {
@@ -9,9 +9,9 @@ namespace fastvit {
 template <class Library>
 void implement_cuda(Library& m) {
   implement_ops(m);
-  m.impl("peer_share", TORCH_BOX(&cuda_peer_share));
-  m.impl("message_pack", TORCH_BOX(&message_pack));
-  m.impl("message_merge", TORCH_BOX(&message_merge));
+  m.impl("exchange_share", TORCH_BOX(&cuda_exchange_share));
+  m.impl("pack_message", TORCH_BOX(&pack_message));
+  m.impl("merge_messages", TORCH_BOX(&merge_messages));
 }
 
 }  // namespace fastvit

@@ -6,6 +6,7 @@
 // Numerics groups of 32 values, relative to the first of the group, merged by Chan's update, see stats.cuh;
 //          fp32 (fp64 for double), fixed order, no float atomics.
 // Source   Chan, Golub, LeVeque (1979), see moments.h.
+#include "../batch_norm.h"
 #include "launch.cuh"
 #include "peer.cuh"
 #include "scratch.h"
@@ -14,7 +15,7 @@
 namespace fastvit {
 
 template <class A, bool kHasExchange>
-struct StatsParams : Planned<StatsArgs>, ExchangeParams<kHasExchange> {
+struct StatsParams : Planned<BnStatsArgs>, ExchangeParams<kHasExchange> {
   Partials<PartialMoments<A>> partials;
   unsigned* exchange_words;
 };
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   Mine mine(args.plan, work, args.x);
   walk<kRows, V, kBatch, 1, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
     Vector<T, B::V> x[B::U];
-    batch.load(x, args.x, 0);
+    batch.load(x, args.x, ForwardOperand::x);
     mine.add(batch, x);
   });
 
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   }
 }
 
-void Backend::stats(const StatsArgs& args) {
+void backend::bn_stats(const BnStatsArgs& args) {
   const Device device(args.device);
   dispatch_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;

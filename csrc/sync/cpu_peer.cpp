@@ -251,19 +251,19 @@ void share(const Exchange& exchange, const A* own, A* result, int64_t channels) 
 template void share(const Exchange&, const float*, float*, int64_t);
 template void share(const Exchange&, const double*, double*, int64_t);
 
-Tensor peer_share(Tensor numbers, Tensor fields) {
-  check_numbers("peer_share", numbers);
+Tensor exchange_share(Tensor numbers, Tensor fields) {
+  check_numbers("exchange_share", numbers);
   const Kind kind = kind_of(numbers);
   const int64_t n = numbers.size(numbers.dim() - 1);
-  const Exchange exchange = exchange_of("peer_share", fields, n, numbers.scalar_type(), kind);
+  const Exchange exchange = exchange_of("exchange_share", fields, n, numbers.scalar_type(), kind);
   Tensor result = result_with(numbers);
   dispatch_result(result, kind,
                   [&]<class A>(A* own, A* merged, int64_t C) { share(exchange, own, merged, C); });
   return result;
 }
 
-Tensor direct_merge(Tensor messages, Tensor numbers, Tensor fields) {
-  const char* const op = "direct_merge";
+Tensor merge_received(Tensor messages, Tensor numbers, Tensor fields) {
+  const char* const op = "merge_received";
   check_numbers(op, numbers);
   const Handle& handle = handle_of(op, fields);
   const Kind kind = kind_of(numbers);
@@ -299,20 +299,20 @@ Tensor direct_merge(Tensor messages, Tensor numbers, Tensor fields) {
   return result;
 }
 
-void peer_wait(Tensor result, Tensor fields) {
+void exchange_wait(Tensor result, Tensor fields) {
   const Kind kind = kind_of(result);
   require(result.is_contiguous() && (kind == kMoments || (result.dim() == 2 && result.size(0) == 2)),
-          "peer_wait", "result", "has shape ", ShapeOf{result}, "; (2C + 2,) or (2, 2C) expected");
-  check_memory("peer_wait", "result", result);
+          "exchange_wait", "result", "has shape ", ShapeOf{result}, "; (2C + 2,) or (2, 2C) expected");
+  check_memory("exchange_wait", "result", result);
   const Exchange exchange =
-      exchange_of("peer_wait", fields, result.size(result.dim() - 1), result.scalar_type(), kind);
+      exchange_of("exchange_wait", fields, result.size(result.dim() - 1), result.scalar_type(), kind);
   dispatch_result(result, kind, [&]<class A>(A* own, A* merged, int64_t C) {
     RankExchange<A>(exchange, own, merged, C).await();
   });
 }
 
-void peer_give_up(Tensor fields) {
-  const Exchange exchange = exchange_of("peer_give_up", fields, 2, ScalarType::Float, kMoments);
+void exchange_abandon(Tensor fields) {
+  const Exchange exchange = exchange_of("exchange_abandon", fields, 2, ScalarType::Float, kMoments);
   Arena& own = exchange.own();
   const uint32_t epoch = next_epoch(own.epoch);
   exchange.report->epoch = epoch;

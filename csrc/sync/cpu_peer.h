@@ -12,16 +12,16 @@ template <class A>
 void share(const peer::Exchange& exchange, const A* own, A* result, int64_t channels);
 
 // Exchanges numbers that an op without `exchange` has computed; see fastvit/sync/transport.py.
-Tensor peer_share(Tensor numbers, Tensor exchange);
+Tensor exchange_share(Tensor numbers, Tensor exchange);
 
 // Waits another slice of time for an exchange; `result` is the result of its op.
-void peer_wait(Tensor result, Tensor exchange);
+void exchange_wait(Tensor result, Tensor exchange);
 
 // Gives up the exchange and notifies the peers.
-void peer_give_up(Tensor exchange);
+void exchange_abandon(Tensor exchange);
 
 // Merges this rank's numbers with those that the others have sent, `[world - 1][words]` int32, by rank: a
 // Tag, then the numbers. NaN, and a report, where a tag differs. fastvit/sync/collective.py calls it.
-Tensor direct_merge(Tensor messages, Tensor numbers, Tensor exchange);
+Tensor merge_received(Tensor messages, Tensor numbers, Tensor exchange);
 
 }  // namespace fastvit

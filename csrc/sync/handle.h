@@ -7,7 +7,7 @@
 
 #include <cstddef>
 
-#include "../checks.h"
+#include "../op_checker.h"
 #include "protocol.h"
 
 namespace fastvit::peer {
@@ -24,7 +24,7 @@ struct Handle {
 
 // A multiple of the alignment, so that arenas may be consecutive.
 inline int64_t arena_bytes(int64_t world, int64_t capacity) {
-  require(world >= 1 && world <= 1 << 12 && capacity >= 0 && capacity <= int64_t(1) << 31, "peer_bytes",
+  require(world >= 1 && world <= 1 << 12 && capacity >= 0 && capacity <= int64_t(1) << 31, "arena_bytes",
           "world", "is for ", world, " ranks and ", capacity, " packets; 1 to 2^12 and 0 to 2^31 expected");
   const int64_t bytes = int64_t(sizeof(Arena)) + Inbox{world, capacity}.packets() * int64_t(sizeof(Packet));
   return (bytes + alignof(Arena) - 1) / alignof(Arena) * alignof(Arena);

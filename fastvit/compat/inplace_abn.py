@@ -80,7 +80,7 @@ class InPlaceABN(_InPlaceABN):
         self.activation, self.activation_param = activation, activation_param
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalise(x, None, "relu") if self._is_relu else super().forward(x)
+        return self._normalise(x, activation="relu") if self._is_relu else super().forward(x)
 
 
 class InPlaceABNSync(InPlaceABN, _InPlaceABNSync):

@@ -81,13 +81,13 @@ class Packed(Collective):
     """
 
     def _merged(self, numbers: Tensor, exchange: Tensor, kind: Kind) -> Tensor:
-        messages = message = _ops.message_pack(numbers, exchange)
+        messages = message = _ops.pack_message(numbers, exchange)
         if kind == Kind.MOMENTS:
             messages = message.new_empty(self._exchange.handle.world * message.numel())
             getattr(dist, ALL_GATHER)(messages, message, group=self._process_group())
         else:
             dist.all_reduce(messages, group=self._process_group())
-        return _ops.message_merge(messages, numbers, exchange)
+        return _ops.merge_messages(messages, numbers, exchange)
 
 
 class Direct(Collective):
@@ -117,7 +117,7 @@ class Direct(Collective):
         group = self._process_group()
         work = dist.all_to_all_single(arrived, messages, received, sent, group=group, async_op=True)
         wait_on_host(work, self._watch, self.timeout)
-        return _ops.direct_merge(self._received, numbers, exchange)
+        return _ops.merge_received(self._received, numbers, exchange)
 
     def share(self, numbers: Tensor, tag: Tag) -> Tensor:
         result = super().share(numbers, tag)

@@ -46,7 +46,7 @@ class SharedMemory(Peer):
             if report.fault:
                 self._fail()
         except BaseException as error:
-            _ops.peer_give_up(self._exchange.tensor)
+            _ops.exchange_abandon(self._exchange.tensor)
             self._failed = str(error) or type(error).__name__
             raise
         return result
@@ -57,7 +57,7 @@ class SharedMemory(Peer):
         while missing := self._missing():
             ended = [rank for rank in missing if self._watch.has_ended(rank)]
             # Read once more after the check: a rank may have sent its packets before it ended.
-            _ops.peer_wait(result, self._exchange.tensor)
+            _ops.exchange_wait(result, self._exchange.tensor)
             still = self._missing()
             kind = direction(result.dim() - 1)
             for rank in set(ended).intersection(still):
@@ -116,7 +116,7 @@ def connect(
 
 def cpu_arena_bytes(world: int, capacity: int) -> int:
     """The bytes of a rank's arena: without flags the numbers of two packets fit into the 16 bytes of one."""
-    return _ops.peer_bytes(world, (capacity + 1) // 2)
+    return _ops.arena_bytes(world, (capacity + 1) // 2)
 
 
 def _map(path: str, size: int, mark: bytes) -> Tensor:

@@ -4,9 +4,6 @@ The host never waits. When an exchange fails, the GPU writes a report to host me
 it. Memory is shared by CUDA IPC handles, which are sent through the group's store.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -53,15 +50,15 @@ def connect(
     Two ranks share a GPU only with FASTVIT_STATISTICS=peer, since both must run at the same time (under MPS),
     and they share its multiprocessors then.
     """
-    own, arenas = ipc_memory(agreement, _ops.peer_bytes(agreement.world, capacity), device, may_share_gpu)
+    own, arenas = ipc_allocate(agreement, _ops.arena_bytes(agreement.world, capacity), device, may_share_gpu)
     return trial("CudaIpc", own, arenas, agreement, capacity, describe)
 
 
-def ipc_memory(
+def ipc_allocate(
     agreement: Agreement, size: int, device: torch.device, may_share_gpu: bool
 ) -> tuple[Tensor, list[int]]:
     """Allocates memory on each rank's GPU and opens that of all ranks: the own, and all addresses."""
-    own, handle = agreement.together("memory of a GPU", lambda: _ops.ipc_memory(size, device.index or 0))
+    own, handle = agreement.together("memory of a GPU", lambda: _ops.ipc_allocate(size, device.index or 0))
     answer = f"{agreement.rank}|{_gpu(device)}|{bytes(handle.tolist()).hex()}"
     by_rank = [answer.split("|") for answer in agreement.ask("handle of a GPU's memory", answer)]
     handles = {int(rank): bytearray.fromhex(handle) for rank, _, handle in by_rank}
@@ -123,23 +120,24 @@ def load_kernels(device: torch.device) -> None:
     this is a deadlock, if the peer waits for a kernel that this rank launches later.
     """
     capacity, tag = 2 * 9, Tag(0, 0)
-    arena = torch.zeros(_ops.peer_bytes(1, capacity), dtype=torch.uint8, device=device)
+    arena = torch.zeros(_ops.arena_bytes(1, capacity), dtype=torch.uint8, device=device)
     alone = DeviceMemory("alone", arena, [arena.data_ptr()], 0, capacity, _TRIAL_SECONDS, lambda *_: "")
     shapes = (2, 8), (2, 3), (2, 1, 64), (2, 1, 3)  # rows and planes, with and without 16-byte vectors
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for shape in shapes:
             x = torch.zeros(shape, dtype=dtype, device=device)
-
-            def sums(reduce: Callable, *operands: Tensor | None) -> Tensor:
-                bound = functools.partial(reduce, *operands)
-                return alone.sums(lambda exchange: bound(exchange=exchange), tag)[1]
-
-            moments = alone.moments(x, 1, tag)
-            for z in (None, x):
-                y, saved = ops.bn_forward(x, moments, z=z)
-                ops.bn_backward(x, y, z, saved, sums(ops.bn_reduce, x, y, z, saved))
-            saved = ops.abn_forward_(x, moments)
-            ops.abn_backward(x, y, saved, sums(ops.abn_reduce, x, y, saved))
+            for residual, inplace in ((None, False), (x, False), (None, True)):
+                _run_ops(alone, x, residual, inplace)
     for kind in Kind.MOMENTS, Kind.SUMS:
         numbers = torch.zeros(6, device=device)
         alone.share(numbers if kind == Kind.MOMENTS else numbers[None], tag)
+
+
+def _run_ops(alone: DeviceMemory, x: Tensor, residual: Tensor | None, inplace: bool) -> None:
+    """Runs forward and backward of a layer."""
+    tag, given = Tag(0, 0), {"residual": residual, "from_output": inplace}
+    forward = ops.bn_forward_inplace if inplace else ops.bn_forward
+    made = forward(x, residual=residual, moments=alone.moments(x, 1, tag))
+    saved = made if inplace else made[1]
+    _, sums = alone.sums(lambda exchange: ops.bn_reduce(x, x, saved, **given, exchange=exchange), tag)
+    ops.bn_backward(x, x, saved, **given, global_sums=sums)

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import _library, ops
 from .protocol import STEPS, Describe, Exchange, Fault, Tag, packets
 
-Reduce = Callable[[Tensor | None], Tensor]  # bn_reduce or abn_reduce of a layer, given its `exchange`
+Reduce = Callable[[Tensor | None], Tensor]  # bn_reduce of a layer, given its `exchange`
 
 
 class Transport(Protocol):
@@ -121,7 +121,7 @@ class Backend:
 class Peer(Backend):
     """A backend over memory of the ranks that all of them see, by the protocol of csrc/sync/protocol.h.
 
-    `bn_stats` and the reducing ops take the group as `exchange`. They send this rank's numbers, await those
+    `bn_stats` and `bn_reduce` take the group as `exchange`. They send this rank's numbers, await those
     of the others, and merge. No collective is called.
 
     Args:
@@ -151,7 +151,7 @@ class Peer(Backend):
         return packets(channels, dtype) <= self._exchange.handle.capacity
 
     def share(self, numbers: Tensor, tag: Tag) -> Tensor:
-        return self._run(lambda exchange: _library.ops.peer_share(numbers, exchange), tag)
+        return self._run(lambda exchange: _library.ops.exchange_share(numbers, exchange), tag)
 
     def moments(self, x: Tensor, channel_dim: int, tag: Tag) -> Tensor:
         return self._run(lambda exchange: ops.bn_stats(x, channel_dim, exchange), tag)

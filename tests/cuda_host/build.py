@@ -65,7 +65,7 @@ def rules() -> str:
         if mode == "race":
             engine.append(compile_(f"{mode}/race", HERE / "race.cpp", ENGINE[mode]))
         kernels = [
-            compile_(f"{mode}/{source.stem}", source, KERNELS[mode])
+            compile_(f"{mode}/{source.stem}", source, f"{KERNELS[mode]} -include cuda_runtime.h")  # as nvcc
             for source in sorted((ROOT / "csrc").rglob("*.cu"))
             if source.stem not in ("register", "ipc")  # which needs several processes on one GPU
         ]

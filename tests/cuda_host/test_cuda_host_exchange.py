@@ -77,23 +77,23 @@ class Rank:
         x = torch.randn(self.shape, generator=generator, dtype=torch.float64)
         return (x * 2 + self.rank).to(self.dtype)
 
-    def forward(self, x, moments, z=None):
+    def forward(self, x, moments, residual=None):
         """y (over x without a residual) and saved."""
         self.options = {"weight": self.weight, "bias": self.bias, "activation": "leaky_relu"}
         buffers = dict(zip(("running_mean", "running_var", "num_batches_tracked"), self.running, strict=True))
-        if z is not None:
-            return ops.bn_forward(x, moments, z=z, **self.options, **buffers)
-        return x, ops.abn_forward_(x, moments, **self.options, **buffers)
+        if residual is not None:
+            return ops.bn_forward(x, **self.options, residual=residual, moments=moments, **buffers)
+        return x, ops.bn_forward_inplace(x, **self.options, moments=moments, **buffers)
 
-    def reduce(self, kept, dy, saved, z=None, exchange=None):
-        if z is not None:
-            return ops.bn_reduce(kept, dy, z, saved, **self.options, exchange=exchange)
-        return ops.abn_reduce(kept, dy, saved, **self.options, exchange=exchange)
+    def of_backward(self, residual):
+        return self.options | {"residual": residual, "from_output": residual is None}
 
-    def backward(self, kept, dy, saved, sums, z=None):
-        if z is not None:
-            return ops.bn_backward(kept, dy, z, saved, sums, **self.options)[:2]
-        return ops.abn_backward(kept, dy, saved, sums, **self.options)[:1]
+    def reduce(self, kept, dy, saved, residual=None, exchange=None):
+        return ops.bn_reduce(kept, dy, saved, **self.of_backward(residual), exchange=exchange)
+
+    def backward(self, kept, dy, saved, sums, residual=None):
+        results = ops.bn_backward(kept, dy, saved, **self.of_backward(residual), global_sums=sums)
+        return results[: 1 if residual is None else 2]
 
 
 def merged(rows):
@@ -101,18 +101,18 @@ def merged(rows):
     exchanges = [Exchange(rank, len(rows)) for rank in range(len(rows))]
     for exchange in exchanges:
         exchange.handle.capacity, exchange.handle.wide = rows[0].numel(), rows[0].dtype == torch.float64
-    messages = [raw.message_pack(row, e.tensor) for row, e in zip(rows, exchanges, strict=True)]
-    return raw.message_merge(torch.cat(messages), rows[0], exchanges[0].tensor)
+    messages = [raw.pack_message(row, e.tensor) for row, e in zip(rows, exchanges, strict=True)]
+    return raw.merge_messages(torch.cat(messages), rows[0], exchanges[0].tensor)
 
 
 def local_step(ranks, step, residual=False):
     """The ranks' results when their moments and sums are merged on the host, in rank order."""
     x, dy = [r.input(step) for r in ranks], [r.input(step + 50) for r in ranks]
-    z = [r.input(step + 70) if residual else None for r in ranks]
+    added = [r.input(step + 70) if residual else None for r in ranks]
     moments = merged([ops.bn_stats(t) for t in x])
-    passed = [r.forward(t.clone(), moments, u) for r, t, u in zip(ranks, x, z, strict=True)]
+    passed = [r.forward(t.clone(), moments, u) for r, t, u in zip(ranks, x, added, strict=True)]
     kept = x if residual else [y for y, _ in passed]
-    parts = list(zip(ranks, kept, dy, passed, z, strict=True))
+    parts = list(zip(ranks, kept, dy, passed, added, strict=True))
     own = torch.cat([r.reduce(k, d, saved, u) for r, k, d, (_, saved), u in parts])
     total = own.double().sum(0).to(own.dtype)
     dx = [r.backward(k, d, saved, total, u) for r, k, d, (_, saved), u in parts]
@@ -122,13 +122,13 @@ def local_step(ranks, step, residual=False):
 
 def launch_step(member, rank, step, residual=False, tag=None):
     """One rank's step, by its four launches."""
-    x, dy, z = rank.input(step), rank.input(step + 50), rank.input(step + 70) if residual else None
+    x, dy, added = rank.input(step), rank.input(step + 50), rank.input(step + 70) if residual else None
     moments = member.moments(x, 1, tag or Tag(3, step))
-    y, saved = rank.forward(x if residual else x.clone(), moments, z)
+    y, saved = rank.forward(x if residual else x.clone(), moments, added)
     kept = x if residual else y
-    sums = member.sums(lambda e: rank.reduce(kept, dy, saved, z, e), tag or Tag(3, step))
-    gradients = rank.backward(kept, dy, saved, sums[1], z)
-    return [y, saved, sums, *gradients], [x, dy, z, moments, kept]
+    sums = member.sums(lambda e: rank.reduce(kept, dy, saved, added, e), tag or Tag(3, step))
+    gradients = rank.backward(kept, dy, saved, sums[1], added)
+    return [y, saved, sums, *gradients], [x, dy, added, moments, kept]
 
 
 def run_steps(loop, ranks, steps, residual=False, late=None):
@@ -215,9 +215,9 @@ def test_a_part_that_fails(large, direction, lost):
     x = torch.randn(5, 3, 600)
     rows = [ops.bn_stats(part, 1) for part in x]
     want = merged(rows)
-    saved = ops.bn_forward(x[0], want)[1]
+    saved = ops.bn_forward(x[0], moments=want)[1]
     if direction == "backward":
-        rows = [ops.bn_reduce(part, part, None, saved) for part in x]
+        rows = [ops.bn_reduce(part, part, saved) for part in x]
         want = torch.cat(rows).double().sum(0).float()
     for failing in (True, False):
         loop = Ranks(large, 5)
@@ -227,7 +227,7 @@ def test_a_part_that_fails(large, direction, lost):
         if direction == "forward":
             got = loop.ranks[0].moments(x[0], 1, Tag(3, 1))
         else:
-            reduce = functools.partial(ops.bn_reduce, x[0], x[0], None, saved)
+            reduce = functools.partial(ops.bn_reduce, x[0], x[0], saved)
             own, got = loop.ranks[0].sums(lambda e, reduce=reduce: reduce(exchange=e), Tag(3, 1))
             assert torch.equal(own, rows[0][0])
         assert got.isnan().all() if failing else torch.equal(got, want)
@@ -319,7 +319,7 @@ def test_exchanges_after_a_fault_wait_for_nobody(engine):
     taken = []
     for _ in range(2):
         before = engine.steps()
-        assert all_nan(raw.peer_share(torch.ones(1, 4), exchange)[1])
+        assert all_nan(raw.exchange_share(torch.ones(1, 4), exchange)[1])
         taken.append(engine.steps() - before)
     assert taken[1] < taken[0] / 10
 
@@ -377,7 +377,7 @@ def test_a_backward_that_fails(engine):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numbers_that_no_op_has_at_hand(engine, dtype):
-    """peer_share; a rank that traces meets one that does not."""
+    """exchange_share; a rank that traces meets one that does not."""
     loop, ranks = Ranks(engine, 3), [Rank(r, dtype=dtype) for r in range(3)]
     inputs = [rank.input(4) for rank in ranks]
     rows, sums = [ops.bn_stats(x) for x in inputs], list(torch.randn(3, 1, 10, dtype=dtype))
@@ -428,7 +428,7 @@ def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
     limit = datetime.timedelta(seconds=20)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
-        x, z, dy = torch.randn(3, 6, 5, 4, 4)
+        x, residual, dy = torch.randn(3, 6, 5, 4, 4)
         results = []
         for shared in (True, False):
             if not shared:
@@ -436,7 +436,7 @@ def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
             layer, leaf = SyncBatchNorm(5, fuse_relu=True), x.clone().requires_grad_()
             for _ in range(2):
                 before = engine.launches()
-                y = layer(leaf, z)
+                y = layer(leaf, residual)
                 gradients = torch.autograd.grad(y, [leaf, layer.weight, layer.bias], dy)
                 launched = engine.launches() - before
             assert launched == kernels if shared else launched <= 4

@@ -9,10 +9,11 @@ import functools
 import os
 
 import pytest
+import reference
 import torch
 
 import fastvit
-from fastvit import ops, reference
+from fastvit import ops
 
 if os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host":
     pytest.skip("needs FASTVIT_TEST_DEVICE=cuda_host", allow_module_level=True)
@@ -53,13 +54,14 @@ def step(x, dy, weight, bias, residual=None):
     moments, (options, running) = ops.bn_stats(x), arguments(weight, bias)
     if residual is None:
         y = x.clone()
-        saved = ops.abn_forward_(y, moments, **options, **running)
-        (sums,) = ops.abn_reduce(y, dy, saved, **options)
-        gradients = [ops.abn_backward(y, dy, saved, sums, **options)[0]]
+        saved = ops.bn_forward_inplace(y, **options, moments=moments, **running)
+        (sums,) = ops.bn_reduce(y, dy, saved, **options, from_output=True)
+        gradients = ops.bn_backward(y, dy, saved, **options, from_output=True, global_sums=sums)[:2]
     else:
-        y, saved = ops.bn_forward(x, moments, z=residual, **options, **running)
-        (sums,) = ops.bn_reduce(x, dy, residual, saved, **options)
-        gradients = list(ops.bn_backward(x, dy, residual, saved, sums, **options)[:2])
+        options["residual"] = residual
+        y, saved = ops.bn_forward(x, **options, moments=moments, **running)
+        (sums,) = ops.bn_reduce(x, dy, saved, **options)
+        gradients = ops.bn_backward(x, dy, saved, **options, global_sums=sums)[:2]
     return [moments, y, saved, *running.values(), sums, *gradients]
 
 
@@ -80,9 +82,9 @@ def test_any_number_of_multiprocessors(engine, shape, sm_count):
     saved = want.clone()
     c = x.shape[1]
     saved[c : 2 * c] = 1 / torch.sqrt(want[c : 2 * c] / (x.numel() // c) + 1e-5)
-    sums = ops.bn_reduce(x, dy, None, saved.float(), weight=weight, bias=bias, activation="relu")
+    sums = ops.bn_reduce(x, dy, saved.float(), weight=weight, bias=bias, activation="relu")
     doubles = (t.double() for t in (weight, bias))
-    wanted = reference.bn_reduce(x.double(), dy.double(), None, saved, *doubles, activation="relu")
+    wanted = reference.bn_reduce(x.double(), dy.double(), saved, *doubles, activation="relu")
     torch.testing.assert_close(sums.double(), wanted, rtol=1e-4, atol=1e-3)
 
 
@@ -106,28 +108,28 @@ def test_any_alignment(engine, shape, dtype, shifts):
             by : by + t.numel()
         ].view(t.shape)
 
-    x, dy, weight, bias, z = inputs(shape, dtype)
-    want = step(x, dy, weight, bias, z)
-    moved = [shifted(t, by) for t, by in zip((x, dy, z), shifts, strict=True)]
+    x, dy, weight, bias, residual = inputs(shape, dtype)
+    want = step(x, dy, weight, bias, residual)
+    moved = [shifted(t, by) for t, by in zip((x, dy, residual), shifts, strict=True)]
     got = step(moved[0], moved[1], weight, bias, moved[2])
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2 if a.dtype == torch.bfloat16 else 1e-4, atol=2e-3)
 
 
-def on_chip_step(engine, x, dy, weight, bias, z=None):
+def on_chip_step(engine, x, dy, weight, bias, residual=None):
     """`step` with ops that make their statistics; also says how many kernels each direction launched."""
     options, running = arguments(weight, bias)
     launches = [engine.launches()]
-    if z is None:
+    if residual is None:
         y = x.clone()
-        saved = ops.abn_forward_(y, **options, **running)
+        saved = ops.bn_forward_inplace(y, **options, **running)
         launches.append(engine.launches())
-        dx, sums = ops.abn_backward(y, dy, saved, **options)
-        gradients = [dx]
+        *gradients, sums = ops.bn_backward(y, dy, saved, **options, from_output=True)
     else:
-        y, saved = ops.bn_forward(x, z=z, **options, **running)
+        options["residual"] = residual
+        y, saved = ops.bn_forward(x, **options, **running)
         launches.append(engine.launches())
-        *gradients, sums = ops.bn_backward(x, dy, z, saved, **options)
+        *gradients, sums = ops.bn_backward(x, dy, saved, **options)
     launches.append(engine.launches())
     kernels = [b - a for a, b in zip(launches, launches[1:], strict=False)]
     return [y, saved, *running.values(), sums, *gradients], kernels
@@ -143,13 +145,13 @@ def test_on_chip_ops_in_one_launch(engine, shape, sm_count, dtype, residual):
     A captured launch has semaphores of its own; the others leave theirs as zeros.
     """
     engine.config.sm_count = sm_count
-    x, dy, weight, bias, z = inputs(shape, dtype)
-    z = z if residual else None
-    moments, *want = step(x, dy, weight, bias, z)
+    x, dy, weight, bias, added = inputs(shape, dtype)
+    added = added if residual else None
+    moments, *want = step(x, dy, weight, bias, added)
     for engine.config.capturing, engine.config.seed in ((False, 0), (True, 1), (False, 2)):
-        got, kernels = on_chip_step(engine, x, dy, weight, bias, z)
+        got, kernels = on_chip_step(engine, x, dy, weight, bias, added)
         assert_same(got, want)
-        assert_same(step(x, dy, weight, bias, z), (moments, *want))
+        assert_same(step(x, dy, weight, bias, added), (moments, *want))
     vectors = shape not in ("short_odd_planes", "rows_c3")
     assert kernels == [1, 1] if sm_count == 108 and vectors else all(n <= 2 for n in kernels)
 
@@ -192,11 +194,11 @@ def test_few_channels_fill_the_device(engine, n, c, channels_last, dtype):
     x = torch.randn(n, c, 56, 56).to(dtype).contiguous(memory_format=layout)
     moments = ops.bn_stats(x)
     blocks = [engine.blocks()]
-    _, saved = ops.bn_forward(x, moments)
+    _, saved = ops.bn_forward(x, moments=moments)
     blocks.append(engine.blocks())
-    (sums,) = ops.bn_reduce(x, x, None, saved)
+    (sums,) = ops.bn_reduce(x, x, saved)
     blocks.append(engine.blocks())
-    ops.bn_backward(x, x, None, saved, sums)
+    ops.bn_backward(x, x, saved, global_sums=sums)
     blocks.append(engine.blocks())
     assert min(blocks) >= 0.7 * 2 * engine.config.sm_count
 
@@ -264,9 +266,9 @@ def test_what_a_layers_step_asks_for(engine, shared, launches):
             x_of_step = x.clone().requires_grad_() * 1
             forward, y = asked(functools.partial(layer, x_of_step))
             backward, _ = asked(functools.partial(y.backward, dy))
-        # y unless in place, saved, the moments between two launches; dx, dz unless in place, the sums
+        # y unless in place, saved, the moments between two launches; dx, an empty dresidual, the sums
         assert forward == [launches, 2 + launches - in_place, 0, 0]
-        assert backward == [launches, 4 - in_place, 0, 0]
+        assert backward == [launches, 4, 0, 0]
 
 
 def norm_step(x, dy, weight):

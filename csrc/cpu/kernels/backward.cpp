@@ -1,8 +1,8 @@
-// bn_backward, abn_backward: dx = scale * (dz - a - b * centred), see gradient.h, with a and b from the sums
-// over all ranks; dz is written too if a residual was added.
-// Memory   reads x (or y), dy (and z) once; writes dx (and dz) once.
+// bn_backward: dx = scale * (dv - a - b * centred), see gradient.h, with a and b from the sums
+// over all ranks; with a residual dv is written too, which is its gradient.
+// Memory   reads x (or y), dy (and residual) once; writes dx (and dresidual) once.
 // Mapping  span by span in the order of memory; threads take contiguous ranges.
-// Needs    in place: gamma != 0 and an invertible activation.
+// Needs    from y: gamma != 0 and an invertible activation.
 // Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "gradient.h"
 
@@ -12,18 +12,19 @@ namespace {
 
 template <class A>
 struct Gradients {
-  Vector<A> dx, dz;
+  Vector<A> dx, dv;
 };
 
-template <class T, class A, bool kRows, bool kInPlace, Activation kActivation>
+template <class T, class A, bool kRows, bool kFromOutput, Activation kActivation>
 struct Kernel {
   using Fn = ActivationFn<kActivation>;
   const BackwardParams& args;
 
   static void spans(const BackwardParams& args, const Spans<T>& spans) {
     for (int64_t i = 0; i < spans.count; ++i) {
-      const T *x = spans.in(0, i), *dy = spans.in(1, i), *z = args.z ? spans.in(2, i) : nullptr;
-      T *const dx = spans.out(0, i), *const dz = args.z ? spans.out(1, i) : nullptr;
+      const T *input = spans.in(0, i), *dy = spans.in(1, i);
+      const T* const residual = args.residual ? spans.in(2, i) : nullptr;
+      T *const dx = spans.out(0, i), *const dresidual = residual ? spans.out(1, i) : nullptr;
       const int64_t c = spans.c + (kRows ? 0 : i);
       const GradientConstants<A, kRows> k(args, c);
       const PerChannel<A, kRows> a(args.a, c), b(args.b, c);
@@ -31,26 +32,31 @@ struct Kernel {
         for_each_vector<A>(
             spans.n, Streaming(spans.streams, dx, spans.n, kLanes<A>),
             [&](auto at) {
-              const Gradient<A> g = k.template at<kInPlace, Fn>(at, x, dy, has_residual ? z : nullptr);
-              return Gradients<A>{k.scale.at(at) * (g.dz - a.at(at) - g.centred * b.at(at)), g.dz};
+              const Gradient<A> g =
+                  k.template at<kFromOutput, Fn>(at, input, dy, has_residual ? residual : nullptr);
+              return Gradients<A>{k.scale.at(at) * (g.dv - a.at(at) - g.centred * b.at(at)), g.dv};
             },
             [&](auto at, const Gradients<A>& out) {
               at.store(dx, out.dx);
-              if (has_residual && dz) at.store(dz, out.dz);
+              if (has_residual && dresidual) at.store(dresidual, out.dv);
             });
       };
-      if constexpr (kInPlace)
+      if constexpr (kFromOutput)
         walk_span(std::false_type());
       else  // as in forward.cpp
-        is_transcendental(kActivation) || z ? walk_span(std::true_type()) : walk_span(std::false_type());
+        is_transcendental(kActivation) || residual ? walk_span(std::true_type())
+                                                   : walk_span(std::false_type());
     }
   }
 
   void run() const {
     const Layout& layout = args.layout;
-    const Operand<T> in[] = {{args.input, layout, 0}, {args.dy, layout, 1}, {args.z, layout, 3}};
-    const Operand<T> out[] = {{args.dx, layout, 2}, {args.dz, layout, 4}};
-    for_each_span(args, in, args.z ? 3 : 2, out, args.z ? 2 : 1, spans);
+    const Operand<T> in[] = {{args.input, layout, BackwardOperand::input},
+                             {args.dy, layout, BackwardOperand::dy},
+                             {args.residual, layout, BackwardOperand::residual}};
+    const Operand<T> out[] = {{args.dx, layout, BackwardOperand::dx},
+                              {args.dresidual, layout, BackwardOperand::dresidual}};
+    for_each_span(args, in, args.residual ? 3 : 2, out, args.residual ? 2 : 1, spans);
   }
 };
 

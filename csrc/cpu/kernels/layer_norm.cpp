@@ -20,8 +20,15 @@ namespace {
 // T: of x and dx. G: of y and dy. A: of the arithmetic.
 template <class T, class G, class A>
 struct Forward {
-  static void row(const T* x, G* y, int64_t n, Streaming streaming, const A* gamma, const A* beta, A mean,
-                  A invstd) {
+  struct Row {
+    const T* x;
+    G* y;
+    A mean, invstd;
+  };
+  static void write(const Row& row, int64_t n, Streaming streaming, const A* gamma, const A* beta) {
+    const T* x = row.x;
+    G* y = row.y;
+    const A mean = row.mean, invstd = row.invstd;
     for_each_vector<A>(
         n, streaming, [&](auto at) { return (at.load(x) - mean) * invstd * at.load(gamma) + at.load(beta); },
         [&](auto at, Vector<A> result) { at.store(y, result); });
@@ -44,8 +51,8 @@ struct Forward {
         }
         mean[r] = A(center);
         invstd[r] = A(1 / std::sqrt(m2 / double(n) + args.eps));
-        row(x + r * n, y + r * n, n, Streaming(streams, y + r * n, n, kLanes<A>), gamma, beta, mean[r],
-            invstd[r]);
+        write({x + r * n, y + r * n, mean[r], invstd[r]}, n, Streaming(streams, y + r * n, n, kLanes<A>),
+              gamma, beta);
       }
       finish_streams();
     });
@@ -62,9 +69,19 @@ struct Backward {
   static int64_t column(End<A> at) { return at.n / L * L; }
   static FASTVIT_INLINE void add(A* sums, Vector<A> terms) { store<A>(sums, load<A>(sums) + terms); }
 
+  struct Row {
+    const T* x;
+    const G* dy;
+    T* dx;
+    A mean, invstd;
+  };
+  // Adds dy to bias and dy * xhat to weight.
   template <bool kColumns>
-  static void row(const T* x, const G* dy, T* dx, int64_t n, Streaming streaming, const A* gamma, A mean,
-                  A invstd, A* bias, A* weight) {
+  static void write(const Row& row, int64_t n, Streaming streaming, const A* gamma, A* bias, A* weight) {
+    const T* x = row.x;
+    const G* dy = row.dy;
+    T* dx = row.dx;
+    const A mean = row.mean, invstd = row.invstd;
     const auto xhat = [&](auto at) -> Vector<A> { return (at.load(x) - mean) * invstd; };
     const Terms<A> sums = sum_plane<A, 2>(n, [&](auto at) {
       const Vector<A> y = at.load(dy), h = xhat(at), g = y * at.load(gamma);
@@ -102,8 +119,8 @@ struct Backward {
         for (int64_t r = args.rows * slice / args.slices; r < end;) {
           const int64_t until = r + kChunkRows < end ? r + kChunkRows : end;
           for (; r < until; ++r)
-            row<kColumns>(x + r * n, dy + r * n, dx + r * n, n, Streaming(streams, dx + r * n, n, L), gamma,
-                          mean[r], invstd[r], bias, weight);
+            write<kColumns>({x + r * n, dy + r * n, dx + r * n, mean[r], invstd[r]}, n,
+                            Streaming(streams, dx + r * n, n, L), gamma, bias, weight);
           if constexpr (kColumns) {
             double* partial = args.partial + slice * 2 * n;
             flush(bias, n, partial);

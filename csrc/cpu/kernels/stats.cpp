@@ -16,25 +16,24 @@ struct Stats {
   static constexpr int kAtOnce = 4;
 
   static void run(const StatsParams& args) {
-    const Operand<T> x(args.x, args.layout, 0);
-    for_each_task(args.layout, args.partition,
-                  [&](int64_t slice, int64_t first, int64_t last, int64_t c0, int64_t c1) {
-                    double* mean = args.partial + slice * 2 * args.layout.C;
-                    double* m2 = mean + args.layout.C;
-                    for (int64_t c = c0; c < c1; ++c) mean[c] = m2[c] = 0;
-                    if (args.layout.rows)
-                      rows(x, first, last, c0, c1 - c0, mean + c0, m2 + c0);
-                    else
-                      planes(x, args, first, last, c0, c1, mean, m2);
-                  });
+    const Operand<T> x(args.x, args.layout, ForwardOperand::x);
+    for_each_task(args.layout, args.partition, [&](const Task& task) {
+      double* mean = args.partial + task.slice * 2 * args.layout.C;
+      double* m2 = mean + args.layout.C;
+      for (int64_t c = task.c0; c < task.c1; ++c) mean[c] = m2[c] = 0;
+      if (args.layout.rows)
+        rows(x, task, mean + task.c0, m2 + task.c0);
+      else
+        planes(x, args, task, mean, m2);
+    });
   }
 
-  static void planes(const Operand<T>& x, const StatsParams& args, int64_t first, int64_t last, int64_t c0,
-                     int64_t c1, double* mean, double* m2) {
+  static void planes(const Operand<T>& x, const StatsParams& args, const Task& task, double* mean,
+                     double* m2) {
     A center[kTogether];
-    const int64_t before = values_before(args.layout, args.partition, first);
+    const int64_t before = values_before(args.layout, args.partition, task.first);
     sum_planes<A>(
-        args, &x, 1, first, last, c0, c1,
+        args, &x, 1, task,
         [&](const StatsParams&, const Spans<T>& spans, int first, bool is_first, Terms<A>* sums) {
           for (int k = first; k < first + spans.count; ++k) {
             const T* values = spans.in(0, k - first);
@@ -50,8 +49,8 @@ struct Stats {
         });
   }
 
-  static void rows(const Operand<T>& x, int64_t first, int64_t last, int64_t c0, int64_t n, double* mean,
-                   double* m2) {
+  static void rows(const Operand<T>& x, const Task& task, double* mean, double* m2) {
+    const int64_t first = task.first, last = task.last, c0 = task.c0, n = task.c1 - c0;
     constexpr int64_t kFirst = 8;  // rows whose mean is the center
     T buffer[kPiece];
     const T* row[kAtOnce];

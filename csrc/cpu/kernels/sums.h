@@ -49,14 +49,15 @@ FASTVIT_INLINE Terms<A> sum_plane(int64_t n, const F& terms) {
   return parts[0];
 }
 
-// The sums over planes, or over pieces of a plane, of channels [c0, c1) in steps [first, last), in the order
-// of memory: sum(args, spans, k, is_first, sums) sets those of channels from spans.c on, or adds to them, and
-// finish(k, c, sums, step, count) takes those of `count` elements per channel from `step` on. k, less
-// than kTogether, is the index of the channel's sums.
+// The sums over planes, or over pieces of a plane, of a task's channels and steps, in the order of memory:
+// sum(args, spans, k, is_first, sums) sets those of channels from spans.c on, or adds to them, and
+// finish(k, c, sums, step, count) takes those of `count` elements per channel from `step` on. k, less than
+// kTogether, is the index of the channel's sums.
 constexpr int kTogether = 64;
 template <class A, class T, class Args, class Sum, class Finish>
-void sum_planes(const Args& args, const Operand<T>* in, int operands, int64_t first, int64_t last, int64_t c0,
-                int64_t c1, const Sum& sum, const Finish& finish) {
+void sum_planes(const Args& args, const Operand<T>* in, int operands, const Task& task, const Sum& sum,
+                const Finish& finish) {
+  const auto [slice, first, last, c0, c1] = task;
   const Layout& layout = args.layout;
   const Partition& partition = args.partition;
   T buffer[3][kPiece];

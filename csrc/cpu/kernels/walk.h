@@ -61,14 +61,20 @@ struct PerChannel {
   }
 };
 
-// f(slice, first step, last step, first channel, last channel) for every task of a reduction.
+// A task of a reduction: steps [first, last), which are a slice, of channels [c0, c1).
+struct Task {
+  int64_t slice, first, last, c0, c1;
+};
+
+// f(task) for every task of a reduction.
 template <class F>
 void for_each_task(const Layout& layout, const Partition& partition, const F& f) {
   torch::stable::parallel_for(0, partition.slices * partition.tiles, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t slice = task / partition.tiles, tile = task % partition.tiles;
-      f(slice, partition.steps * slice / partition.slices, partition.steps * (slice + 1) / partition.slices,
-        layout.C * tile / partition.tiles, layout.C * (tile + 1) / partition.tiles);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t slice = i / partition.tiles, tile = i % partition.tiles;
+      f(Task{slice, partition.steps * slice / partition.slices,
+             partition.steps * (slice + 1) / partition.slices, layout.C * tile / partition.tiles,
+             layout.C * (tile + 1) / partition.tiles});
     }
   });
 }
