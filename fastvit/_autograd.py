@@ -117,19 +117,10 @@ class BatchNormFunction(NormFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, mean, var, batches, options, transport):
         moments, tag = NormFunction.moments(ctx, x, options, transport)
-        running = mean, var, batches
-        y, saved = ops.bn_forward(
-            x,
-            weight,
-            bias,
-            residual,
-            *options.shared_arguments(x),
-            moments,
-            *running,
-            *options.forward_arguments(),
-        )
+        statistics = moments, mean, var, batches, *options.forward_arguments()
+        y, saved = ops.bn_forward(x, weight, bias, residual, *options.shared_arguments(x), *statistics)
         if options.training:
-            ops.bump_versions(*running)
+            ops.bump_versions(mean, var, batches)
         if options.activation == "identity" and residual is not None:  # its gradient is dy
             ctx.fastvit_unsaved, residual = {3: 3}, None
         ctx.save_for_backward(x, weight, bias, residual, saved, tag)
@@ -156,24 +147,15 @@ class InPlaceABNFunction(NormFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, mean, var, batches, options, transport):
         moments, tag = NormFunction.moments(ctx, x, options, transport)
-        running = mean, var, batches
-        arguments = (
-            x,
-            weight,
-            bias,
-            residual,
-            *options.shared_arguments(x),
-            moments,
-            *running,
-            *options.forward_arguments(),
-        )
+        statistics = moments, mean, var, batches, *options.forward_arguments()
+        arguments = x, weight, bias, residual, *options.shared_arguments(x), *statistics
         if torch.compiler.is_compiling():
             y, saved = ops.bn_forward(*arguments, invertible=True)
             ctx.save_for_backward(y, weight, bias, residual, saved, tag)
             return y
         saved = ops.bn_forward_inplace(*arguments)
         if options.training:
-            ops.bump_versions(*running)
+            ops.bump_versions(mean, var, batches)
         ctx.mark_dirty(x)  # raises x's version, after this function has returned
         if not x.is_inference():  # which has no version
             ctx.fastvit_written = x._version + 1
