@@ -48,18 +48,19 @@ void act_forward(const ActArgs& args);
 void act_backward(const ActArgs& args);
 }  // namespace backend
 
+struct ActTail {
+  OpCall& in;
+  OptTensor gate = in.take<OptTensor>();
+  std::string activation = in.take<std::string>();
+  double activation_param = in.take<double>();
+};
 struct ActForwardCall : OpCall {
   Tensor x = take<Tensor>();
-  OptTensor gate = take<OptTensor>();
-  std::string activation = take<std::string>();
-  double activation_param = take<double>();
+  ActTail tail{*this};
 };
-
 struct ActBackwardCall : OpCall {
   Tensor x = take<Tensor>(), dy = take<Tensor>();
-  OptTensor gate = take<OptTensor>();
-  std::string activation = take<std::string>();
-  double activation_param = take<double>();
+  ActTail tail{*this};
 };
 
 inline bool lies_like(const Tensor& t, const Tensor& other) {
@@ -86,6 +87,8 @@ class ActOperands {
     torch::stable::copy_(copy, t);
     return copy;
   }
+  OptTensor add(const OptTensor& t) { return t ? OptTensor(add(*t)) : OptTensor(); }
+
   Layout layout(std::initializer_list<const Tensor*> operands) const {
     if (!alike) return layout_of(out.dim() - 1, operands);
     const int64_t sizes[] = {1, out.numel()}, strides[] = {out.numel(), 1};
@@ -94,24 +97,22 @@ class ActOperands {
   }
 };
 
-template <class Call>
-ActArgs check_act(const OpChecker& check, const Call& call) {
-  if (call.gate) check.check_like("gate", *call.gate);
+inline ActArgs check_act(const OpChecker& check, const Tensor& x, const ActTail& tail) {
+  check.check_like("gate", tail.gate);
   ActArgs args{};
-  args.dtype = call.x.scalar_type();
-  args.device = call.x.get_device_index();
-  args.activation = check.check_activation(call.activation, call.activation_param, false);
-  args.activation_param = call.activation_param;
+  args.dtype = x.scalar_type();
+  args.device = x.get_device_index();
+  args.activation = check.check_activation(tail.activation, tail.activation_param, false);
+  args.activation_param = tail.activation_param;
   return args;
 }
 
 inline Tensor act_forward(const ActForwardCall& call) {
-  ActArgs args = check_act(OpChecker("act_forward", "x", call.x), call);
+  ActArgs args = check_act(OpChecker("act_forward", "x", call.x), call.x, call.tail);
   Tensor y = allocate_like(call.x);
   ActOperands operands(y);
   const Tensor x = operands.add(call.x);
-  OptTensor gate;
-  if (call.gate) gate = operands.add(*call.gate);
+  const OptTensor gate = operands.add(call.tail.gate);
   args.layout = operands.layout({&x, &y, or_null(gate)});
   args.x = x.data_ptr();
   args.gate = gate ? gate->data_ptr() : nullptr;
@@ -123,12 +124,11 @@ inline Tensor act_forward(const ActForwardCall& call) {
 inline std::tuple<Tensor, Tensor> act_backward(const ActBackwardCall& call) {
   const OpChecker check("act_backward", "x", call.x);
   check.check_like("dy", call.dy);
-  ActArgs args = check_act(check, call);
-  Tensor dx = allocate_like(call.x), dgate = call.gate ? allocate_like(call.x) : allocate_empty(call.x);
+  ActArgs args = check_act(check, call.x, call.tail);
+  Tensor dx = allocate_like(call.x), dgate = call.tail.gate ? allocate_like(call.x) : allocate_empty(call.x);
   ActOperands operands(dx);
   const Tensor x = operands.add(call.x), dy = operands.add(call.dy);
-  OptTensor gate;
-  if (call.gate) gate = operands.add(*call.gate);
+  const OptTensor gate = operands.add(call.tail.gate);
   args.layout = operands.layout({&x, &dy, &dx, or_null(gate), gate ? &dgate : nullptr});
   args.x = x.data_ptr();
   args.dy = dy.data_ptr();

@@ -198,7 +198,7 @@ struct BnChecker : OpChecker {
             .device = input.get_device_index(),
             .weight = check_vector("weight", tail.weight, C),
             .bias = check_vector("bias", tail.bias, C),
-            .residual = tail.residual ? check_like("residual", *tail.residual) : nullptr,
+            .residual = check_like("residual", tail.residual),
             .activation = check_activation(tail.activation, tail.activation_param, invertible),
             .activation_param = tail.activation_param};
   }

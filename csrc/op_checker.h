@@ -83,6 +83,20 @@ inline void check_memory(const char* op, const char* argument, const Tensor& t) 
           bytes, " bytes; a tensor that has its memory expected");
 }
 
+// A new tensor on x's device. torch::stable's functions look an operator up by its name in every call, which
+// takes longer than the allocation.
+inline Tensor allocate(const Tensor& x, IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides,
+                       ScalarType dtype) {
+  using torch::stable::detail::from, torch::stable::detail::to;
+  int32_t type = 0, index = 0;
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(),
+                                                  to<int32_t>(from(dtype)), type, index, &made));
+  return Tensor(made);
+}
+
 class OpChecker {
  protected:
   const char *op, *name;
@@ -144,6 +158,9 @@ class OpChecker {
             toString(input.scalar_type()), " expected, as the input's");
     check_shape(argument, t);
     return t.data_ptr();
+  }
+  const void* check_like(const char* argument, const OptTensor& t) const {
+    return t ? check_like(argument, *t) : nullptr;
   }
 
   // A parameter or a buffer: `numbers` of any floating-point dtype, contiguous; or none.
@@ -207,30 +224,13 @@ class OpChecker {
   }
 
   // A new packed tensor in the accumulation type: `numbers` values, or `rows` rows of them.
-  Tensor new_packed(int64_t numbers) const;
-  Tensor new_packed(int64_t rows, int64_t numbers) const;
+  Tensor new_packed(int64_t numbers) const {
+    return allocate(input, {numbers}, {1}, accumulation_type(input.scalar_type()));
+  }
+  Tensor new_packed(int64_t rows, int64_t numbers) const {
+    return allocate(input, {rows, numbers}, {numbers, 1}, accumulation_type(input.scalar_type()));
+  }
 };
-
-// A new tensor on x's device. torch::stable's functions look an operator up by its name in every call, which
-// takes longer than the allocation.
-inline Tensor allocate(const Tensor& x, IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides,
-                       ScalarType dtype) {
-  using torch::stable::detail::from, torch::stable::detail::to;
-  int32_t type = 0, index = 0;
-  AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(),
-                                                  to<int32_t>(from(dtype)), type, index, &made));
-  return Tensor(made);
-}
-
-inline Tensor OpChecker::new_packed(int64_t numbers) const {
-  return allocate(input, {numbers}, {1}, accumulation_type(input.scalar_type()));
-}
-inline Tensor OpChecker::new_packed(int64_t rows, int64_t numbers) const {
-  return allocate(input, {rows, numbers}, {numbers, 1}, accumulation_type(input.scalar_type()));
-}
 
 // No result, in the place of one.
 inline Tensor allocate_empty(const Tensor& x) {

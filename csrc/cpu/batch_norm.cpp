@@ -95,13 +95,15 @@ void backend::bn_forward(const BnForwardArgs& args) {
       if (applied) {
         mean[c] = applied[c], invstd = applied[C + c];
       } else {
-        double center = load_channel(args.running_mean, c, 0),
-               variance = load_channel(args.running_var, c, 1);
+        double center, variance;
         if (moments) {
           const Moments<double> batch{count, moments[c], moments[C + c]};
           update_running(args, c, batch, factor);
           center = batch.mean;
           variance = count == 0 ? 0 : batch.m2 / count;  // NaN after a failed exchange
+        } else {
+          center = load_channel(args.running_mean, c, 0);
+          variance = load_channel(args.running_var, c, 1);
         }
         saved[c] = mean[c] = A(center);
         saved[C + c] = invstd = A(1 / std::sqrt(variance + args.eps));

@@ -126,18 +126,19 @@ def load_kernels(device: torch.device) -> None:
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for shape in shapes:
             x = torch.zeros(shape, dtype=dtype, device=device)
+            moments = alone.moments(x, 1, tag)
             for residual, inplace in ((None, False), (x, False), (None, True)):
-                _run_ops(alone, x, residual, inplace)
+                _run_ops(alone, x, moments, residual, inplace)
     for kind in Kind.MOMENTS, Kind.SUMS:
         numbers = torch.zeros(6, device=device)
         alone.share(numbers if kind == Kind.MOMENTS else numbers[None], tag)
 
 
-def _run_ops(alone: DeviceMemory, x: Tensor, residual: Tensor | None, inplace: bool) -> None:
+def _run_ops(alone: DeviceMemory, x: Tensor, moments: Tensor, residual: Tensor | None, inplace: bool) -> None:
     """Runs forward and backward of a layer."""
     tag, given = Tag(0, 0), {"residual": residual, "from_output": inplace}
     forward = ops.bn_forward_inplace if inplace else ops.bn_forward
-    made = forward(x, residual=residual, moments=alone.moments(x, 1, tag))
+    made = forward(x, residual=residual, moments=moments)
     saved = made if inplace else made[1]
     _, sums = alone.sums(lambda exchange: ops.bn_reduce(x, x, saved, **given, exchange=exchange), tag)
     ops.bn_backward(x, x, saved, **given, global_sums=sums)
