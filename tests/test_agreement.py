@@ -163,6 +163,8 @@ def test_a_store_that_is_frozen_or_has_ended(by, why):
         alone = Agreement(client, 0, 1, 1.0)
         assert alone.ask("a question", "yes") == {"yes": [0]}
         process.send_signal(by)
+        # A signal acts later: until then a thread of the store answers.
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match=f"^rank 0: first call of layer 3: the store .* {why}"):
             alone.ask("first call of layer 3", "yes")
