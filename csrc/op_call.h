@@ -19,6 +19,7 @@
 
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 
 namespace fastvit {
@@ -42,6 +43,19 @@ class OpCall {
     if (next != end) throw std::runtime_error("fastvit: an op's schema has too many arguments");
   }
 };
+
+// torch's own conversion, up to 2.13, makes a copy that it does not free.
+template <>
+inline std::string OpCall::take<std::string>() {
+  const auto handle = take<StringHandle>();
+  const char* characters = nullptr;
+  size_t length = 0;
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &characters));
+  TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  std::string taken(characters, length);
+  TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return taken;
+}
 
 inline void check_number_of_results(uint64_t expected, uint64_t made) {
   if (expected != made) throw std::runtime_error("fastvit: an op's schema has another number of results");

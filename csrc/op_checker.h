@@ -1,6 +1,6 @@
 // Checks of an op's arguments, and the allocation of its results.
 //
-// Every message has the op, the argument, its value and the valid values. A method of OpChecker checks one
+// Every message has the op, the argument, what it is and what is expected. A method of OpChecker checks one
 // argument and returns what kernels take, so that nothing unchecked reaches them.
 #pragma once
 
@@ -8,7 +8,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <cmath>
 #include <initializer_list>
 #include <sstream>
 #include <stdexcept>
@@ -73,7 +72,8 @@ inline void check_memory(const char* op, const char* argument, const Tensor& t) 
   require(counted, op, argument, "has shape ", ShapeOf{t}, "; at most 2^48 elements expected");
   if (empty) return;
   int64_t bytes = 0;
-  require(aoti_torch_get_storage_size(t.get(), &bytes) == 0, op, argument, "has no storage");
+  require(aoti_torch_get_storage_size(t.get(), &bytes) == 0, op, argument,
+          "has no storage; a tensor that has its memory expected");
   int64_t left = bytes / int64_t(t.element_size()) - t.storage_offset() - 1;  // after the first element
   for (int64_t d = 0; d < dims && left >= 0; ++d) {
     const int64_t steps = sizes[d] - 1;
@@ -169,7 +169,7 @@ class OpChecker {
     check_floating(argument, *t);
     require(t->dim() == 1 && t->size(0) == numbers, argument, "has shape ", ShapeOf{*t}, "; (", numbers,
             ",) expected, one number per channel or column");
-    require(t->is_contiguous(), argument, "is not contiguous");
+    require(t->is_contiguous(), argument, "is not contiguous; a contiguous tensor expected");
     check_device(op, argument, *t, input);
     check_memory(op, argument, *t);
     return {t->data_ptr(), t->scalar_type()};
@@ -183,7 +183,7 @@ class OpChecker {
             toString(expected), " expected for input of dtype ", toString(input.scalar_type()));
     require(t.dim() == 1 && t.size(0) == numbers, argument, "has shape ", ShapeOf{t}, "; (", numbers,
             ",) expected");
-    require(t.is_contiguous(), argument, "is not contiguous");
+    require(t.is_contiguous(), argument, "is not contiguous; a contiguous tensor expected");
     check_device(op, argument, t, input);
     check_memory(op, argument, t);
     return t.data_ptr();
@@ -202,7 +202,7 @@ class OpChecker {
   }
 
   double check_eps(double eps) const {
-    require(eps >= 0 && std::isfinite(eps), "eps", "is ", eps, "; a finite number, at least 0, expected");
+    require(eps >= 0 && eps <= 0x1p126, "eps", "is ", eps, "; a number from 0 to 2**126 expected");
     return eps;
   }
 

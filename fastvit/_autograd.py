@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import ops
 from .sync import LOCAL, Transport
@@ -32,22 +31,48 @@ class Function(torch.autograd.Function):
 def apply_of(function: type[Function], x: Tensor) -> Callable[..., Tensor]:
     """The `apply` to call for x outside of torch.compile.
 
-    torch's own `apply` refuses active transforms of torch.func, and unwraps a tensor that has outlived one.
+    torch's own `apply` unwraps a tensor that has outlived a transform of torch.func.
     """
-    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return function.apply
-    return function.applied_directly
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{function.__name__}: there are no rules for torch.func's transforms (vmap, grad, jvp, ...); "
+            "use torch's layers inside them"
+        )
+    return function.apply if torch._C._functorch.is_functorch_wrapped_tensor(x) else function.applied_directly
 
 
 def differentiable_once(backward):
-    """torch's once_differentiable, without its context manager where no graph of the backward is made."""
-    guarded = once_differentiable(backward)
+    """A backward whose results depend on what it reads by a node that raises.
+
+    torch's once_differentiable makes such a node for dy alone, and none where dy has no graph, as that of a
+    sum. A penalty on gradients would lose its own gradient, unnoticed.
+    """
 
     @functools.wraps(backward)
     def chosen(ctx, dy):
-        return guarded(ctx, dy) if torch.is_grad_enabled() else backward(ctx, dy)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, dy)
+        with torch.no_grad():
+            gradients = backward(ctx, dy)
+        return NotDifferentiable.apply(ctx.name(), gradients, dy, *ctx.saved_tensors)
 
     return chosen
+
+
+class NotDifferentiable(torch.autograd.Function):
+    """`apply(name, values, *sources)`: the values, whose derivatives by the sources are an error."""
+
+    @staticmethod
+    def forward(ctx, name, values, *sources):
+        ctx.node = name
+        return values
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            f"{ctx.node}: fastvit's layers are differentiable once; use torch's layers for derivatives of "
+            "gradients, such as penalties on them"
+        )
 
 
 def in_one_pass(transport: Transport, x: Tensor) -> bool:

@@ -40,7 +40,7 @@ def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
 
 def check_eps(name: str, eps: object) -> None:
     if not is_number(eps, 0, 1 / _SMALLEST):
-        raise ValueError(f"{name}: eps is {eps!r}; a finite number of at least 0 expected")
+        raise ValueError(f"{name}: eps is {eps!r}; a number from 0 to 2**126 expected")
 
 
 def check_momentum(name: str, momentum: object) -> None:
@@ -67,7 +67,9 @@ def check_activation(activation: str, activation_param: float | None) -> float:
         return 0.0
     param = default if activation_param is None else activation_param
     if not is_number(param, -1 / _SMALLEST, 1 / _SMALLEST):
-        raise ValueError(f"activation_param is {param!r}; a finite number expected for {activation}")
+        raise ValueError(
+            f"activation_param is {param!r}; a number from -2**126 to 2**126 expected for {activation}"
+        )
     return param
 
 
@@ -121,6 +123,8 @@ def check_input(
 ) -> None:
     """Raises ValueError for a wrong shape, dtype or device, and for a wrong eps or momentum.
 
+    What is no tensor is a TypeError.
+
     Args:
         tensors: weight, bias, running_mean, running_var, num_batches_tracked.
     """
@@ -139,6 +143,9 @@ def check_input(
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
     check_kernels(name, x)
     per_channel = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    for argument, tensor in (per_channel | {"residual": residual}).items():
+        if tensor is not None:
+            check_tensor(f"{name}: {argument}", tensor)
     for argument, tensor in per_channel.items():
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != x.shape[channel_dim]):
             raise ValueError(

@@ -62,7 +62,7 @@ class NormLayer(_BatchNorm):
             raise ValueError(
                 f"{type(self).__name__}: got a residual with memory='inplace'; 'recompute' or 'keep' expected"
             )
-        if residual is not None and residual.dtype != x.dtype:  # as autocast's may be
+        if isinstance(residual, Tensor) and residual.dtype != x.dtype:  # as autocast's may be
             residual = residual.to(x.dtype)
         weight: Tensor | None
         bias: Tensor | None
@@ -158,7 +158,8 @@ class NormLayer(_BatchNorm):
             return
         self._forwards_to_check = _CHECK_EVERY
         with torch.no_grad():
-            gamma = effective_gamma(self.weight, self.bias, x.dtype)
+            weight = functional.absolute_weight(self.weight, self.eps) if self.abs_weight else self.weight
+            gamma = effective_gamma(weight, self.bias, x.dtype)
             ratio = (self.bias.double() / gamma).abs().max().item()
         # y is rounded at the size of |bias| + |weight| |xhat|, by a quarter of eps on average.
         error = torch.finfo(x.dtype).eps / 4 * (1 + ratio**2) ** 0.5
@@ -169,7 +170,7 @@ class NormLayer(_BatchNorm):
                 f"{x.dtype} the input recovered in backward is off by about {min(error, 1):.0%} in that "
                 "channel; use a wider dtype for this layer, or a layer that saves its input "
                 "(BatchNormAct with memory='recompute')",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 

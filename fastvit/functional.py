@@ -76,7 +76,7 @@ def normalise(
     options: NormOptions,
     process_group: "torch.distributed.ProcessGroup | None",
 ) -> Tensor:
-    """A normalisation of every kind: all layers, and the functions of this module, call it.
+    """A batch norm of every kind: its layers, and the functions of this module, call it.
 
     With other ranks check_input runs before they send numbers. Otherwise the op checks its arguments before
     it writes. Only after it has raised does check_input run, which takes as long as the op, for an error in
@@ -104,7 +104,7 @@ def normalise(
     if checked:
         check_input(options, x, residual, tensors)
     # Not checked with several ranks: others may have values, and counts are not read back to the host.
-    if options.training and transport is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)]:
+    if options.training and transport is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)] > 0:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     weight, bias, *running = tensors
     arguments = x, weight, bias, residual, *running, options, transport
@@ -123,14 +123,20 @@ def normalise(
 
 
 def _are_strided(tensors) -> bool:
-    return not all(t is None or t.is_contiguous() for t in tensors)
+    return any(isinstance(t, Tensor) and not t.is_contiguous() for t in tensors)
 
 
 def _normalise_strided(x, residual, tensors, options, process_group) -> Tensor:
     """`normalise` with parameters and buffers of any strides: the ops read and write contiguous ones.
 
-    A tensor may be a slice of a matrix, or one number expanded.
+    A tensor may be a slice of a matrix, or, unless it is updated, one number expanded.
     """
+    for name, buffer in zip(("running_mean", "running_var"), tensors[2:4], strict=True):
+        if options.training and buffer is not None and buffer.stride() == (0,) and buffer.numel() > 1:
+            raise RuntimeError(
+                f"{options.function}: {name} is expanded (stride 0), so it cannot be updated; a tensor that "
+                "owns its memory expected"
+            )
     contiguous = tuple(t if t is None else t.contiguous() for t in tensors)
     y = normalise(x, residual, contiguous, options, process_group)
     for buffer, updated in zip(tensors[2:], contiguous[2:], strict=True):
@@ -149,9 +155,9 @@ def _trace(x, weight, bias, residual, mean, var, batches, options, transport) ->
     if batches is not None:
         batches.add_(1)
     channel_dim = options.channel_dim(x)
-    moved = x.movedim(channel_dim, 1) if channel_dim != 1 else x
-    y = F.batch_norm(moved, mean, var, weight, bias, options.training, options.momentum, options.eps)
-    y = y.movedim(1, channel_dim) if channel_dim != 1 else y
+    rows = x.flatten(0, -2) if channel_dim != 1 else x  # not moved, so that y is contiguous where x is
+    y = F.batch_norm(rows, mean, var, weight, bias, options.training, options.momentum, options.eps)
+    y = y.view_as(x) if channel_dim != 1 else y
     return activate(y if residual is None else y + residual, options.activation, options.activation_param)
 
 
@@ -356,9 +362,9 @@ def layer_norm(
         weight, bias = (t if t is None else t.to(wide) for t in (weight, bias))
         return F.layer_norm(x.to(wide), shape, weight, bias, eps).to(output_dtype)
     check_kernels("layer_norm", x)
-    weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
+    weight, bias = (t.contiguous() if isinstance(t, Tensor) else t for t in (weight, bias))
     if len(shape) > 1:
-        weight, bias = (t if t is None else t.flatten() for t in (weight, bias))
+        weight, bias = (t.flatten() if isinstance(t, Tensor) else t for t in (weight, bias))
         rows = layer_norm(
             x.flatten(-len(shape)), (math.prod(shape),), weight, bias, eps, output_dtype=output_dtype
         )
@@ -381,6 +387,7 @@ def act(x: Tensor, activation: str = "gelu", activation_param: float | None = No
         and derivatives as in `layer_norm`.
     """
     param = check_activation(activation, activation_param)
+    check_tensor("act", x)
     if torch.compiler.is_compiling() or is_distributed(x):
         return activate(x, activation, param)
     check_kernels("act", x)
@@ -396,6 +403,8 @@ def glu(a: Tensor, b: Tensor, activation: str = "silu", activation_param: float 
     Other arguments and the result as in `act`. Saves a and b for backward; torch's two ops save `act(a)` too.
     """
     param = check_activation(activation, activation_param)
+    check_tensor("glu", a)
+    check_tensor("glu", b)
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"glu: b is {tuple(b.shape)}, {b.dtype}; {tuple(a.shape)}, {a.dtype} expected, as a")
     if torch.compiler.is_compiling() or is_distributed(a):

@@ -147,7 +147,7 @@ def bn_forward_inplace(x: Tensor, channel_dim: int, **_) -> Tensor:
 
 @_op_with_fake
 def bn_apply(x: Tensor, **_) -> Tensor:
-    """The y of a `bn_forward` that returned `saved`, computed again, bit for bit."""
+    """The y of a `bn_forward` without `invertible` that returned `saved`, computed again, bit for bit."""
     return torch.empty_like(x)
 
 

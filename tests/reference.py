@@ -267,6 +267,6 @@ def act_backward(x, dy, gate=None, activation="gelu", activation_param=0.0):
     dx, dgate = dy.double() * derivative(x.double(), activation, activation_param), x.new_empty(0)
     if gate is not None:
         dx = dx * gate.double()
-        dgate = torch.empty_like(gate)
+        dgate = torch.empty_like(x)
         dgate.copy_(dy.double() * activate(x.double(), activation, activation_param))
     return torch.empty_like(x).copy_(dx), dgate

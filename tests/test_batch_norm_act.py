@@ -126,3 +126,12 @@ def test_exported_as_plain_batch_norm():
     calls = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
     assert calls == ["aten.conv2d.default", "aten.batch_norm.default", "aten.hardswish.default"]
     check("layer", exported.module()(x), model(x))
+
+
+def test_tokens_keep_their_strides_where_they_are_traced():
+    layer, x = BatchNormAct(3, channel_last=True), torch.randn(4, 7, 3)
+    exported = torch.export.export(layer.eval(), (x,)).module()
+    for run in (layer, torch.compile(layer, backend="eager"), exported):
+        y = run(x)
+        assert y.stride() == x.stride()
+        check("layer", y, layer(x))

@@ -342,10 +342,25 @@ def test_unsafe_ratio_of_bias_and_weight_is_said_once(make_layer):
         warnings.simplefilter("error")
         layer(torch.randn(3, 4))  # float32 has digits enough
         layer._forwards_to_check = 0
-        with pytest.warns(UserWarning, match=message):
+        with pytest.warns(UserWarning, match=message) as said:
             layer(torch.randn(3, 4).bfloat16())
+        assert said[0].filename == __file__
         for _ in range(3):
             layer(torch.randn(3, 4).bfloat16())
+
+
+def test_the_ratio_is_that_of_the_gamma_that_is_used():
+    """With abs_weight eps is added."""
+    layer = InPlaceABN(2, abs_weight=True, eps=1e-2).half()
+    nn.init.zeros_(layer.weight), nn.init.constant_(layer.bias, 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(torch.randn(3, 2).half())
+
+
+def test_no_channels():
+    x = torch.randn(4, 0, 3)
+    assert functional.batch_norm_act(x, *[None] * 4).shape == functional.inplace_abn(x, *[None] * 4).shape
 
 
 BATCH_NORM = "3, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True"
@@ -401,7 +416,7 @@ ONES = torch.ones(2, 3)
         ),
         (lambda: BatchNormAct(3, activation="tanh"), "activation is 'tanh'; one of identity, relu"),
         (lambda: BatchNormAct(3, activation="elu", activation_param="1"), "activation_param is '1'"),
-        (lambda: BatchNormAct(3, activation="elu", activation_param=float("nan")), "is nan; a finite"),
+        (lambda: BatchNormAct(3, activation="elu", activation_param=float("nan")), "is nan; a number from"),
         (lambda: BatchNormAct(3, activation=["relu"]), r"activation is \['relu'\]; one of identity, relu"),
         (lambda: BatchNormAct(3, activation=None), "activation is None; one of identity, relu"),
         (
@@ -449,7 +464,7 @@ def test_impossible_requests(call, message):
 @pytest.mark.parametrize("make", [InPlaceABN, BatchNormAct, SyncBatchNorm, InPlaceABNSync, fastvit.LayerNorm])
 @pytest.mark.parametrize("eps", ["1e-5", None, -1e-5, *NOT_FINITE, True], ids=str)
 def test_an_eps_that_is_none(make, eps):
-    with pytest.raises(ValueError, match=r"\w+: eps is .*; a finite number of at least 0 expected"):
+    with pytest.raises(ValueError, match=r"\w+: eps is .*; a number from 0 to 2\*\*126 expected"):
         make(3, eps=eps)
     assert make(3, eps=np.float32(1e-3)).eps == np.float32(1e-3) and make(3, eps=0).eps == 0
 
@@ -611,10 +626,11 @@ def test_without_bias(make_layer):
 
 def test_double_backward_is_refused():
     x = torch.randn(4, 3, requires_grad=True)
-    for layer in (InPlaceABN(3), SyncBatchNorm(3), fastvit.LayerNorm(3), functional.act):
-        (grad,) = torch.autograd.grad(layer(x.clone()).pow(3).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable|differentiated twice"):
-            grad.sum().backward()
+    for layer in (InPlaceABN(3), SyncBatchNorm(3), BatchNormAct(3), fastvit.LayerNorm(3), functional.act):
+        for power in (1, 3):  # 1: the gradient of the layer's result has no graph
+            (grad,) = torch.autograd.grad(layer(x.clone()).pow(power).sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="Backward: fastvit's layers are differentiable once"):
+                (grad.square().sum() + x.sum()).backward()
 
 
 def test_tensors_of_transforms():
@@ -629,7 +645,7 @@ def test_tensors_of_transforms():
     torch.func.grad(loss)(x)
     got = layer(outlived[0])
     assert torch.equal(got, layer(x * 2)) and got.grad_fn.next_functions[0][0] is None
-    with pytest.raises(RuntimeError, match="setup_context"):
+    with pytest.raises(RuntimeError, match="BatchNormFunction: there are no rules for torch.func"):
         torch.func.grad(lambda x: layer(x * 2).sum())(x)
 
 
@@ -747,11 +763,38 @@ def test_running_statistics_with_gaps(made, momentum):
     assert not layer.running_var.is_contiguous()
 
 
+@pytest.mark.parametrize("call", [functional.inplace_abn, functional.batch_norm_act])
+@pytest.mark.parametrize("wrong", ["running_mean", "running_var"])
+def test_running_statistics_of_one_number_for_all_channels(call, wrong):
+    """They can be used, and not updated."""
+    x, n = torch.randn(2, 3, 5), torch.tensor(0)
+    one = {"running_mean": torch.zeros(1).expand(3), "running_var": torch.ones(1).expand(3)}
+    whole = {name: t.clone() for name, t in one.items()}
+    evaluated = functools.partial(call, weight=None, bias=None, training=False)
+    assert torch.equal(evaluated(x.clone(), **one), evaluated(x.clone(), **whole))
+    given = x.clone()
+    with pytest.raises(RuntimeError, match=rf"{call.__name__}: {wrong} is expanded \(stride 0\)"):
+        call(given, None, None, **(whole | {wrong: one[wrong]}), num_batches_tracked=n)
+    assert torch.equal(given, x) and n == 0 and whole["running_mean"].eq(0).all()
+
+
 def test_arguments_of_another_kind():
     message = "a tensor expected, got an object of type ndarray; torch.from_numpy makes one"
     for layer in (InPlaceABN(3), BatchNormAct(3), SyncBatchNorm(3), fastvit.LayerNorm(3)):
         with pytest.raises(TypeError, match=message):
             layer(np.zeros((2, 3)))
+    x = torch.randn(2, 3)
+    for call, named in [
+        (lambda: BatchNormAct(3)(x, 1.0), "batch_norm_act: residual: a tensor expected, got an"),
+        (lambda: functional.batch_norm_act(x, 1.0, *[None] * 3), "batch_norm_act: weight: a tensor"),
+        (lambda: functional.sync_batch_norm(x, *[None] * 3, 1), "sync_batch_norm: running_var: a tensor"),
+        (lambda: functional.act(1.0), "act: a tensor expected"),
+        (lambda: functional.glu(x, 1.0), "glu: a tensor expected"),
+    ]:
+        with pytest.raises(TypeError, match=named):
+            call()
+    with pytest.raises(RuntimeError, match="layer_norm_forward.* argument 'weight'"):
+        functional.layer_norm(x, (3,), 1.0)
     for make in (SyncBatchNorm, BatchNormActSync):
         with pytest.raises(
             TypeError, match=r"process_group is \[0, 1\]; a group expected, as torch.distributed.new"

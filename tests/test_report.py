@@ -130,6 +130,7 @@ def test_nothing_of_the_model_changes():
 
 
 def test_progress_of_slow_models(x, monkeypatch, capsys):
+    monkeypatch.setattr("fastvit.conversion.copy_runner._QUIET", 600.0)
     fastvit.report(Net(), x)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("fastvit.conversion.copy_runner._QUIET", 0.0)
