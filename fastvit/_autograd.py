@@ -35,31 +35,35 @@ def apply_of(function: type[Function], x: Tensor) -> Callable[..., Tensor]:
     """
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"{function.__name__}: there are no rules for torch.func's transforms (vmap, grad, jvp, ...); "
-            "use torch's layers inside them"
+            f"fastvit's layers have no rules for torch.func's transforms (vmap, grad, jvp, ...), here "
+            f"{function.__name__}; use torch's layers inside them"
         )
     return function.apply if torch._C._functorch.is_functorch_wrapped_tensor(x) else function.applied_directly
 
 
 def differentiable_once(backward):
-    """A backward whose results depend on what it reads by a node that raises.
+    """A backward of `(ctx, saved_tensors, dy)`, whose results in a graph depend on a node that raises.
 
     torch's once_differentiable makes such a node for dy alone, and none where dy has no graph, as that of a
-    sum. A penalty on gradients would lose its own gradient, unnoticed.
+    sum. A penalty on gradients would lose its own gradient, unnoticed. Here results depend on what was saved
+    too. It is unpacked once, since torch.utils.checkpoint allows no more.
     """
 
     @functools.wraps(backward)
     def chosen(ctx, dy):
+        saved_tensors = ctx.saved_tensors
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return backward(ctx, dy)
+            return backward(ctx, saved_tensors, dy)
         with torch.no_grad():
-            gradients = backward(ctx, dy)
-        return NotDifferentiable.apply(ctx.name(), gradients, dy, *ctx.saved_tensors)
+            gradients = backward(ctx, saved_tensors, dy)
+            # A view that a node returns cannot be written to.
+            gradients = [g.clone() if g is not None and (g is dy or g._is_view()) else g for g in gradients]
+        return apply_of(NotDifferentiable, dy)(ctx.name(), tuple(gradients), dy, *saved_tensors)
 
     return chosen
 
 
-class NotDifferentiable(torch.autograd.Function):
+class NotDifferentiable(Function):
     """`apply(name, values, *sources)`: the values, whose derivatives by the sources are an error."""
 
     @staticmethod
@@ -115,8 +119,8 @@ class NormFunction(Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, dy):
-        input, weight, bias, residual, saved, tag = ctx.saved_tensors  # input: x, or y in place
+    def backward(ctx, saved_tensors, dy):
+        input, weight, bias, residual, saved, tag = saved_tensors  # input: x, or y in place
         options, transport = ctx.options, ctx.transport
         wants_x, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
         tail = weight, bias, residual, *options.shared_arguments(input)
@@ -205,8 +209,8 @@ class LayerNormFunction(Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, dy):
-        x, weight, bias, saved = ctx.saved_tensors
+    def backward(ctx, saved_tensors, dy):
+        x, weight, bias, saved = saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         dx, sums = ops.layer_norm_backward(x, dy, saved, weight, wants_weight or wants_bias)
         dweight, dbias = _parameter_gradients(sums, weight, bias, wants_weight, wants_bias)
@@ -231,8 +235,8 @@ class ActFunction(Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, dy):
-        x, *gate = ctx.saved_tensors
+    def backward(ctx, saved_tensors, dy):
+        x, *gate = saved_tensors
         dx, dgate = ops.act_backward(x, dy, *(gate or [None]), *ctx.activation)
         return None, None, dx, *([dgate] if gate else [])
 

@@ -143,7 +143,8 @@ def check_input(
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
     check_kernels(name, x)
     per_channel = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    for argument, tensor in (per_channel | {"residual": residual}).items():
+    buffers = per_channel | {"num_batches_tracked": num_batches_tracked}
+    for argument, tensor in (buffers | {"residual": residual}).items():
         if tensor is not None:
             check_tensor(f"{name}: {argument}", tensor)
     for argument, tensor in per_channel.items():
@@ -153,7 +154,7 @@ def check_input(
                 f"dimension {channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, "
                 f"{channel_last=})"
             )
-    for argument, tensor in (*per_channel.items(), ("num_batches_tracked", num_batches_tracked)):
+    for argument, tensor in buffers.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(
                 f"{name}: the input is on {x.device} and {argument} on {tensor.device}; one expected"

@@ -34,8 +34,8 @@ class BatchNormAct(_norm.NormLayer):
     `forward(input, residual=None)`: input (N, C, *) with 2 to 5 dimensions, float16, bfloat16, float32 or
     float64; a residual of the same shape is added before the activation. The state_dict is BatchNorm's. Not
     differentiable twice, and not inside torch.func's transforms. torch.compile traces it as plain torch ops
-    where they compute the same (a momentum, parameters of x's dtype or float32, one process), and its
-    partitioner chooses what is recomputed.
+    where they compute the same (a momentum, all parameters of x's dtype or, of a half x, float32, one
+    process), and its partitioner chooses what is recomputed.
 
     Raises:
         ValueError: at construction, for an unknown activation or memory, or an activation that cannot be

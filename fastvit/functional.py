@@ -131,6 +131,7 @@ def _normalise_strided(x, residual, tensors, options, process_group) -> Tensor:
 
     A tensor may be a slice of a matrix, or, unless it is updated, one number expanded.
     """
+    check_input(options, x, residual, tensors)
     for name, buffer in zip(("running_mean", "running_var"), tensors[2:4], strict=True):
         if options.training and buffer is not None and buffer.stride() == (0,) and buffer.numel() > 1:
             raise RuntimeError(
@@ -155,9 +156,10 @@ def _trace(x, weight, bias, residual, mean, var, batches, options, transport) ->
     if batches is not None:
         batches.add_(1)
     channel_dim = options.channel_dim(x)
-    rows = x.flatten(0, -2) if channel_dim != 1 else x  # not moved, so that y is contiguous where x is
-    y = F.batch_norm(rows, mean, var, weight, bias, options.training, options.momentum, options.eps)
-    y = y.view_as(x) if channel_dim != 1 else y
+    flat = channel_dim != 1 and x.is_contiguous()  # y is contiguous then, and would not be if it were moved
+    moved = x.flatten(0, -2) if flat else x.movedim(channel_dim, 1) if channel_dim != 1 else x
+    y = F.batch_norm(moved, mean, var, weight, bias, options.training, options.momentum, options.eps)
+    y = y.view_as(x) if flat else y.movedim(1, channel_dim) if channel_dim != 1 else y
     return activate(y if residual is None else y + residual, options.activation, options.activation_param)
 
 
@@ -290,7 +292,7 @@ def inplace_abn(
     Activated BatchNorm for Memory-Optimized Training of DNNs", arXiv:1712.02616.
     """
     check_in_place_activation(activation, activation_param)
-    if abs_weight and weight is not None:
+    if abs_weight and isinstance(weight, Tensor):
         weight = absolute_weight(weight, eps)
     tensors = weight, bias, running_mean, running_var, num_batches_tracked
     options = NormOptions(

@@ -128,9 +128,20 @@ def test_exported_as_plain_batch_norm():
     check("layer", exported.module()(x), model(x))
 
 
-def test_tokens_keep_their_strides_where_they_are_traced():
-    layer, x = BatchNormAct(3, channel_last=True), torch.randn(4, 7, 3)
-    exported = torch.export.export(layer.eval(), (x,)).module()
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(4, 7, 3),
+        torch.randn(4, 5, 7, 3),
+        torch.randn(4, 3, 7).transpose(1, 2),
+        torch.randn(4, 3, 5, 7).permute(0, 2, 3, 1),
+    ],
+    ids=["tokens", "images", "transposed tokens", "permuted images"],
+)
+def test_tokens_keep_their_strides_where_they_are_traced(x):
+    torch._dynamo.reset()
+    layer = BatchNormAct(3, channel_last=True).eval()
+    exported = torch.export.export(layer, (x,)).module()
     for run in (layer, torch.compile(layer, backend="eager"), exported):
         y = run(x)
         assert y.stride() == x.stride()

@@ -28,6 +28,7 @@ from tolerances import check, error
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fastvit
 from fastvit import BatchNormAct, BatchNormActSync, InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional
@@ -633,6 +634,26 @@ def test_double_backward_is_refused():
                 (grad.square().sum() + x.sum()).backward()
 
 
+@pytest.mark.parametrize("make", [InPlaceABN, SyncBatchNorm, BatchNormAct, fastvit.LayerNorm])
+def test_a_graph_of_the_backward_that_nothing_differentiates(make):
+    """What is saved is unpacked once, also by torch.utils.checkpoint, and gradients can be written to."""
+    layer, x = make(3), torch.randn(4, 3, requires_grad=True)
+    run, leaves, unpacked = lambda x: layer(x.clone()), (x, *layer.parameters()), []
+    want = torch.autograd.grad(run(x).sin().sum(), leaves)
+    count = lambda t: unpacked.append(t) or t  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, count):
+        y = run(x)
+    torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+    plain = len(unpacked)
+    torch.autograd.grad(y.sum(), leaves, create_graph=True)
+    assert len(unpacked) == 2 * plain
+    for forward in (run, lambda x: checkpoint(run, x, use_reentrant=False)):
+        got = torch.autograd.grad(forward(x).sin().sum(), leaves, create_graph=True)
+        assert all(map(torch.equal, got, want))
+        for gradient in got:
+            gradient.mul_(2)
+
+
 def test_tensors_of_transforms():
     """torch.func refuses a layer without rules for it, and a tensor that has outlived one is unwrapped."""
     layer, outlived = SyncBatchNorm(3), []
@@ -645,7 +666,7 @@ def test_tensors_of_transforms():
     torch.func.grad(loss)(x)
     got = layer(outlived[0])
     assert torch.equal(got, layer(x * 2)) and got.grad_fn.next_functions[0][0] is None
-    with pytest.raises(RuntimeError, match="BatchNormFunction: there are no rules for torch.func"):
+    with pytest.raises(RuntimeError, match="no rules for torch.func.*here BatchNormFunction"):
         torch.func.grad(lambda x: layer(x * 2).sum())(x)
 
 
@@ -776,6 +797,8 @@ def test_running_statistics_of_one_number_for_all_channels(call, wrong):
     with pytest.raises(RuntimeError, match=rf"{call.__name__}: {wrong} is expanded \(stride 0\)"):
         call(given, None, None, **(whole | {wrong: one[wrong]}), num_batches_tracked=n)
     assert torch.equal(given, x) and n == 0 and whole["running_mean"].eq(0).all()
+    with pytest.raises(ValueError, match=f"{wrong} has shape \\(5,\\)"):
+        call(given, None, None, **(whole | {wrong: torch.ones(1).expand(5)}))
 
 
 def test_arguments_of_another_kind():
@@ -788,6 +811,18 @@ def test_arguments_of_another_kind():
         (lambda: BatchNormAct(3)(x, 1.0), "batch_norm_act: residual: a tensor expected, got an"),
         (lambda: functional.batch_norm_act(x, 1.0, *[None] * 3), "batch_norm_act: weight: a tensor"),
         (lambda: functional.sync_batch_norm(x, *[None] * 3, 1), "sync_batch_norm: running_var: a tensor"),
+        (
+            lambda: functional.batch_norm_act(x, x[0, ::2], None, 1, None),
+            "batch_norm_act: running_mean: a tensor",
+        ),
+        (
+            lambda: functional.inplace_abn(x, 1.0, *[None] * 3, abs_weight=True),
+            "inplace_abn: weight: a tensor",
+        ),
+        (
+            lambda: functional.batch_norm_act(x, *[None] * 4, momentum=None, num_batches_tracked=1),
+            "batch_norm_act: num_batches_tracked: a tensor",
+        ),
         (lambda: functional.act(1.0), "act: a tensor expected"),
         (lambda: functional.glu(x, 1.0), "glu: a tensor expected"),
     ]:
