@@ -6,7 +6,7 @@ Each requirement gets a bare virtual environment in runs/matrix with that torch 
 one step there (examples/first_step.py). With those of --compile every source, C++ and CUDA, is compiled
 against that torch's headers; code for the device only as far as its syntax, because no kernel includes
 torch. With them the wheel also takes the tests of what a release of torch can break: the names of autograd's
-nodes, by which recipes are read, what torch.compile traces, and the arguments of layers. Exits with 1 if
+nodes, by which recipes are read, what torch.compile traces, the calls of ops, and layers. Exits with 1 if
 anything failed.
 """
 
@@ -23,7 +23,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
-TESTS = ("test_recompute*", "test_report", "test_budget", "test_compile", "test_layer_norm", "test_fuse")
+TESTS = (
+    *("test_recompute*", "test_report", "test_budget", "test_compile"),
+    *("test_arguments", "test_layers", "test_batch_norm_act", "test_layer_norm", "test_fuse"),
+)
 
 
 def run(*command: str | Path, cwd: Path = ROOT, seconds: int = 900) -> str:
