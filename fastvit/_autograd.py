@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
+from ._library import bump_versions
 from .sync import LOCAL, Transport
 
 
@@ -35,7 +36,7 @@ def apply_of(function: type[Function], x: Tensor) -> Callable[..., Tensor]:
     """
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"fastvit's layers have no rules for torch.func's transforms (vmap, grad, jvp, ...), here "
+            "fastvit's layers have no rules for torch.func's transforms (vmap, grad, jvp, ...), here "
             f"{function.__name__}; use torch's layers inside them"
         )
     return function.apply if torch._C._functorch.is_functorch_wrapped_tensor(x) else function.applied_directly
@@ -149,7 +150,7 @@ class BatchNormFunction(NormFunction):
         statistics = moments, mean, var, batches, *options.forward_arguments()
         y, saved = ops.bn_forward(x, weight, bias, residual, *options.shared_arguments(x), *statistics)
         if options.training:
-            ops.bump_versions(mean, var, batches)
+            bump_versions(mean, var, batches)
         if options.activation == "identity" and residual is not None:  # its gradient is dy
             ctx.fastvit_unsaved, residual = {3: 3}, None
         ctx.save_for_backward(x, weight, bias, residual, saved, tag)
@@ -184,7 +185,7 @@ class InPlaceABNFunction(NormFunction):
             return y
         saved = ops.bn_forward_inplace(*arguments)
         if options.training:
-            ops.bump_versions(mean, var, batches)
+            bump_versions(mean, var, batches)
         ctx.mark_dirty(x)  # raises x's version, after this function has returned
         if not x.is_inference():  # which has no version
             ctx.fastvit_written = x._version + 1

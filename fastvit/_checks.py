@@ -26,8 +26,9 @@ def check_module(name: str, model: object) -> None:
         raise TypeError(f"{name}: model must be a torch.nn.Module, got an object of type {kind}")
 
 
-def check_tensor(name: str, x: object) -> None:
+def check_tensor(name: str, x: object, argument: str | None = None) -> None:
     if not isinstance(x, Tensor):
+        name = f"{name}: {argument}" if argument else name
         hint = "; torch.from_numpy makes one" if type(x).__module__ == "numpy" else ""
         raise TypeError(f"{name}: a tensor expected, got an object of type {type(x).__name__}{hint}")
 
@@ -143,10 +144,10 @@ def check_input(
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
     check_kernels(name, x)
     per_channel = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    buffers = per_channel | {"num_batches_tracked": num_batches_tracked}
-    for argument, tensor in (buffers | {"residual": residual}).items():
+    given = per_channel | {"num_batches_tracked": num_batches_tracked}
+    for argument, tensor in (*given.items(), ("residual", residual)):
         if tensor is not None:
-            check_tensor(f"{name}: {argument}", tensor)
+            check_tensor(name, tensor, argument)
     for argument, tensor in per_channel.items():
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != x.shape[channel_dim]):
             raise ValueError(
@@ -154,7 +155,7 @@ def check_input(
                 f"dimension {channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, "
                 f"{channel_last=})"
             )
-    for argument, tensor in buffers.items():
+    for argument, tensor in given.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(
                 f"{name}: the input is on {x.device} and {argument} on {tensor.device}; one expected"

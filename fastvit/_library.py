@@ -128,6 +128,12 @@ def check_built(name: str) -> None:
         raise ImportError(f"{name} needs fastvit's kernels, but {NOT_BUILT}")
 
 
+def bump_versions(*tensors: torch.Tensor | None) -> None:
+    """Raises autograd's version counters of tensors that an op has written, which ops do not."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
+
+
 def load() -> tuple[str, bool, str]:
     """Loads the libraries that exist.
 

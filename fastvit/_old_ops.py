@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._library import bump_versions
+
 _PARAMETERS = "Tensor? weight=None, Tensor? bias=None, "
 _ACTIVATION = "str activation='leaky_relu', float activation_param=0.01, int channel_dim=1"
 _STATISTICS = "Tensor? moments=None, " + _PARAMETERS
@@ -61,9 +63,7 @@ def _define(schema: str, renamed: _Renamed) -> None:
         warnings.warn(message, DeprecationWarning, stacklevel=3)
         named = defaults | dict(zip(defaults, args, strict=False)) | kwargs
         results = op(**{renamed.names.get(n, n): value for n, value in named.items()}, **renamed.constants)
-        if not torch.compiler.is_compiling():
-            changed = [named[n] for n in written if n == "x" or named["training"]]
-            torch.autograd.graph.increment_version([tensor for tensor in changed if tensor is not None])
+        bump_versions(*(named[n] for n in written if n == "x" or named["training"]))
         return results if renamed.results is None else tuple(results[at] for at in renamed.results)
 
     _definitions.impl(name, call, "CompositeImplicitAutograd")

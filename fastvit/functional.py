@@ -155,11 +155,16 @@ def _trace(x, weight, bias, residual, mean, var, batches, options, transport) ->
         return BatchNormFunction.apply(x, weight, bias, residual, mean, var, batches, options, transport)
     if batches is not None:
         batches.add_(1)
-    channel_dim = options.channel_dim(x)
-    flat = channel_dim != 1 and x.is_contiguous()  # y is contiguous then, and would not be if it were moved
-    moved = x.flatten(0, -2) if flat else x.movedim(channel_dim, 1) if channel_dim != 1 else x
-    y = F.batch_norm(moved, mean, var, weight, bias, options.training, options.momentum, options.eps)
-    y = y.view_as(x) if flat else y.movedim(1, channel_dim) if channel_dim != 1 else y
+
+    def normalised(x: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var, weight, bias, options.training, options.momentum, options.eps)
+
+    if options.channel_dim(x) == 1:
+        y = normalised(x)
+    elif x.is_contiguous():  # so is y, which it would not be after movedim
+        y = normalised(x.flatten(0, -2)).view_as(x)
+    else:
+        y = normalised(x.movedim(-1, 1)).movedim(1, -1)
     return activate(y if residual is None else y + residual, options.activation, options.activation_param)
 
 

@@ -55,12 +55,6 @@ __all__ = [
 ]
 
 
-def bump_versions(*tensors: Tensor | None) -> None:
-    """Raises autograd's version counters of tensors that an op has written, which ops do not."""
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
-
-
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

@@ -24,8 +24,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
 TESTS = (
-    *("test_recompute*", "test_report", "test_budget", "test_compile"),
-    *("test_arguments", "test_layers", "test_batch_norm_act", "test_layer_norm", "test_fuse"),
+    "test_recompute*",
+    "test_report",
+    "test_budget",
+    "test_compile",
+    "test_arguments",
+    "test_layers",
+    "test_batch_norm_act",
+    "test_layer_norm",
+    "test_fuse",
 )
 
 
