@@ -53,7 +53,7 @@ if os.uname().machine == "x86_64":
     CAPABILITIES["avx2"] = "$baseline -mavx2 -mfma -mf16c"
     CAPABILITIES["avx512"] = "$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
 WIDEST = list(CAPABILITIES)[-2:]
-WITH_SUMS = ("cpu/kernels/stats", "cpu/kernels/reduce", "cpu/kernels/layer_norm")
+WITH_SUMS = ("cpu/kernels/bn_stats", "cpu/kernels/bn_reduce", "cpu/kernels/layer_norm")
 
 
 def native() -> str:
@@ -174,7 +174,7 @@ def ninja_file(cxx: str, cuda: Path | None, why: str, sets: list[str], gencode: 
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
             o3 = " -O3 -fno-unswitch-loops" if source in WITH_SUMS and name in WIDEST else ""
             lines.append(f" flags = ${name}{o3} -DFASTVIT_CAPABILITY={name}")
-            if source == "cpu/kernels":
+            if source == "cpu/kernel_table":
                 compiled = " ".join(f"FASTVIT_COMPILED({name})" for name in sets)
                 lines[-1] += " " + shlex.quote(f"-DFASTVIT_SETS={compiled}")
             if source == "ops":

@@ -12,7 +12,7 @@
 // slope * v underflows to -0 or +0. NaN stays NaN in y.
 #pragma once
 
-#include "elementary.h"
+#include "elementary_functions.h"
 
 namespace fastvit {
 

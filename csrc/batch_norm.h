@@ -10,7 +10,7 @@
 #include "moments.h"
 #include "op_call.h"
 #include "op_checker.h"
-#include "sync/handle.h"
+#include "sync/exchange_descriptor.h"
 
 namespace fastvit {
 

@@ -5,7 +5,7 @@
 
 #include <type_traits>
 
-#include "macros.h"
+#include "host_device.h"
 
 namespace fastvit {
 

@@ -12,7 +12,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "macros.h"
+#include "host_device.h"
 
 namespace fastvit {
 

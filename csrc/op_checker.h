@@ -15,7 +15,7 @@
 
 #include "activation_functions.h"
 #include "dtypes.h"
-#include "layout.h"
+#include "walk_layout.h"
 #include "op_call.h"
 
 namespace fastvit {

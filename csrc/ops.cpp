@@ -1,8 +1,8 @@
 // Defines the ops, and registers their CPU implementations. Each family's header has its schemas;
 // fastvit/ops.py documents the ops.
-#include "cpu/kernels.h"
+#include "cpu/kernel_table.h"
 #include "register_ops.h"
-#include "sync/cpu_peer.h"
+#include "sync/cpu_exchange.h"
 
 STABLE_TORCH_LIBRARY(fastvit, m) {
   fastvit::define_batch_norm(m);

@@ -1,4 +1,4 @@
-"""The ops of the peer protocol (csrc/sync/cpu_peer.cpp), with all ranks of a group in one process."""
+"""The ops of the peer protocol (csrc/sync/cpu_exchange.cpp), with all ranks of a group in one process."""
 
 import datetime
 import random

@@ -118,7 +118,7 @@ def faults(kernel: str, code: Code) -> list[str]:
         found.append("does not begin with griddepcontrol.wait (ACQBULK)")
     elif any(re.match(GLOBAL, op) for op in opcodes[: opcodes.index("ACQBULK")]):
         found.append(f"accesses global memory before griddepcontrol.wait: {accesses[0]}")
-    # message.cu's merge kernel reports faults to the host, and waits for no peer.
+    # collective_message.cu's merge kernel reports faults to the host, and waits for no peer.
     exchanges = any(".SYS" in op for op in accesses) and not kernel.startswith("merge_kernel")
     if exchanges and "PREEXIT" in opcodes:
         found.append("exchanges with peers, and lets the next kernel begin (PREEXIT)")

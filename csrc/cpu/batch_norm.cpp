@@ -5,9 +5,9 @@
 #include <limits>
 
 #include "../moments.h"
-#include "../sync/cpu_peer.h"
-#include "channels.h"
-#include "kernels.h"
+#include "../sync/cpu_exchange.h"
+#include "channel_vector.h"
+#include "kernel_table.h"
 
 namespace fastvit {
 namespace {

@@ -1,8 +1,8 @@
 // layer_norm_forward, layer_norm_backward on the CPU: tables, and the sum of the slices' sums in double.
 #include <algorithm>
 
-#include "channels.h"
-#include "kernels.h"
+#include "channel_vector.h"
+#include "kernel_table.h"
 
 namespace fastvit {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "../op_checker.h"
 #include "launch.cuh"
-#include "peer.h"
+#include "exchange_ops.h"
 
 namespace fastvit {
 

@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "../dtypes.h"
-#include "../layout.h"
+#include "../walk_layout.h"
 #include "plan.h"
 #include "vector_io.cuh"
 

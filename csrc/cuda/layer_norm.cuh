@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "../layer_norm.h"
-#include "channels.cuh"
+#include "channel_vector.cuh"
 #include "launch.cuh"
 
 namespace fastvit {

@@ -8,7 +8,7 @@
 // Numerics fp32 (fp64 for double). Shapes and device fix the order of the sums; no atomics.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "layer_norm.cuh"
-#include "scratch.h"
+#include "launch_memory.h"
 
 namespace fastvit {
 

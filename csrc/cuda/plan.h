@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <numeric>
 
-#include "../layout.h"
+#include "../walk_layout.h"
 
 namespace fastvit {
 

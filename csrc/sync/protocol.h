@@ -1,5 +1,5 @@
 // The peer protocol: how ranks that see each other's memory exchange O(C) numbers without a collective.
-// For host and device; cpu_peer.cpp and csrc/cuda/peer.cuh move the packets.
+// For host and device; cpu_exchange.cpp and csrc/cuda/exchange.cuh move the packets.
 //
 // Protocol  Every rank owns an arena: a few words, and an inbox. In exchange `epoch` a rank *pushes* one
 //           message into the inbox of every other rank, on a GPU also into its own, without waiting. Then it
@@ -36,7 +36,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../macros.h"
+#include "../host_device.h"
 
 namespace fastvit::peer {
 

@@ -76,7 +76,7 @@ class Collective(Backend):
 class Packed(Collective):
     """Statistics of GPUs: one packed all_gather forward, one all_reduce backward.
 
-    csrc/cuda/message.cu defines a message. One op packs it and one merges all. The host waits for neither,
+    csrc/cuda/collective_message.cu defines a message. One op packs it and one merges all. The host waits for neither,
     and different tags raise at the next call.
     """
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/cuda/block_reduce.cuh"
+#include "../../csrc/cuda/merge_slices.cuh"
 #include "cuda_runtime.h"
 
 extern "C" int cuda_host_allocations;

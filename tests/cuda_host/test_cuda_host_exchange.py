@@ -1,4 +1,4 @@
-"""Exchanges by the layers' kernels (csrc/cuda/peer.cuh), between logical ranks on GPUs of the model.
+"""Exchanges by the layers' kernels (csrc/cuda/exchange.cuh), between logical ranks on GPUs of the model.
 
 Each rank is a device of its own, or a stream of one device, whose launches interleave with the others' in an
 order that the seed determines. Runs with FASTVIT_TEST_DEVICE=cuda_host only.

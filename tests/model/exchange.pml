@@ -1,6 +1,6 @@
 /* The peer protocol of csrc/sync/protocol.h, for the model checker SPIN. tests/test_exchange_model.py defines
- * the macros that are not defined here. Names are those of csrc/cuda/peer.cuh and, with CPU, of
- * csrc/sync/cpu_peer.cpp.
+ * the macros that are not defined here. Names are those of csrc/cuda/exchange.cuh and, with CPU, of
+ * csrc/sync/cpu_exchange.cpp.
  *
  * Kernels   The stream of a rank runs EXCHANGES kernels. A grid has PARTS blocks. Each block pushes a tile
  *           (the pair of one channel; tile 0 also the header), and then waits for a part (all ranks' pairs of

@@ -5,7 +5,7 @@
 // Mapping  span by span in the order of memory; threads take contiguous ranges.
 // Numerics act' from x, in the accumulation type; one rounding to storage.
 // Source   Hendrycks, Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
-#include "walk.h"
+#include "spans.h"
 
 namespace fastvit {
 namespace FASTVIT_CAPABILITY {

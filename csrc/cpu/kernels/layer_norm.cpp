@@ -10,8 +10,8 @@
 #include <cmath>
 
 #include "../../moments.h"
-#include "piece_moments.h"
-#include "walk.h"
+#include "pivoted_moments.h"
+#include "spans.h"
 
 namespace fastvit {
 namespace FASTVIT_CAPABILITY {

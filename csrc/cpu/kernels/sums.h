@@ -5,7 +5,7 @@
 // double.
 #pragma once
 
-#include "walk.h"
+#include "spans.h"
 
 namespace fastvit {
 namespace FASTVIT_CAPABILITY {

@@ -1,0 +1,20 @@
+// act_forward, act_backward on the CPU: all of the work is the kernels', one for both.
+#include "kernel_table.h"
+
+namespace fastvit {
+namespace {
+
+void run(const ActArgs& args) {
+  if (args.layout.numel() > 0) kernels().act({args, partition_of(args.layout)});
+}
+
+}  // namespace
+
+void backend::act_forward(const ActArgs& args) {
+  run(args);
+}
+void backend::act_backward(const ActArgs& args) {
+  run(args);
+}
+
+}  // namespace fastvit

@@ -1,0 +1,110 @@
+// The statistics of one thread, for bn_stats and the on-chip forward.
+//
+// Values are summed in chunks of 32, relative to the first of the chunk: sum of d and of d * d, then
+// m2 = squares - sum * sum / n. The first value is one of the n, so at most a fraction of (n - 1) / n
+// cancels, which costs one or two digits for any first value. This takes four instructions per element; two
+// passes over registers take five. Squares of float overflow only if values differ by more than 1e18. Chunks
+// are merged by Chan's update, once per 32 values, with a reciprocal that is accurate to 2 ulp.
+//
+// A thread's mean is relative to the first value of its current chunk, and is shifted when a chunk begins.
+// Before threads merge, all means of a channel are shifted to be relative to the pivot,
+// the channel's first value in memory. Such means are of the size of the deviations, so shifts and merges
+// lose no digits for any mean. Pivots are loaded at the kernel's start and used at its end, which hides the
+// latency.
+#pragma once
+
+#include "merge_slices.cuh"
+
+namespace fastvit {
+
+constexpr int kChunkValues = 32;
+
+template <class T, bool kRows, int V>
+struct ThreadStats {  // rows: one channel per column; planes: one
+  using A = Accumulation<T>;
+  static constexpr int K = kRows ? V : 1;
+  static constexpr int kTile = kRows ? kMaxTile : 1;
+  PartialMoments<A> moments[K];  // of the complete chunks; of all values after end()
+
+  __device__ __forceinline__ ThreadStats(const Plan& plan, const Work& work, const void* x) {
+    static_assert(kTile <= kThreads);
+    if (int(threadIdx.x) < work.channels(plan) && plan.layout.N > 0)
+      pivot.load(static_cast<const T*>(x) +
+                 (work.first_channel(plan) + threadIdx.x) * plan.layout.strides[0].channel);
+    else
+      pivot.clear();
+  }
+
+  template <class B>
+  __device__ __forceinline__ void add(const B& batch, const Vector<T, B::V> (&x)[B::U]) {
+    A value[B::V];
+    if (kOneBatch || chunk_count == 0) {
+      x[0].unpack(value);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        rebase(k, value[k]);
+        first[k] = value[k], sum[k] = squares[k] = 0;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < B::U; ++j)
+      if (batch.exist[j]) {
+        x[j].unpack(value);
+#pragma unroll
+        for (int k = 0; k < B::V; ++k) {
+          const int i = kRows ? k : 0;
+          const A d = value[k] - first[i];
+          sum[i] += d;
+          squares[i] = fused(d, d, squares[i]);
+        }
+        chunk_count += kRows ? 1 : B::V;
+      }
+    if (kOneBatch || chunk_count >= kChunkValues) close();
+  }
+
+  // All threads call it after their last value; writes the pivots of the tile's channels to `pivots`.
+  __device__ __forceinline__ void end(A (&pivots)[kTile], const Plan& plan, const Work& work) {
+    if (int(threadIdx.x) < work.channels(plan)) {
+      A value[1];
+      pivot.unpack(value);
+      pivots[threadIdx.x] = value[0];
+    }
+    __syncthreads();
+    if (chunk_count > 0) close();
+    A mine[K];
+    pick<kRows, V>(mine, pivots, plan, work);
+#pragma unroll
+    for (int k = 0; k < K; ++k) rebase(k, mine[k]);
+  }
+
+ private:
+  // A batch of 16-bit planes has the values of a chunk, so chunks do not extend over batches.
+  static constexpr bool kOneBatch = !kRows && V * kBatch >= kChunkValues;
+
+  // Merges the chunk into the values before it.
+  __device__ __forceinline__ void close() {
+    const A n = A(chunk_count), one_over_n = quotient(A(1), n);
+    const A count = moments[0].count, total = count + n, fraction = quotient(n, total),
+            weight = count * fraction;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const A d = sum[k] * one_over_n, delta = added(d, -moments[k].mean);
+      moments[k].count = total;  // the same in all columns
+      moments[k].mean = fused(delta, fraction, moments[k].mean);
+      moments[k].m2 = added(moments[k].m2, fused(delta * delta, weight, fused(-sum[k], d, squares[k])));
+    }
+    chunk_count = 0;
+  }
+
+  // The mean so far, relative to `to`; 0 without values.
+  __device__ __forceinline__ void rebase(int k, A to) {
+    const A any = min(moments[0].count, A(1));  // a factor, as a condition becomes a branch
+    moments[k].mean = any * added(moments[k].mean, added(first[k], -to));
+  }
+
+  A first[K] = {}, sum[K], squares[K];
+  int chunk_count = 0;  // values in the current chunk
+  Vector<T, 1> pivot;   // the pivot of channel threadIdx.x of the tile
+};
+
+}  // namespace fastvit

@@ -1,0 +1,243 @@
+// Merges the threads' results: first within a block; then the slices of a tile, group by group, in the last
+// block of each group to finish; then the groups, in the last block of the tile.
+//
+// The order depends only on the launch, so the same call on the same device gives the same bits. A result R
+// is a plain struct with merge(const R&), without branches; merging R{} has no effect.
+#pragma once
+
+#include "../elementary_functions.h"
+#include "../moments.h"
+#include "ptx.cuh"
+#include "walk.cuh"
+
+namespace fastvit {
+
+constexpr unsigned kAhead = 8;  // results of slices that a thread loads together
+constexpr int64_t kSemaphoreWords = 2 * kSemaphores;
+constexpr int64_t kExchangeWords = 3;  // finished tiles, ended parts, failed parts: exchange.cuh
+
+// How the slices of a tile merge: in `count` groups of `size`, which is 1 where one block merges all slices
+// as fast as it would merge one group.
+struct SliceGroups {
+  unsigned size, count;
+
+  explicit SliceGroups(const Plan& plan) : size(1), count(plan.slices) {
+    const unsigned teams = unsigned(kThreads / plan.tile), most = 2 * kAhead * teams;
+    if (plan.slices <= most) return;
+    const unsigned groups = (plan.slices + most - 1) / most;
+    if (semaphores(plan, groups) <= kSemaphoreWords) size = most, count = groups;
+  }
+  // Semaphores: one per tile, one for the totals that its blocks wait for, and one per group.
+  static int64_t semaphores(const Plan& plan, unsigned groups) {
+    return int64_t(plan.tiles) * (2 + int64_t(groups));
+  }
+  int64_t semaphores(const Plan& plan) const { return semaphores(plan, size > 1 ? count : 0); }
+};
+
+template <class A>
+struct Sums {
+  A first = 0, second = 0;
+  __device__ __forceinline__ void merge(const Sums& other) {
+    first += other.first;
+    second += other.second;
+  }
+};
+
+// A thread's running sums. The rounding error of each addition is carried into the next (Kahan, 1965), so the
+// error does not grow with the number of values.
+template <class A>
+struct KahanSums {
+  Sums<A> sums, lost;
+  __device__ __forceinline__ void add(const Sums<A>& more) {
+    add(sums.first, lost.first, more.first);
+    add(sums.second, lost.second, more.second);
+  }
+  __device__ __forceinline__ operator const Sums<A>&() const { return sums; }
+
+ private:
+  __device__ __forceinline__ static void add(A& sum, A& lost, A more) {
+    const A corrected = more - lost, total = sum + corrected;
+    lost = (total - sum) - corrected;
+    sum = total;
+  }
+};
+
+// a / b, in float to 2 ulp, for b that is not denormal.
+__device__ __forceinline__ float quotient(float a, float b) {
+  return a * reciprocal(b, b);
+}
+__device__ __forceinline__ double quotient(double a, double b) {
+  return a / b;
+}
+
+// Moments of one channel (Chan, Golub, LeVeque, see moments.h). The count is only a weight, and needs no more
+// digits than the mean.
+template <class A>
+struct PartialMoments {
+  A count = 0, mean = 0, m2 = 0;
+  __device__ __forceinline__ void merge(const PartialMoments& other) {
+    const A total = count + other.count, delta = other.mean - mean;
+    const A fraction = quotient(other.count, max(total, A(1)));  // 0 for two empty sets
+    m2 = added(m2, fused(delta * delta, count * fraction, other.m2));
+    mean = fused(delta, fraction, mean);
+    count = total;
+  }
+};
+
+// shared[g * group_stride + i * stride], i < length, merge into i = 0, for every g < groups.
+template <class R>
+__device__ __forceinline__ void merge_segments(R* shared, int groups, int group_stride, int length,
+                                               int stride) {
+  for (int left = length; left > 1; left = (left + 1) / 2) {
+    const int half = (left + 1) / 2;
+    __syncthreads();
+    for (int t = threadIdx.x; t < (left - half) * groups; t += kThreads) {
+      const int i = t / groups, g = t - i * groups;
+      R* at = shared + g * group_stride + i * stride;
+      at->merge(at[half * stride]);
+    }
+  }
+  __syncthreads();
+}
+
+// Merges the results of a block's threads, K each (rows: one per column; planes: one), per channel of its
+// tile. Returns a stride: shared[g * stride] is the total of the tile's channel g.
+template <int K, class R, class Mine>
+__device__ __forceinline__ int merge_block(R* shared, const Mine (&mine)[K], const Plan& plan,
+                                           const Work& work) {
+  const int width = plan.rows ? plan.lanes * K : 1;
+  const int teams = plan.rows ? plan.teams : plan.teams * plan.lanes;
+  if (work.team < plan.teams) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) shared[(work.team * plan.lanes + work.lane) * K + k] = mine[k];
+  }
+  merge_segments(shared, width, 1, teams, width);
+  if (plan.fold > 1) merge_segments(shared, plan.tile, plan.fold, plan.fold, 1);
+  return plan.fold;
+}
+
+// Reads global memory that another block wrote during this launch. Bypasses the L1 cache, which is not
+// coherent.
+template <class R>
+__device__ __forceinline__ R load_written(const R* p) {
+  static_assert(sizeof(R) % 4 == 0);
+  R value;
+#pragma unroll
+  for (unsigned i = 0; i < sizeof(R) / 4; ++i)
+    reinterpret_cast<unsigned*>(&value)[i] = __ldcg(reinterpret_cast<const unsigned*>(p) + i);
+  return value;
+}
+
+// Global memory through which the blocks of a tile merge; unused for a single slice.
+template <class R>
+struct Partials {
+  R* results;            // [slices][C]
+  unsigned* semaphores;  // zero before the launch and after it
+  SliceGroups groups;
+};
+
+// The number of `blocks` blocks that called before this one, which sees all that they wrote before their
+// call. All threads call. `counter` is zero before the first call and after the last.
+__device__ __forceinline__ unsigned turn_of(unsigned* counter, unsigned blocks) {
+  __shared__ unsigned turn;
+  __syncthreads();  // collects the block's writes
+  if (threadIdx.x == 0) turn = count_up(counter, blocks - 1);
+  __syncthreads();
+  return turn;
+}
+__device__ __forceinline__ bool is_last(unsigned* counter, unsigned blocks) {
+  return turn_of(counter, blocks) == blocks - 1;
+}
+
+// Merges `rows` rows of results, `stride` apart, each with one result per channel of the tile. One thread
+// calls write(g, total) for channel g of the tile. Runs in the last block, which may read all rows.
+template <class R, class Write>
+__device__ __forceinline__ void merge_rows(R* shared, const R* results, unsigned rows, int64_t stride,
+                                           int channels, const Write& write) {
+  static_assert(kMaxTile <= kThreads);
+  const unsigned teams = min(unsigned(kThreads / channels), rows), team = threadIdx.x / unsigned(channels);
+  const int g = int(threadIdx.x - team * unsigned(channels));
+  R total{};
+  for (unsigned first = team < teams ? team : rows; first < rows; first += kAhead * teams) {
+    R ahead[kAhead];
+#pragma unroll
+    for (unsigned i = 0; i < kAhead; ++i) {
+      const unsigned row = first + i * teams;
+      ahead[i] = R{};
+      if (row < rows) ahead[i] = load_written(results + row * stride + g);
+    }
+#pragma unroll
+    for (unsigned half = kAhead / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (unsigned i = 0; i < half; ++i) ahead[i].merge(ahead[i + half]);
+    }
+    total.merge(ahead[0]);
+  }
+  shared[threadIdx.x] = total;
+  merge_segments(shared, channels, 1, int(teams), channels);
+  if (team == 0) write(g, shared[threadIdx.x]);
+}
+
+constexpr unsigned kPublished = 1u << 31;
+
+// In the last block of a tile: publishes its writes to the others. All threads call.
+__device__ __forceinline__ void publish(unsigned* semaphore) {
+  __syncthreads();
+  if (threadIdx.x == 0)
+    DeviceAtomic<unsigned>(*semaphore).fetch_add(kPublished | 1u, cuda::std::memory_order_release);
+}
+// In the other blocks: waits for `publish`. The last of the `blocks` blocks to pass clears the semaphore.
+__device__ __forceinline__ void await(unsigned* semaphore, unsigned blocks) {
+  if (threadIdx.x == 0) {
+    const DeviceAtomic<unsigned> published(*semaphore);
+    while (published.load(cuda::std::memory_order_acquire) < kPublished) {
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) atomicInc(semaphore, kPublished | (blocks - 1));  // no block waits for it
+}
+
+// Calls write(c, total) with the totals of the tile's channels over all slices, and returns true, in the last
+// block of the tile to finish, or with kEverywhere in every block of the tile. These wait for the last one,
+// so all must be resident. `shared` holds kThreads * K results, at first those of merge_block, `stride`
+// apart.
+template <bool kEverywhere = false, class R, class Write>
+__device__ __forceinline__ bool finish(R* shared, int stride, const Partials<R>& partials, const Plan& plan,
+                                       const Work& work, const Write& write) {
+  const int channels = work.channels(plan), own = int(threadIdx.x);  // one channel per thread at most
+  const int64_t first = work.first_channel(plan), C = plan.layout.C;
+  if (plan.slices == 1) {
+    if (own < channels) write(first + own, shared[own * stride]);
+    return true;
+  }
+  R* const results = partials.results + first;
+  if (own < channels) results[work.slice * C + own] = shared[own * stride];
+  unsigned *const tile = partials.semaphores + work.tile, *const published = tile + plan.tiles;
+  const SliceGroups& groups = partials.groups;
+  bool last = true;
+  if (groups.size > 1) {
+    const unsigned group = work.slice / groups.size, begin = group * groups.size;
+    const unsigned slices = min(groups.size, plan.slices - begin);
+    R* const mine = results + begin * C;
+    last = is_last(partials.semaphores + 2 * plan.tiles + work.tile * groups.count + group, slices);
+    if (last)  // the group's result replaces that of its first slice
+      merge_rows(shared, mine, slices, C, channels, [&](int g, const R& total) { mine[g] = total; });
+  }
+  last = last && is_last(tile, groups.count);
+  if (last)
+    merge_rows(shared, results, groups.count, groups.size * C, channels, [&](int g, const R& total) {
+      if (kEverywhere) results[g] = total;
+      write(first + g, total);
+    });
+  if constexpr (kEverywhere) {
+    if (last) {
+      publish(published);
+    } else {
+      await(published, plan.slices);
+      if (own < channels) write(first + own, load_written(results + own));
+    }
+  }
+  return kEverywhere || last;
+}
+
+}  // namespace fastvit
