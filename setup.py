@@ -173,10 +173,9 @@ def ninja_file(cxx: str, cuda: Path | None, why: str, sets: list[str], gencode: 
             objects.append(f"{source}.{name}.o")
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
             o3 = " -O3 -fno-unswitch-loops" if source in WITH_SUMS and name in WIDEST else ""
-            lines.append(f" flags = ${name}{o3} -DFASTVIT_CAPABILITY={name}")
+            lines.append(f" flags = ${name}{o3} -DFASTVIT_ISA={name}")
             if source == "cpu/kernel_table":
-                compiled = " ".join(f"FASTVIT_COMPILED({name})" for name in sets)
-                lines[-1] += " " + shlex.quote(f"-DFASTVIT_SETS={compiled}")
+                lines[-1] += "".join(f" -DFASTVIT_HAS_{isa.upper()}" for isa in sets)
             if source == "ops":
                 lines[-1] += " " + shlex.quote(f'-DFASTVIT_CUDA_BUILD="{built}"').replace("$", "$$")
     kernels = [str(path.relative_to(ROOT / "csrc").with_suffix("")) for path in cuda_sources() if cuda]

@@ -24,15 +24,15 @@ void define_activations(Library& m) {
 }
 
 // The places of operands in a layout's strides.
-struct ActForwardOperand {
+struct ActForwardStrides {
   static constexpr int x = 0, y = 1, gate = 2;
 };
-struct ActBackwardOperand {
+struct ActBackwardStrides {
   static constexpr int x = 0, dy = 1, dx = 2, gate = 3, dgate = 4;
 };
 
 struct ActArgs {
-  Layout layout;
+  WalkLayout layout;
   ScalarType dtype;
   int device;
   Activation activation;
@@ -63,7 +63,7 @@ struct ActBackwardCall : OpCall {
   ActTail tail{*this};
 };
 
-inline bool lies_like(const Tensor& t, const Tensor& other) {
+inline bool has_strides_of(const Tensor& t, const Tensor& other) {
   for (int64_t d = 0; d < t.dim(); ++d)
     if (t.size(d) > 1 && t.stride(d) != other.stride(d)) return false;
   return true;
@@ -72,15 +72,15 @@ inline bool lies_like(const Tensor& t, const Tensor& other) {
 // Operands that are read, as kernels take them: of more than 5 dimensions with the strides of `out`.
 class ActOperands {
   const Tensor& out;  // without gaps
-  bool alike = true;
+  bool is_one_plane = true;
 
  public:
   explicit ActOperands(const Tensor& out) : out(out) {}
 
   Tensor add(const Tensor& t) {
-    if (lies_like(t, out)) return t;
+    if (has_strides_of(t, out)) return t;
     if (t.dim() <= kMaxDims) {
-      alike = false;
+      is_one_plane = false;
       return t;
     }
     Tensor copy = allocate_like(out);
@@ -89,16 +89,16 @@ class ActOperands {
   }
   OptTensor add(const OptTensor& t) { return t ? OptTensor(add(*t)) : OptTensor(); }
 
-  Layout layout(std::initializer_list<const Tensor*> operands) const {
-    if (!alike) return layout_of(out.dim() - 1, operands);
+  WalkLayout layout(std::initializer_list<const Tensor*> operands) const {
+    if (!is_one_plane) return walk_layout_of(out.dim() - 1, operands);
     const int64_t sizes[] = {1, out.numel()}, strides[] = {out.numel(), 1};
     const int64_t* const flat[] = {strides, strides, strides, strides, strides};
-    return make_layout(2, sizes, 0, kMaxOperands, flat);
+    return make_walk_layout(2, sizes, 0, kMaxOperands, flat);
   }
 };
 
 inline ActArgs check_act(const OpChecker& check, const Tensor& x, const ActTail& tail) {
-  check.check_like("gate", tail.gate);
+  check.check_same_as_input("gate", tail.gate);
   ActArgs args{};
   args.dtype = x.scalar_type();
   args.device = x.get_device_index();
@@ -123,7 +123,7 @@ inline Tensor act_forward(const ActForwardCall& call) {
 
 inline std::tuple<Tensor, Tensor> act_backward(const ActBackwardCall& call) {
   const OpChecker check("act_backward", "x", call.x);
-  check.check_like("dy", call.dy);
+  check.check_same_as_input("dy", call.dy);
   ActArgs args = check_act(check, call.x, call.tail);
   Tensor dx = allocate_like(call.x), dgate = call.tail.gate ? allocate_like(call.x) : allocate_empty(call.x);
   ActOperands operands(dx);

@@ -46,18 +46,18 @@ void define_batch_norm(Library& m) {
 // ------------------------------------------------------------------------------------ arguments of kernels
 
 // The places of operands in a layout's strides.
-struct ForwardOperand {
+struct ForwardStrides {
   static constexpr int x = 0, y = 1, residual = 2;
 };
-struct ReduceOperand {
+struct ReduceStrides {
   static constexpr int input = 0, dy = 1, residual = 2;
 };
-struct BackwardOperand {
+struct BackwardStrides {
   static constexpr int input = 0, dy = 1, dx = 2, residual = 3, dresidual = 4;
 };
 
 struct BnStatsArgs {
-  Layout layout;
+  WalkLayout layout;
   ScalarType dtype;
   int device;
   const void* x;
@@ -66,10 +66,10 @@ struct BnStatsArgs {
 };
 
 struct BnArgs {  // common to the other ops
-  Layout layout;
+  WalkLayout layout;
   ScalarType dtype;
   int device;
-  Channels weight, bias;
+  ChannelVector weight, bias;
   const void* residual;  // may be null
   Activation activation;
   double activation_param;
@@ -79,18 +79,18 @@ struct BnForwardArgs : BnArgs {
   bool invertible = false;  // |gamma| has a floor, so that x can be recovered from y
   const void* x = nullptr;
   void* y = nullptr;
-  // [2C + 2]. Null: bn_forward normalises with the running statistics, bn_forward_on_chip with x's own.
+  // [2C + 2]. Null: bn_forward normalises with the running statistics, bn_forward_single_launch with x's own.
   const void* moments = nullptr;
   // [2C + 2]: `saved` of an earlier forward. Then moments and saved are null.
-  const void* applied = nullptr;
-  Channels running_mean = {}, running_var = {};
+  const void* saved_in = nullptr;
+  ChannelVector running_mean = {}, running_var = {};
   int64_t* num_batches_tracked = nullptr;  // may be null
-  bool cumulative = false;                 // momentum=None: the factor is 1 / num_batches_tracked
+  bool cumulative_average = false;         // momentum=None: the factor is 1 / num_batches_tracked
   double momentum = 0, eps = 0;
   void* saved = nullptr;  // [2C + 2]
 };
 
-struct BnBackwardArgs : BnArgs {  // also of bn_reduce, whose layout has the operands of ReduceOperand
+struct BnBackwardArgs : BnArgs {  // also of bn_reduce, whose layout has the operands of ReduceStrides
   bool from_output = false;       // the input is y, from which x is recovered; else it is x
   const void* input = nullptr;
   const void* dy = nullptr;
@@ -98,7 +98,7 @@ struct BnBackwardArgs : BnArgs {  // also of bn_reduce, whose layout has the ope
   void* dx = nullptr;
   void* dresidual = nullptr;          // null without a residual
   const void* global_sums = nullptr;  // [2C]; null in bn_backward: the statistics were constants
-  // [2C], written by bn_reduce and bn_backward_on_chip; with an exchange [2][2C]: local and global.
+  // [2C], written by bn_reduce and bn_backward_single_launch; with an exchange [2][2C]: local and global.
   void* local_sums = nullptr;
   const peer::Exchange* exchange = nullptr;  // may be null
 };
@@ -107,7 +107,7 @@ struct BnBackwardArgs : BnArgs {  // also of bn_reduce, whose layout has the ope
 // its short exponent. The 16-bit types have no floor relative to |beta|: 2^7 roundings of beta would be too
 // large an error of y. The layer warns instead.
 template <class A>
-FASTVIT_INLINE GammaFloor<A> gamma_floor(bool invertible, ScalarType dtype) {
+FASTVIT_HOST_DEVICE GammaFloor<A> gamma_floor(bool invertible, ScalarType dtype) {
   if (!invertible) return {};
   if (dtype == ScalarType::Double) return {A(1e-12), A(0x1p-46)};
   if (dtype == ScalarType::Float) return {A(1e-7), A(0x1p-17)};
@@ -120,8 +120,8 @@ void bn_forward(const BnForwardArgs& args);
 void bn_reduce(const BnBackwardArgs& args);
 void bn_backward(const BnBackwardArgs& args);
 // Statistics, or sums, and the op in one launch; false where the backend does not do that.
-bool bn_forward_on_chip(const BnForwardArgs& args);
-bool bn_backward_on_chip(const BnBackwardArgs& args);
+bool bn_forward_single_launch(const BnForwardArgs& args);
+bool bn_backward_single_launch(const BnBackwardArgs& args);
 }  // namespace backend
 
 // -------------------------------------------------------------------------------------- arguments of calls
@@ -180,14 +180,14 @@ struct BnChecker : OpChecker {
   BnChecker(const char* op, const char* name, const Tensor& input, int64_t channel_dim)
       : OpChecker(op, name, input), channel_dim(channel_dim), C(check_channel_dim(channel_dim)) {}
 
-  Layout layout(std::initializer_list<const Tensor*> operands) const {
-    return layout_of(channel_dim, operands);
+  WalkLayout layout(std::initializer_list<const Tensor*> operands) const {
+    return walk_layout_of(channel_dim, operands);
   }
   const void* check_saved(const Tensor& saved) const { return check_packed("saved", saved, 2 * C + 2); }
   std::optional<peer::Exchange> check_exchange(const OptTensor& exchange, int64_t numbers,
-                                               peer::Kind kind) const {
+                                               peer::NumberKind kind) const {
     if (!exchange) return std::nullopt;
-    return peer::exchange_of(op, *exchange, numbers, accumulation_type(input.scalar_type()), kind);
+    return peer::make_exchange(op, *exchange, numbers, accumulation_type(input.scalar_type()), kind);
   }
 
   // What all kernels but bn_stats's take, without the layout.
@@ -196,9 +196,9 @@ struct BnChecker : OpChecker {
     return {.layout = {},
             .dtype = input.scalar_type(),
             .device = input.get_device_index(),
-            .weight = check_vector("weight", tail.weight, C),
-            .bias = check_vector("bias", tail.bias, C),
-            .residual = check_like("residual", tail.residual),
+            .weight = check_channel_vector("weight", tail.weight, C),
+            .bias = check_channel_vector("bias", tail.bias, C),
+            .residual = check_same_as_input("residual", tail.residual),
             .activation = check_activation(tail.activation, tail.activation_param, invertible),
             .activation_param = tail.activation_param};
   }
@@ -227,10 +227,10 @@ inline BnForwardArgs check_forward(const BnChecker& check, const BnForwardInplac
   BnForwardArgs args{check.check_tail(call.tail, invertible)};
   args.invertible = invertible;
   args.moments = check.check_packed("moments", call.moments, 2 * check.C + 2);
-  args.running_mean = check.check_vector("running_mean", call.running_mean, check.C);
-  args.running_var = check.check_vector("running_var", call.running_var, check.C);
+  args.running_mean = check.check_channel_vector("running_mean", call.running_mean, check.C);
+  args.running_var = check.check_channel_vector("running_var", call.running_var, check.C);
   args.num_batches_tracked = check.check_counter("num_batches_tracked", call.num_batches_tracked);
-  args.cumulative = !call.momentum;
+  args.cumulative_average = !call.momentum;
   args.momentum = call.momentum.value_or(0);
   args.eps = check.check_eps(call.eps);
   check.require(args.momentum >= 0 && args.momentum <= 1, "momentum", "is ", args.momentum,
@@ -241,12 +241,12 @@ inline BnForwardArgs check_forward(const BnChecker& check, const BnForwardInplac
   check.require(call.training || call.running_mean, "running_mean",
                 "is None; without training, running_mean and running_var expected");
   check.require(!call.training || call.momentum || call.num_batches_tracked || !call.running_mean, "momentum",
-                "is None (cumulative average), which needs num_batches_tracked");
+                "is None (cumulative_average average), which needs num_batches_tracked");
   return args;
 }
 
 // Writes y and the running statistics; returns `saved`. Without moments a training forward makes x's own.
-inline Tensor normalise_into(const Tensor& y, const BnChecker& check, const BnForwardInplaceCall& call,
+inline Tensor normalize_into(const Tensor& y, const BnChecker& check, const BnForwardInplaceCall& call,
                              BnForwardArgs args) {
   Tensor saved = check.new_packed(2 * check.C + 2);
   args.layout = check.layout({&call.x, &y, or_null(call.tail.residual)});
@@ -255,7 +255,7 @@ inline Tensor normalise_into(const Tensor& y, const BnChecker& check, const BnFo
   args.saved = saved.data_ptr();
   OptTensor moments;  // of x, which bn_forward reads
   if (call.training && !call.moments) {
-    if (backend::bn_forward_on_chip(args)) return saved;
+    if (backend::bn_forward_single_launch(args)) return saved;
     moments = compute_moments(check, call.x, nullptr);
     args.moments = moments->data_ptr();
   }
@@ -267,19 +267,19 @@ inline std::tuple<Tensor, Tensor> bn_forward(const BnForwardCall& call) {
   const BnChecker check("bn_forward", "x", call.x, call.tail.channel_dim);
   const BnForwardArgs args = check_forward(check, call, call.invertible);
   Tensor y = allocate_like(call.x);
-  return {y, normalise_into(y, check, call, args)};
+  return {y, normalize_into(y, check, call, args)};
 }
 
 inline Tensor bn_forward_inplace(const BnForwardInplaceCall& call) {
   const BnChecker check("bn_forward_inplace", "x", call.x, call.tail.channel_dim);
-  check.check_may_be_overwritten();
-  return normalise_into(call.x, check, call, check_forward(check, call, true));
+  check.check_writable();
+  return normalize_into(call.x, check, call, check_forward(check, call, true));
 }
 
 inline Tensor bn_apply(const BnApplyCall& call) {
   const BnChecker check("bn_apply", "x", call.x, call.tail.channel_dim);
   BnForwardArgs args{check.check_tail(call.tail, false)};
-  args.applied = check.check_saved(call.saved);
+  args.saved_in = check.check_saved(call.saved);
   Tensor y = allocate_like(call.x);
   args.layout = check.layout({&call.x, &y, or_null(call.tail.residual)});
   args.x = call.x.data_ptr();
@@ -292,7 +292,7 @@ inline BnBackwardArgs check_gradient(const BnChecker& check, const BnGradientCal
   BnBackwardArgs args{check.check_tail(call.tail, call.from_output)};
   args.from_output = call.from_output;
   args.input = call.input.data_ptr();
-  args.dy = check.check_like("dy", call.dy);
+  args.dy = check.check_same_as_input("dy", call.dy);
   args.saved = check.check_saved(call.saved);
   return args;
 }
@@ -325,16 +325,16 @@ inline std::tuple<Tensor, Tensor, Tensor> bn_backward(const BnBackwardCall& call
   check.require(!call.global_sums || call.training, "global_sums",
                 "are given; None expected without training");
   const OptTensor& residual = call.tail.residual;
-  const bool makes_sums = call.training && !call.global_sums;
-  Tensor dx = allocate_like(call.input), local_sums = check.new_packed(makes_sums ? 2 * check.C : 0);
+  const bool computes_sums = call.training && !call.global_sums;
+  Tensor dx = allocate_like(call.input), local_sums = check.new_packed(computes_sums ? 2 * check.C : 0);
   Tensor dresidual = residual ? allocate_like(*residual) : allocate_empty(call.input);
   args.layout =
       check.layout({&call.input, &call.dy, &dx, or_null(residual), residual ? &dresidual : nullptr});
   args.dx = dx.data_ptr();
   args.dresidual = residual ? dresidual.data_ptr() : nullptr;
-  args.local_sums = makes_sums ? local_sums.data_ptr() : nullptr;
-  if (!makes_sums || !backend::bn_backward_on_chip(args)) {
-    if (makes_sums) {
+  args.local_sums = computes_sums ? local_sums.data_ptr() : nullptr;
+  if (!computes_sums || !backend::bn_backward_single_launch(args)) {
+    if (computes_sums) {
       reduce_into(local_sums, check, call, args);
       args.global_sums = args.local_sums;
     }

@@ -18,7 +18,7 @@ inline ScalarType accumulation_type(ScalarType t) {
   return t == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-struct Channels {  // a parameter or buffer of C numbers, or null
+struct ChannelVector {  // a parameter or buffer of C numbers, or null
   void* data = nullptr;
   ScalarType dtype = ScalarType::Float;
 };
@@ -28,7 +28,7 @@ struct Channels {  // a parameter or buffer of C numbers, or null
 #pragma nv_exec_check_disable
 #endif
 template <class Half, class BFloat16, class F>
-FASTVIT_INLINE auto dispatch_dtype(ScalarType dtype, const F& f) {
+FASTVIT_HOST_DEVICE auto dispatch_storage_type(ScalarType dtype, const F& f) {
   switch (dtype) {
     case ScalarType::Half:
       return f.template operator()<Half>();
@@ -44,10 +44,10 @@ FASTVIT_INLINE auto dispatch_dtype(ScalarType dtype, const F& f) {
 // f.template operator()<T, G>() for the dtypes of a LayerNorm's x and y: those of y are x's, or narrower than
 // float.
 template <class Half, class BFloat16, class F>
-void dispatch_dtypes(ScalarType x, ScalarType y, const F& f) {
-  dispatch_dtype<Half, BFloat16>(x, [&]<class T>() {
+void dispatch_layer_norm_types(ScalarType x, ScalarType y, const F& f) {
+  dispatch_storage_type<Half, BFloat16>(x, [&]<class T>() {
     if constexpr (std::is_same_v<T, float>)
-      dispatch_dtype<Half, BFloat16>(y, [&]<class G>() {
+      dispatch_storage_type<Half, BFloat16>(y, [&]<class G>() {
         if constexpr (sizeof(G) <= sizeof(T)) f.template operator()<T, G>();
       });
     else

@@ -25,7 +25,7 @@ struct LayerNormArgs {  // of rows of `columns` values, which lie side by side i
   ScalarType dtype;         // of x and dx
   ScalarType output_dtype;  // of y and dy
   int device;
-  Channels weight, bias;
+  ChannelVector weight, bias;
   double eps;
   const void* x;
   void* y;
@@ -58,7 +58,7 @@ inline LayerNormArgs check_rows(const OpChecker& check, const Tensor& x, const c
                                 ScalarType output) {
   const ScalarType dtype = x.scalar_type();
   check.require(x.dim() >= 1 && x.size(x.dim() - 1) >= 1 && x.size(x.dim() - 1) <= 1 << 30, "x", "has shape ",
-                ShapeOf{x}, "; 1 to 2^30 values in the last dimension expected");
+                PrintShape{x}, "; 1 to 2^30 values in the last dimension expected");
   const bool narrows = output == ScalarType::Half || output == ScalarType::BFloat16;
   check.require(output == dtype || (dtype == ScalarType::Float && narrows), dtype_argument, "is ",
                 toString(output), "; ", toString(dtype), " expected, as x's",
@@ -76,8 +76,8 @@ inline std::tuple<Tensor, Tensor> layer_norm_forward(const LayerNormForwardCall&
   const OpChecker check("layer_norm_forward", "x", call.x);
   const ScalarType output = call.output_dtype.value_or(call.x.scalar_type());
   LayerNormArgs args = check_rows(check, call.x, "output_dtype", output);
-  args.weight = check.check_vector("weight", call.weight, args.columns);
-  args.bias = check.check_vector("bias", call.bias, args.columns);
+  args.weight = check.check_channel_vector("weight", call.weight, args.columns);
+  args.bias = check.check_channel_vector("bias", call.bias, args.columns);
   args.eps = check.check_eps(call.eps);
   const Tensor x = torch::stable::contiguous(call.x);
   Tensor y = torch::stable::new_empty(x, x.sizes(), output), saved = check.new_packed(2 * args.rows);
@@ -92,8 +92,8 @@ inline std::tuple<Tensor, Tensor> layer_norm_backward(const LayerNormBackwardCal
   const OpChecker check("layer_norm_backward", "x", call.x);
   check.check_defined("dy", call.dy);
   LayerNormArgs args = check_rows(check, call.x, "dy", call.dy.scalar_type());
-  args.weight = check.check_vector("weight", call.weight, args.columns);
-  check.check_shape("dy", call.dy);
+  args.weight = check.check_channel_vector("weight", call.weight, args.columns);
+  check.check_same_shape_as_input("dy", call.dy);
   check.check_packed("saved", call.saved, 2 * args.rows);
   const Tensor x = torch::stable::contiguous(call.x), dy = torch::stable::contiguous(call.dy);
   Tensor dx = torch::stable::new_empty(x, x.sizes()),

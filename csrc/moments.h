@@ -19,7 +19,7 @@ namespace fastvit {
 constexpr double kCountRadix = 16777216.0;  // 2^24
 
 template <class A>
-FASTVIT_INLINE void store_count(A* two, double count) {
+FASTVIT_HOST_DEVICE void pack_count(A* two, double count) {
   const double high = floor(count / kCountRadix);
   two[0] = A(high);
   two[1] = A(count - high * kCountRadix);
@@ -27,7 +27,7 @@ FASTVIT_INLINE void store_count(A* two, double count) {
 
 // Exact in double; a GPU's kernels of float round it, because graphics cards have few units for double.
 template <class Count = double, class A>
-FASTVIT_INLINE Count load_count(const A* two) {
+FASTVIT_HOST_DEVICE Count unpack_count(const A* two) {
   return Count(two[0]) * Count(kCountRadix) + Count(two[1]);
 }
 
@@ -38,14 +38,14 @@ struct Moments {
 };
 
 // The weights by which the moments of `other` values merge into those of `count`; the same for all channels.
-struct ChanWeights {
+struct MergeWeights {
   double fraction = 0, weight = 0;
 
-  FASTVIT_INLINE static ChanWeights of(double count, double other) {
+  FASTVIT_HOST_DEVICE static MergeWeights of_counts(double count, double other) {
     const double fraction = other > 0 ? other / (count + other) : 0;
     return {fraction, count * fraction};
   }
-  FASTVIT_INLINE void merge(double& mean, double& m2, double other_mean, double other_m2) const {
+  FASTVIT_HOST_DEVICE void merge(double& mean, double& m2, double other_mean, double other_m2) const {
     const double delta = other_mean - mean;
     mean += delta * fraction;
     m2 += other_m2 + delta * delta * weight;
@@ -62,7 +62,7 @@ struct GammaFloor {
 };
 
 template <class A>
-FASTVIT_INLINE A effective_gamma(A gamma, A beta, const GammaFloor<A>& floor) {
+FASTVIT_HOST_DEVICE A effective_gamma(A gamma, A beta, const GammaFloor<A>& floor) {
   const A magnitude = gamma < 0 ? -gamma : gamma;
   const A wanted = floor.relative * (beta < 0 ? -beta : beta);
   const A least = wanted > floor.absolute ? wanted : floor.absolute;

@@ -15,8 +15,8 @@
 
 #include "activation_functions.h"
 #include "dtypes.h"
-#include "walk_layout.h"
 #include "op_call.h"
+#include "walk_layout.h"
 
 namespace fastvit {
 
@@ -32,25 +32,25 @@ void require(bool ok, const char* op, const char* argument, const Parts&... part
 }
 
 // Parts of a message, which become text only if the check fails.
-struct ShapeOf {
+struct PrintShape {
   const Tensor& t;
 };
-struct DeviceOf {
+struct PrintDevice {
   const Tensor& t;
 };
 
-inline std::ostream& operator<<(std::ostream& out, const ShapeOf& shape) {
+inline std::ostream& operator<<(std::ostream& out, const PrintShape& shape) {
   out << "(";
   for (int64_t d = 0; d < shape.t.dim(); ++d) out << (d ? ", " : "") << shape.t.size(d);
   return out << ")";
 }
 
-inline std::ostream& operator<<(std::ostream& out, const DeviceOf& device) {
+inline std::ostream& operator<<(std::ostream& out, const PrintDevice& device) {
   return device.t.is_cpu() ? out << "cpu" : out << "cuda:" << int(device.t.get_device_index());
 }
 
 inline void check_device(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
-  require(t.device() == like.device(), op, argument, "is on ", DeviceOf{t}, "; ", DeviceOf{like},
+  require(t.device() == like.device(), op, argument, "is on ", PrintDevice{t}, "; ", PrintDevice{like},
           " expected, where the other tensors are");
 }
 
@@ -59,7 +59,7 @@ constexpr int64_t kMaxElements = int64_t(1) << 48;
 
 // Called for every tensor before it is read: its storage may have been freed or shrunk (FSDP does that to
 // parameters), and its shape does not show it.
-inline void check_memory(const char* op, const char* argument, const Tensor& t) {
+inline void check_storage(const char* op, const char* argument, const Tensor& t) {
   const int64_t dims = t.dim(), *sizes = t.sizes().data(), *strides = t.strides().data();
   int64_t elements = 1;
   bool empty = false, counted = true;
@@ -69,7 +69,7 @@ inline void check_memory(const char* op, const char* argument, const Tensor& t) 
     counted = counted && n <= kMaxElements / elements;
     if (counted) elements *= n;
   }
-  require(counted, op, argument, "has shape ", ShapeOf{t}, "; at most 2^48 elements expected");
+  require(counted, op, argument, "has shape ", PrintShape{t}, "; at most 2^48 elements expected");
   if (empty) return;
   int64_t bytes = 0;
   require(aoti_torch_get_storage_size(t.get(), &bytes) == 0, op, argument,
@@ -79,7 +79,7 @@ inline void check_memory(const char* op, const char* argument, const Tensor& t) 
     const int64_t steps = sizes[d] - 1;
     if (steps > 0) left = strides[d] > left / steps ? -1 : left - steps * strides[d];
   }
-  require(left >= 0, op, argument, "has shape ", ShapeOf{t}, ", but its storage was freed or shrunk to ",
+  require(left >= 0, op, argument, "has shape ", PrintShape{t}, ", but its storage was freed or shrunk to ",
           bytes, " bytes; a tensor that has its memory expected");
 }
 
@@ -107,7 +107,7 @@ class OpChecker {
   OpChecker(const char* op, const char* name, const Tensor& input) : op(op), name(name), input(input) {
     check_defined(name, input);
     check_floating(name, input);
-    check_memory(op, name, input);
+    check_storage(op, name, input);
   }
 
   template <class... Parts>
@@ -129,14 +129,14 @@ class OpChecker {
 
   // The channels of an activation (N, C, *).
   int64_t check_channel_dim(int64_t channel_dim) const {
-    require(input.dim() >= 2 && input.dim() <= kMaxDims, name, "has shape ", ShapeOf{input}, "; 2 to ",
+    require(input.dim() >= 2 && input.dim() <= kMaxDims, name, "has shape ", PrintShape{input}, "; 2 to ",
             kMaxDims, " dimensions expected");
     require(channel_dim >= 0 && channel_dim < input.dim(), "channel_dim", "is ", channel_dim, "; 0 to ",
-            input.dim() - 1, " expected for shape ", ShapeOf{input});
+            input.dim() - 1, " expected for shape ", PrintShape{input});
     return input.size(channel_dim);
   }
 
-  void check_may_be_overwritten() const {
+  void check_writable() const {
     for (int64_t d = 0; d < input.dim(); ++d)
       require(input.size(d) <= 1 || input.stride(d) != 0, name,
               "is expanded (stride 0): several elements share one memory location, so it cannot be "
@@ -144,34 +144,34 @@ class OpChecker {
   }
 
   // A tensor of the input's shape, on its device, of any dtype.
-  void check_shape(const char* argument, const Tensor& t) const {
+  void check_same_shape_as_input(const char* argument, const Tensor& t) const {
     bool same = t.dim() == input.dim();
     for (int64_t d = 0; same && d < input.dim(); ++d) same = t.size(d) == input.size(d);
-    require(same, argument, "has shape ", ShapeOf{t}, "; ", ShapeOf{input}, " expected");
+    require(same, argument, "has shape ", PrintShape{t}, "; ", PrintShape{input}, " expected");
     check_device(op, argument, t, input);
-    check_memory(op, argument, t);
+    check_storage(op, argument, t);
   }
   // A tensor of the input's shape and dtype, on its device.
-  const void* check_like(const char* argument, const Tensor& t) const {
+  const void* check_same_as_input(const char* argument, const Tensor& t) const {
     check_defined(argument, t);
     require(t.scalar_type() == input.scalar_type(), argument, "has dtype ", toString(t.scalar_type()), "; ",
             toString(input.scalar_type()), " expected, as the input's");
-    check_shape(argument, t);
+    check_same_shape_as_input(argument, t);
     return t.data_ptr();
   }
-  const void* check_like(const char* argument, const OptTensor& t) const {
-    return t ? check_like(argument, *t) : nullptr;
+  const void* check_same_as_input(const char* argument, const OptTensor& t) const {
+    return t ? check_same_as_input(argument, *t) : nullptr;
   }
 
   // A parameter or a buffer: `numbers` of any floating-point dtype, contiguous; or none.
-  Channels check_vector(const char* argument, const OptTensor& t, int64_t numbers) const {
+  ChannelVector check_channel_vector(const char* argument, const OptTensor& t, int64_t numbers) const {
     if (!t) return {};
     check_floating(argument, *t);
-    require(t->dim() == 1 && t->size(0) == numbers, argument, "has shape ", ShapeOf{*t}, "; (", numbers,
+    require(t->dim() == 1 && t->size(0) == numbers, argument, "has shape ", PrintShape{*t}, "; (", numbers,
             ",) expected, one number per channel or column");
     require(t->is_contiguous(), argument, "is not contiguous; a contiguous tensor expected");
     check_device(op, argument, *t, input);
-    check_memory(op, argument, *t);
+    check_storage(op, argument, *t);
     return {t->data_ptr(), t->scalar_type()};
   }
 
@@ -181,11 +181,11 @@ class OpChecker {
     const ScalarType expected = accumulation_type(input.scalar_type());
     require(t.scalar_type() == expected, argument, "has dtype ", toString(t.scalar_type()), "; ",
             toString(expected), " expected for input of dtype ", toString(input.scalar_type()));
-    require(t.dim() == 1 && t.size(0) == numbers, argument, "has shape ", ShapeOf{t}, "; (", numbers,
+    require(t.dim() == 1 && t.size(0) == numbers, argument, "has shape ", PrintShape{t}, "; (", numbers,
             ",) expected");
     require(t.is_contiguous(), argument, "is not contiguous; a contiguous tensor expected");
     check_device(op, argument, t, input);
-    check_memory(op, argument, t);
+    check_storage(op, argument, t);
     return t.data_ptr();
   }
   const void* check_packed(const char* argument, const OptTensor& t, int64_t numbers) const {
@@ -195,9 +195,9 @@ class OpChecker {
   int64_t* check_counter(const char* argument, const OptTensor& t) const {
     if (!t) return nullptr;
     require(t->scalar_type() == ScalarType::Long && t->numel() == 1, argument, "is ",
-            toString(t->scalar_type()), " ", ShapeOf{*t}, "; one int64 number expected");
+            toString(t->scalar_type()), " ", PrintShape{*t}, "; one int64 number expected");
     check_device(op, argument, *t, input);
-    check_memory(op, argument, *t);
+    check_storage(op, argument, *t);
     return static_cast<int64_t*>(t->data_ptr());
   }
 
@@ -251,13 +251,13 @@ inline Tensor allocate_like(const Tensor& x) {
 }
 
 // The layout of the operands that are not null; the first one gives the shape.
-inline Layout layout_of(int64_t channel_dim, std::initializer_list<const Tensor*> operands) {
+inline WalkLayout walk_layout_of(int64_t channel_dim, std::initializer_list<const Tensor*> operands) {
   const Tensor& first = **operands.begin();
   const int64_t* strides[kMaxOperands];
   int count = 0;
   for (const Tensor* t : operands)
     if (t) strides[count++] = t->strides().data();
-  return make_layout(int(first.dim()), first.sizes().data(), int(channel_dim), count, strides);
+  return make_walk_layout(int(first.dim()), first.sizes().data(), int(channel_dim), count, strides);
 }
 inline const Tensor* or_null(const OptTensor& t) {
   return t ? &*t : nullptr;

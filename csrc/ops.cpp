@@ -12,7 +12,7 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def("cuda_build() -> str");
   // Exchanges between ranks: see fastvit/sync.
   m.def("arena_bytes(int world, int capacity) -> int");
-  m.def("exchange_share(Tensor numbers, Tensor exchange) -> Tensor");
+  m.def("exchange_merge(Tensor numbers, Tensor exchange) -> Tensor");
   m.def("exchange_wait(Tensor(a!) result, Tensor exchange) -> ()");
   m.def("exchange_abandon(Tensor exchange) -> ()");
   m.def("ipc_allocate(int bytes, int device) -> (Tensor, Tensor)");
@@ -24,14 +24,14 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
   fastvit::implement_ops(m);
-  m.impl("exchange_share", TORCH_BOX(&fastvit::exchange_share));
+  m.impl("exchange_merge", TORCH_BOX(&fastvit::exchange_merge));
   m.impl("exchange_wait", TORCH_BOX(&fastvit::exchange_wait));
   m.impl("exchange_abandon", TORCH_BOX(&fastvit::exchange_abandon));
   m.impl("merge_received", TORCH_BOX(&fastvit::merge_received));
 }
 
 static std::string cpu_capability() {
-  return fastvit::kernels().name;
+  return fastvit::kernel_table().name;
 }
 // Whole in the library's bytes, where tools/gpu_steps.py finds it without loading the library.
 [[gnu::used]] static const char build[] = FASTVIT_CUDA_BUILD;

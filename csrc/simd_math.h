@@ -1,4 +1,4 @@
-// exp_, expm1_ and log1p_ for GCC/Clang vectors of float or double, of any width.
+// fast_exp, fast_expm1 and fast_log1p for GCC/Clang vectors of float or double, of any width.
 //
 // exp(v) = 2^n exp(r), with n the integer nearest v / ln 2, so |r| <= ln 2 / 2. n ln 2 is subtracted in two
 // parts, the first of which is exact (Cody, Waite, "Software Manual for the Elementary Functions", 1980,
@@ -35,7 +35,7 @@ struct ExpConstants<double> {
 
 // exp(r) - 1 for |r| <= ln 2 / 2.
 template <class V>
-FASTVIT_INLINE V expm1_near_0(V r) {
+FASTVIT_HOST_DEVICE V expm1_near_0(V r) {
   using S = std::remove_reference_t<decltype(V{}[0])>;
   V p{};
   if constexpr (sizeof(S) == 8) {
@@ -56,26 +56,28 @@ FASTVIT_INLINE V expm1_near_0(V r) {
 }
 
 template <class V>
-struct Exponent {  // v = n ln 2 + r
+struct ReducedExponent {  // v = n ln 2 + r
   using S = std::remove_reference_t<decltype(V{}[0])>;
   using Constants = ExpConstants<S>;
   using Integers = decltype(V{} < V{});
   Integers n;
   V r;
 
-  explicit FASTVIT_INLINE Exponent(V v) {
+  explicit FASTVIT_HOST_DEVICE ReducedExponent(V v) {
     const V shifted = v * Constants::kLog2E + Constants::kRound;
     const V whole = shifted - Constants::kRound;
     n = Integers(shifted) - Integers(V{} + Constants::kRound);
     r = (v - whole * Constants::kLn2High) - whole * Constants::kLn2Low;
   }
 
-  static FASTVIT_INLINE V power_of_2(Integers k) { return V((k + Constants::kBias) << Constants::kFraction); }
+  static FASTVIT_HOST_DEVICE V power_of_2(Integers k) {
+    return V((k + Constants::kBias) << Constants::kFraction);
+  }
 };
 
 template <class V, class = decltype(V{}[0])>
-FASTVIT_INLINE V exp_(V v) {
-  using E = Exponent<V>;
+FASTVIT_HOST_DEVICE V fast_exp(V v) {
+  using E = ReducedExponent<V>;
   v = v < E::Constants::kLowest ? V{} + E::Constants::kLowest : v;
   v = v > E::Constants::kHighest ? V{} + E::Constants::kHighest : v;
   const E e(v);
@@ -85,8 +87,8 @@ FASTVIT_INLINE V exp_(V v) {
 
 // For v <= 0.
 template <class V, class = decltype(V{}[0])>
-FASTVIT_INLINE V expm1_(V v) {
-  using E = Exponent<V>;
+FASTVIT_HOST_DEVICE V fast_expm1(V v) {
+  using E = ReducedExponent<V>;
   v = v < E::Constants::kSaturated ? V{} + E::Constants::kSaturated : v;
   const E e(v);
   const V scale = E::power_of_2(e.n);
@@ -94,7 +96,7 @@ FASTVIT_INLINE V expm1_(V v) {
 }
 
 template <class V, class = decltype(V{}[0])>
-FASTVIT_INLINE V log1p_(V v) {
+FASTVIT_HOST_DEVICE V fast_log1p(V v) {
   for (unsigned i = 0; i < sizeof(V) / sizeof(v[0]); ++i) v[i] = std::log1p(v[i]);
   return v;
 }

@@ -29,22 +29,22 @@ struct Strides {  // in elements
   int64_t inner = 0;
 };
 
-struct Layout {
-  bool rows = false;
+struct WalkLayout {
+  bool is_rows = false;
   int outer_dims = 0;
   int64_t outer_size[kMaxOuter] = {};
-  int64_t N = 1, C = 1, S = 1;
+  int64_t outer = 1, channels = 1, inner = 1;
   Strides strides[kMaxOperands];
 
-  FASTVIT_INLINE int64_t numel() const { return N * C * S; }
-  FASTVIT_INLINE int64_t count() const { return N * S; }  // values per channel
+  FASTVIT_HOST_DEVICE int64_t numel() const { return outer * channels * inner; }
+  FASTVIT_HOST_DEVICE int64_t values_per_channel() const { return outer * inner; }  // values per channel
 };
 
-inline Layout make_layout(int dims, const int64_t* sizes, int channel_dim, int operands,
-                          const int64_t* const* strides) {
-  Layout layout;
-  layout.C = sizes[channel_dim];
-  bool empty = layout.C == 0;
+inline WalkLayout make_walk_layout(int dims, const int64_t* sizes, int channel_dim, int operands,
+                                   const int64_t* const* strides) {
+  WalkLayout layout;
+  layout.channels = sizes[channel_dim];
+  bool empty = layout.channels == 0;
   int order[kMaxOuter];
   int sorted = 0;
   for (int d = 0; d < dims; ++d) {
@@ -56,7 +56,7 @@ inline Layout make_layout(int dims, const int64_t* sizes, int channel_dim, int o
   }
   for (int k = 0; k < operands; ++k) layout.strides[k].channel = strides[k][channel_dim];
   if (empty) {
-    layout.N = 0;
+    layout.outer = 0;
     return layout;
   }
 
@@ -73,15 +73,15 @@ inline Layout make_layout(int dims, const int64_t* sizes, int channel_dim, int o
   }
 
   // The walk follows the unit stride of the first operand, or the channels if it has none.
-  layout.rows = merged == 0 || (stride[0][merged - 1] != 1 && layout.C > 1 &&
-                                strides[0][channel_dim] < stride[0][merged - 1]);
-  layout.outer_dims = layout.rows ? merged : merged - 1;
+  layout.is_rows = merged == 0 || (stride[0][merged - 1] != 1 && layout.channels > 1 &&
+                                   strides[0][channel_dim] < stride[0][merged - 1]);
+  layout.outer_dims = layout.is_rows ? merged : merged - 1;
   for (int i = 0; i < layout.outer_dims; ++i) {
-    layout.N *= layout.outer_size[i] = size[i];
+    layout.outer *= layout.outer_size[i] = size[i];
     for (int k = 0; k < operands; ++k) layout.strides[k].outer[i] = stride[k][i];
   }
-  if (!layout.rows) {
-    layout.S = size[merged - 1];
+  if (!layout.is_rows) {
+    layout.inner = size[merged - 1];
     for (int k = 0; k < operands; ++k) layout.strides[k].inner = stride[k][merged - 1];
   }
   return layout;

@@ -5,7 +5,7 @@ namespace fastvit {
 namespace {
 
 void run(const ActArgs& args) {
-  if (args.layout.numel() > 0) kernels().act({args, partition_of(args.layout)});
+  if (args.layout.numel() > 0) kernel_table().act({args, plan_cpu_work(args.layout)});
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ namespace {
 double count_batch(const BnForwardArgs& args, double count) {
   if (!args.num_batches_tracked || std::isnan(count)) return args.momentum;
   ++*args.num_batches_tracked;
-  return args.cumulative ? 1.0 / double(*args.num_batches_tracked) : args.momentum;
+  return args.cumulative_average ? 1.0 / double(*args.num_batches_tracked) : args.momentum;
 }
 
 void update_running(const BnForwardArgs& args, int64_t c, const Moments<double>& batch, double factor) {
@@ -31,20 +31,23 @@ void update_running(const BnForwardArgs& args, int64_t c, const Moments<double>&
 template <class A>
 struct BackwardConstants {
   std::vector<A> scale, beta, inverse_gamma;  // [C]
-  BackwardParams params;
+  CpuBnBackwardParams params;
 
   explicit BackwardConstants(const BnBackwardArgs& args)
-      : scale(args.layout.C), beta(args.layout.C), inverse_gamma(args.layout.C), params{args} {
-    const int64_t C = args.layout.C;
+      : scale(args.layout.channels),
+        beta(args.layout.channels),
+        inverse_gamma(args.layout.channels),
+        params{args} {
+    const int64_t C = args.layout.channels;
     const A* saved = static_cast<const A*>(args.saved);
     for (int64_t c = 0; c < C; ++c) {
       scale[c] =
           A(load_channel(args.weight, c, 1) * double(saved[C + c]));  // only the inversion needs a floor
       beta[c] = A(load_channel(args.bias, c, 0));
-      inverse_gamma[c] = A(1 / load_gamma(args, c, args.from_output));
+      inverse_gamma[c] = A(1 / floored_gamma(args, c, args.from_output));
     }
-    params.partition = partition_of(args.layout);
-    params.limit = std::sqrt(std::max(load_count(saved + 2 * C) - 1, 0.0));
+    params.plan = plan_cpu_work(args.layout);
+    params.limit = std::sqrt(std::max(unpack_count(saved + 2 * C) - 1, 0.0));
     params.scale = scale.data(), params.beta = beta.data(), params.inverse_gamma = inverse_gamma.data();
   }
 };
@@ -52,48 +55,48 @@ struct BackwardConstants {
 }  // namespace
 
 void backend::bn_stats(const BnStatsArgs& args) {
-  const Layout& layout = args.layout;
-  const int64_t C = layout.C;
-  const Partition partition = partition_of(layout);
-  std::vector<double> partial(partition.slices * 2 * C);
-  if (layout.numel() > 0) kernels().stats({args, partition, partial.data()});
+  const WalkLayout& layout = args.layout;
+  const int64_t C = layout.channels;
+  const CpuPlan plan = plan_cpu_work(layout);
+  std::vector<double> partial(plan.slices * 2 * C);
+  if (layout.numel() > 0) kernel_table().bn_stats({args, plan, partial.data()});
   dispatch_accumulation(args.dtype, [&]<class A>() {
     A* moments = static_cast<A*>(args.moments);
     double *mean = partial.data(), *m2 = mean + C;  // of the first slice, which the others merge
-    for (int64_t s = 1; s < partition.slices; ++s) {
-      const int64_t begin = values_before(layout, partition, partition.steps * s / partition.slices),
-                    end = values_before(layout, partition, partition.steps * (s + 1) / partition.slices);
-      const ChanWeights weights = ChanWeights::of(double(begin), double(end - begin));
+    for (int64_t s = 1; s < plan.slices; ++s) {
+      const int64_t begin = values_before_unit(layout, plan, plan.units * s / plan.slices),
+                    end = values_before_unit(layout, plan, plan.units * (s + 1) / plan.slices);
+      const MergeWeights weights = MergeWeights::of_counts(double(begin), double(end - begin));
       const double* slice = mean + s * 2 * C;
       for (int64_t c = 0; c < C; ++c) weights.merge(mean[c], m2[c], slice[c], slice[C + c]);
     }
     for (int64_t i = 0; i < 2 * C; ++i) moments[i] = A(mean[i]);
-    store_count(moments + 2 * C, double(layout.count()));
-    if (args.exchange) share(*args.exchange, moments, moments, C);
+    pack_count(moments + 2 * C, double(layout.values_per_channel()));
+    if (args.exchange) exchange_numbers(*args.exchange, moments, moments, C);
   });
 }
 
 // Kernels of a CPU have no launch, so one for both passes saves nothing.
-bool backend::bn_forward_on_chip(const BnForwardArgs&) {
+bool backend::bn_forward_single_launch(const BnForwardArgs&) {
   return false;
 }
-bool backend::bn_backward_on_chip(const BnBackwardArgs&) {
+bool backend::bn_backward_single_launch(const BnBackwardArgs&) {
   return false;
 }
 
 void backend::bn_forward(const BnForwardArgs& args) {
-  const int64_t C = args.layout.C;
+  const int64_t C = args.layout.channels;
   dispatch_accumulation(args.dtype, [&]<class A>() {
     const A* moments = static_cast<const A*>(args.moments);
-    const A* applied = static_cast<const A*>(args.applied);
+    const A* saved_in = static_cast<const A*>(args.saved_in);
     A* saved = static_cast<A*>(args.saved);
-    const double count = moments ? load_count(moments + 2 * C) : std::numeric_limits<double>::infinity(),
+    const double count = moments ? unpack_count(moments + 2 * C) : std::numeric_limits<double>::infinity(),
                  factor = moments ? count_batch(args, count) : 0;
     std::vector<A> mean(C), scale(C), beta(C);
     for (int64_t c = 0; c < C; ++c) {
       A invstd;
-      if (applied) {
-        mean[c] = applied[c], invstd = applied[C + c];
+      if (saved_in) {
+        mean[c] = saved_in[c], invstd = saved_in[C + c];
       } else {
         double center, variance;
         if (moments) {
@@ -108,46 +111,46 @@ void backend::bn_forward(const BnForwardArgs& args) {
         saved[c] = mean[c] = A(center);
         saved[C + c] = invstd = A(1 / std::sqrt(variance + args.eps));
       }
-      scale[c] = A(load_gamma(args, c, args.invertible) * double(invstd));
+      scale[c] = A(floored_gamma(args, c, args.invertible) * double(invstd));
       beta[c] = A(load_channel(args.bias, c, 0));
     }
     if (moments) {
-      store_count(saved + 2 * C, count);
-    } else if (!applied) {
+      pack_count(saved + 2 * C, count);
+    } else if (!saved_in) {
       saved[2 * C] = std::numeric_limits<A>::infinity();
       saved[2 * C + 1] = 0;
     }
     if (args.layout.numel() > 0)
-      kernels().forward({args, partition_of(args.layout), mean.data(), scale.data(), beta.data()});
+      kernel_table().bn_forward({args, plan_cpu_work(args.layout), mean.data(), scale.data(), beta.data()});
   });
 }
 
 void backend::bn_reduce(const BnBackwardArgs& args) {
-  const int64_t C = args.layout.C;
+  const int64_t C = args.layout.channels;
   dispatch_accumulation(args.dtype, [&]<class A>() {
     const A* saved = static_cast<const A*>(args.saved);
     A* sums = static_cast<A*>(args.local_sums);
     BackwardConstants<A> constants(args);
-    const int64_t slices = constants.params.partition.slices;
+    const int64_t slices = constants.params.plan.slices;
     std::vector<double> partial(slices * 2 * C);
     constants.params.partial = partial.data();
-    if (args.layout.numel() > 0) kernels().reduce(constants.params);
+    if (args.layout.numel() > 0) kernel_table().bn_reduce(constants.params);
     for (int64_t s = 1; s < slices; ++s)
       for (int64_t i = 0; i < 2 * C; ++i) partial[i] += partial[s * 2 * C + i];
     for (int64_t c = 0; c < C; ++c) {
       sums[c] = A(partial[c]);
       sums[C + c] = A(args.from_output ? partial[C + c] : partial[C + c] * double(saved[C + c]));
     }
-    if (args.exchange) share(*args.exchange, sums, sums + 2 * C, C);
+    if (args.exchange) exchange_numbers(*args.exchange, sums, sums + 2 * C, C);
   });
 }
 
 void backend::bn_backward(const BnBackwardArgs& args) {
-  const int64_t C = args.layout.C;
+  const int64_t C = args.layout.channels;
   if (args.layout.numel() == 0) return;
   dispatch_accumulation(args.dtype, [&]<class A>() {
     const A *saved = static_cast<const A*>(args.saved), *sums = static_cast<const A*>(args.global_sums);
-    const double count = load_count(saved + 2 * C);
+    const double count = unpack_count(saved + 2 * C);
     std::vector<A> a(C), b(C);
     for (int64_t c = 0; sums && count > 0 && c < C; ++c) {
       a[c] = A(sums[c] / count);
@@ -155,7 +158,7 @@ void backend::bn_backward(const BnBackwardArgs& args) {
     }
     BackwardConstants<A> constants(args);
     constants.params.a = a.data(), constants.params.b = b.data();
-    kernels().backward(constants.params);
+    kernel_table().bn_backward(constants.params);
   });
 }
 

@@ -10,19 +10,19 @@
 
 namespace fastvit {
 
-inline double load_channel(const Channels& t, int64_t c, double absent) {
+inline double load_channel(const ChannelVector& t, int64_t c, double absent) {
   if (!t.data) return absent;
-  return dispatch_dtype<c10::Half, c10::BFloat16>(
+  return dispatch_storage_type<c10::Half, c10::BFloat16>(
       t.dtype, [&]<class T>() { return double(Accumulation<T>(static_cast<const T*>(t.data)[c])); });
 }
 
-inline void store_channel(const Channels& t, int64_t c, double value) {
-  dispatch_dtype<c10::Half, c10::BFloat16>(
+inline void store_channel(const ChannelVector& t, int64_t c, double value) {
+  dispatch_storage_type<c10::Half, c10::BFloat16>(
       t.dtype, [&]<class T>() { static_cast<T*>(t.data)[c] = T(Accumulation<T>(value)); });
 }
 
 // gamma, with a floor where x is recovered from y.
-inline double load_gamma(const BnArgs& args, int64_t c, bool invertible) {
+inline double floored_gamma(const BnArgs& args, int64_t c, bool invertible) {
   return effective_gamma(load_channel(args.weight, c, 1), load_channel(args.bias, c, 0),
                          gamma_floor<double>(invertible, args.dtype));
 }

@@ -9,14 +9,14 @@ namespace fastvit {
 // gelu for 16-bit elements, with half the instructions: log2 of the upper tail of the standard normal
 // distribution is a polynomial in |v|, fitted to |v| <= 5.5. The error of |v| * tail is at most 2^-18.9 of
 // max(|v| * tail, 2^-14). The leading coefficient is negative, so the tail tends to 0.
-struct NarrowGelu {
+struct Gelu16Bit {
   __device__ __forceinline__ static float tail(float a) {
     return exp2_approximate(polynomial(a, -0.9999969954f, -1.151208385f, -0.4586367653f, -0.0537061647f,
                                        0.008333964781f, -0.0008705157893f, 5.148573649e-05f,
                                        -1.173408903e-06f));
   }
   __device__ __forceinline__ static float size(float v) {  // finite, since infinity times a tail of 0 is NaN
-    return at_most(fabsf(v), 1e4f);
+    return min_propagating_nan(fabsf(v), 1e4f);
   }
   __device__ __forceinline__ static float forward(float v, float) {
     const float a = size(v);
@@ -30,19 +30,19 @@ struct NarrowGelu {
 };
 
 template <class T, Activation kActivation>
-using FnOf = std::conditional_t<kActivation == Activation::gelu && sizeof(T) == 2, NarrowGelu,
-                                ActivationFn<kActivation>>;
+using ActivationFor = std::conditional_t<kActivation == Activation::gelu && sizeof(T) == 2, Gelu16Bit,
+                                         ActivationFunction<kActivation>>;
 
 template <Activation kActivation>
 constexpr bool kInvertible = is_invertible(kActivation);
 
-// f(FnOf<T, ...>{}) for the activation chosen at run time. The branch is uniform and is taken once for a
+// f(ActivationFor<T, ...>{}) for the activation chosen at run time. The branch is uniform and is taken once for a
 // vector or more. Without kAny only invertible activations are compiled.
 template <class T, bool kAny, class F>
-__device__ __forceinline__ void dispatch_activation_fn(Activation activation, const F& f) {
+__device__ __forceinline__ void dispatch_activation_for(Activation activation, const F& f) {
   dispatch_activation(activation, [&]<Activation kActivation>() {
     if constexpr (kAny || kInvertible<kActivation>)
-      f(FnOf<T, kActivation>{});
+      f(ActivationFor<T, kActivation>{});
     else
       __builtin_unreachable();
   });

@@ -13,52 +13,59 @@
 
 namespace fastvit {
 
-template <class T, bool kRows, int V, Variant kVariant>
-__global__ void __launch_bounds__(kThreads, kResident)
-    backward_kernel(const __grid_constant__ Launched<Planned<BnBackwardArgs>> launched) {
-  const auto& args = launched.begin();
+template <class T, bool kIsRows, int V, Variant kVariant>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    bn_backward_kernel(const __grid_constant__ KernelParams<Planned<BnBackwardArgs>> kernel_params) {
+  const auto& args = kernel_params.wait_and_get();
   using A = Accumulation<T>;
   constexpr bool kResidual = kVariant == Variant::residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
-  constexpr int K = kRows ? V : 1, kTile = kRows ? kMaxTile : 1;
-  const Work work(args.plan, blockIdx.x);
-  __shared__ Constants<A, kVariant> table[kTile];
-  __shared__ Correction<A> corrections[kTile];
+  constexpr int K = kIsRows ? V : 1, kTile = kIsRows ? kMaxTile : 1;
+  const BlockWork work(args.plan, blockIdx.x);
+  __shared__ GradientConstants<A, kVariant> table[kTile];
+  __shared__ StatisticsCorrection<A> corrections[kTile];
   const int channels = work.channels(args.plan);
   const A* const sums = static_cast<const A*>(args.global_sums);
   for (int g = threadIdx.x; g < channels; g += kThreads) {
     const int64_t c = work.first_channel(args.plan) + g;
-    table[g] = Constants<A, kVariant>::of(args, c);
+    table[g] = GradientConstants<A, kVariant>::of(args, c);
     corrections[g] = {0, 0};
     if (sums)
-      corrections[g] = Correction<A>::template of<kVariant>(args, c, {sums[c], sums[args.layout.C + c]});
+      corrections[g] =
+          StatisticsCorrection<A>::template of<kVariant>(args, c, {sums[c], sums[args.layout.channels + c]});
   }
   __syncthreads();
-  Constants<A, kVariant> constants[K];
-  Correction<A> correction[K];
-  pick<kRows, V>(constants, table, args.plan, work);
-  pick<kRows, V>(correction, corrections, args.plan, work);
-  const A limit = largest_xhat<A, kVariant>(args);
+  GradientConstants<A, kVariant> constants[K];
+  StatisticsCorrection<A> correction[K];
+  load_thread_constants<kIsRows, V>(constants, table, args.plan, work);
+  load_thread_constants<kIsRows, V>(correction, corrections, args.plan, work);
+  const A limit = xhat_limit_of<A, kVariant>(args);
 
-  walk<kRows, V, U, kOperands, false>(args.plan, work, args.input, [&]<class B>(const B& batch) {
-    Inputs<T, kVariant, B> inputs;
-    inputs.template load<kNormal, BackwardOperand::residual>(batch, args);
-    propagate<kRows>(batch, inputs, constants, correction, args, limit);
-  });
+  for_each_batch<kIsRows, V, U, kOperands, WalkOrder::ascending>(
+      args.plan, work, args.input, [&]<class B>(const B& batch) {
+        GradientInputs<T, kVariant, B> inputs;
+        inputs.template load<kNormal, BackwardStrides::residual>(batch, args);
+        write_gradients<kIsRows>(batch, inputs, constants, correction, args, limit);
+      });
 }
 
 void backend::bn_backward(const BnBackwardArgs& args) {
-  const Device device(args.device);
+  const LaunchContext context(args.device);
   if (args.layout.numel() == 0) return;
-  dispatch_type(args.dtype, [&]<class T>() {
+  dispatch_storage_type(args.dtype, [&]<class T>() {
     const void* pointers[] = {args.input, args.dy, args.dx, args.residual, args.dresidual};
-    const auto kernel_of = [&]<bool kRows, int V>() {
-      return dispatch_variant(args,
-                              [&]<Variant kVariant>() { return backward_kernel<T, kRows, V, kVariant>; });
+    const auto kernel_of = [&]<bool kIsRows, int V>() {
+      return dispatch_variant(
+          args, [&]<Variant kVariant>() { return bn_backward_kernel<T, kIsRows, V, kVariant>; });
     };
-    const Plan plan = Planner{args.layout, pointers, args.residual ? 5 : 3, sizeof(T), device.limits, 0}.plan(
-        resident_blocks<T>(device, kernel_of));
-    launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, Planned<BnBackwardArgs>{args, plan});
+    const LaunchPlan plan = LaunchPlanner{.layout = args.layout,
+                                          .pointers = pointers,
+                                          .operands = args.residual ? 5 : 3,
+                                          .element_size = sizeof(T),
+                                          .limits = context.limits,
+                                          .merged_operands = 0}
+                                .plan(resident_blocks<T>(context, kernel_of));
+    launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, Planned<BnBackwardArgs>{args, plan});
   });
 }
 

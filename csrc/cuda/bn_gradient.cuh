@@ -10,8 +10,8 @@
 
 #include "../batch_norm.h"
 #include "activations.cuh"
-#include "merge_slices.cuh"
 #include "channel_vector.cuh"
+#include "merge_slices.cuh"
 
 namespace fastvit {
 
@@ -19,24 +19,24 @@ enum class Variant { plain, residual, from_output };
 
 template <class A>
 __device__ __forceinline__ A saved_invstd(const BnBackwardArgs& args, int64_t c) {
-  return static_cast<const A*>(args.saved)[args.layout.C + c];
+  return static_cast<const A*>(args.saved)[args.layout.channels + c];
 }
 template <class A>
 __device__ __forceinline__ A saved_count(const BnBackwardArgs& args) {
-  return load_count<A>(static_cast<const A*>(args.saved) + 2 * args.layout.C);
+  return unpack_count<A>(static_cast<const A*>(args.saved) + 2 * args.layout.channels);
 }
 template <class A, Variant kVariant>
-__device__ __forceinline__ A largest_xhat(const BnBackwardArgs& args) {
+__device__ __forceinline__ A xhat_limit_of(const BnBackwardArgs& args) {
   return kVariant == Variant::from_output ? std::sqrt(max(saved_count<A>(args) - 1, A(0))) : A(0);
 }
 
 // The constants of one channel. `mean_or_inverse_gamma` is 1 / gamma where the input is y, and otherwise the
 // mean.
 template <class A, Variant kVariant>
-struct Constants {
+struct GradientConstants {
   A mean_or_inverse_gamma, scale, beta;
 
-  __device__ __forceinline__ static Constants of(const BnBackwardArgs& args, int64_t c) {
+  __device__ __forceinline__ static GradientConstants of(const BnBackwardArgs& args, int64_t c) {
     const A beta = load_channel(args.bias, c, A(0));
     const A gamma = load_channel(args.weight, c, A(1));  // the floor applies to the inversion only
     const A first = kVariant == Variant::from_output
@@ -52,48 +52,48 @@ struct Gradient {
 };
 
 template <class Fn, Variant kVariant, class A>
-__device__ __forceinline__ Gradient<A> gradient(A input, A dy, A residual, const Constants<A, kVariant>& k,
-                                                A param, A limit) {
+__device__ __forceinline__ Gradient<A> gradient(A input, A dy, A residual,
+                                                const GradientConstants<A, kVariant>& k, A param, A limit) {
   if constexpr (kVariant == Variant::from_output) {
-    return {Fn::backward_y(dy, input, param),
+    return {Fn::backward_from_output(dy, input, param),
             recover_xhat(Fn::inverse(input, param), k.beta, k.mean_or_inverse_gamma, limit)};
   } else {
     const A centred = input - k.mean_or_inverse_gamma;
-    A v = fused(centred, k.scale, k.beta);
-    if constexpr (kVariant == Variant::residual) v = added(v, residual);
+    A v = fma_rn(centred, k.scale, k.beta);
+    if constexpr (kVariant == Variant::residual) v = add_rn(v, residual);
     return {Fn::backward(dy, v, param), centred};
   }
 }
 
 // The operands of a batch that are read: input, dy, and a residual that was added before the activation.
 template <class T, Variant kVariant, class B>
-struct Inputs {
+struct GradientInputs {
   static constexpr bool kResidual = kVariant == Variant::residual;
   Vector<T, B::V> input[B::U], dy[B::U], residual[kResidual ? B::U : 1];
 
   // The residual is operand kOperand. Reduce and backward have the same places of input and dy.
   template <CacheHint kHint, int kOperand>
   __device__ __forceinline__ void load(const B& batch, const BnBackwardArgs& from) {
-    batch.template load<kHint>(input, from.input, BackwardOperand::input);
-    batch.template load<kHint>(dy, from.dy, BackwardOperand::dy);
+    batch.template load<kHint>(input, from.input, BackwardStrides::input);
+    batch.template load<kHint>(dy, from.dy, BackwardStrides::dy);
     if constexpr (kResidual) batch.template load<kHint>(residual, from.residual, kOperand);
   }
-  __device__ __forceinline__ Inputs<T, kVariant, typename B::One> vector(int j) const {
+  __device__ __forceinline__ GradientInputs<T, kVariant, typename B::Single> vector(int j) const {
     return {{input[j]}, {dy[j]}, {residual[kResidual ? j : 0]}};
   }
 };
 
 // Adds a batch to the thread's sums of dv and dv * centred; at(j) reads its j-th vector. The branch on the
 // activation is inside the loop over vectors, here and below, which takes fewer registers than outside.
-template <class T, bool kRows, Variant kVariant, class B, class A, int K, class At>
-__device__ __forceinline__ void add_gradients(KahanSums<A> (&running)[K], const B&,
-                                              const Constants<A, kVariant> (&constants)[K],
-                                              const BnBackwardArgs& args, A limit, const At& at) {
+template <class T, bool kIsRows, Variant kVariant, class B, class A, int K, class At>
+__device__ __forceinline__ void accumulate_sums(KahanSums<A> (&running)[K], const B&,
+                                                const GradientConstants<A, kVariant> (&constants)[K],
+                                                const BnBackwardArgs& args, A limit, const At& at) {
   Sums<A> sums[K];
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    dispatch_activation_fn<T, kVariant != Variant::from_output>(args.activation, [&]<class Fn>(Fn) {
-      const Inputs<T, kVariant, typename B::One> inputs = at(j);
+    dispatch_activation_for<T, kVariant != Variant::from_output>(args.activation, [&]<class Fn>(Fn) {
+      const GradientInputs<T, kVariant, typename B::Single> inputs = at(j);
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
       inputs.input[0].unpack(in);
@@ -102,11 +102,11 @@ __device__ __forceinline__ void add_gradients(KahanSums<A> (&running)[K], const 
 #pragma unroll
       for (int k = 0; k < B::V; ++k) {  // elements past the end have dy = 0
         const Gradient<A> t =
-            gradient<Fn, kVariant>(in[k], g[k], inputs.kResidual ? r[k] : A(0), constants[kRows ? k : 0],
+            gradient<Fn, kVariant>(in[k], g[k], inputs.kResidual ? r[k] : A(0), constants[kIsRows ? k : 0],
                                    A(args.activation_param), limit);
-        Sums<A>& sum = sums[kRows ? k : 0];
-        sum.first = added(sum.first, t.dv);
-        sum.second = fused(t.dv, t.centred, sum.second);
+        Sums<A>& sum = sums[kIsRows ? k : 0];
+        sum.first = add_rn(sum.first, t.dv);
+        sum.second = fma_rn(t.dv, t.centred, sum.second);
       }
     });
 #pragma unroll
@@ -115,12 +115,12 @@ __device__ __forceinline__ void add_gradients(KahanSums<A> (&running)[K], const 
 
 // The terms of a channel's sums over all ranks: dx = scale * (dv - offset - slope * centred).
 template <class A>
-struct Correction {
+struct StatisticsCorrection {
   A offset, slope;
 
   template <Variant kVariant>
-  __device__ __forceinline__ static Correction of(const BnBackwardArgs& args, int64_t c,
-                                                  const Sums<A>& sums) {
+  __device__ __forceinline__ static StatisticsCorrection of(const BnBackwardArgs& args, int64_t c,
+                                                            const Sums<A>& sums) {
     const A n = saved_count<A>(args);
     if (!(n > 0)) return {0, 0};
     return {sums.first / n,
@@ -130,15 +130,15 @@ struct Correction {
 
 // Writes a batch's dx and, where there is a residual, dresidual, which is dv; in `inputs` they take the place
 // of input and dy.
-template <bool kRows, Variant kVariant, class T, class B, class A, int K>
-__device__ __forceinline__ void propagate(const B& batch, Inputs<T, kVariant, B>& inputs,
-                                          const Constants<A, kVariant> (&constants)[K],
-                                          const Correction<A> (&correction)[K], const BnBackwardArgs& args,
-                                          A limit) {
-  constexpr bool kResidual = Inputs<T, kVariant, B>::kResidual;
+template <bool kIsRows, Variant kVariant, class T, class B, class A, int K>
+__device__ __forceinline__ void write_gradients(const B& batch, GradientInputs<T, kVariant, B>& inputs,
+                                                const GradientConstants<A, kVariant> (&constants)[K],
+                                                const StatisticsCorrection<A> (&correction)[K],
+                                                const BnBackwardArgs& args, A limit) {
+  constexpr bool kResidual = GradientInputs<T, kVariant, B>::kResidual;
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    dispatch_activation_fn<T, kVariant != Variant::from_output>(args.activation, [&]<class Fn>(Fn) {
+    dispatch_activation_for<T, kVariant != Variant::from_output>(args.activation, [&]<class Fn>(Fn) {
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
       inputs.input[j].unpack(in);
@@ -146,18 +146,18 @@ __device__ __forceinline__ void propagate(const B& batch, Inputs<T, kVariant, B>
       if constexpr (kResidual) inputs.residual[j].unpack(r);
 #pragma unroll
       for (int k = 0; k < B::V; ++k) {
-        const int i = kRows ? k : 0;
+        const int i = kIsRows ? k : 0;
         const Gradient<A> t = gradient<Fn, kVariant>(in[k], g[k], kResidual ? r[k] : A(0), constants[i],
                                                      A(args.activation_param), limit);
-        const A rest = added(t.dv, -correction[i].offset);
-        in[k] = constants[i].scale * fused(-t.centred, correction[i].slope, rest);
+        const A rest = add_rn(t.dv, -correction[i].offset);
+        in[k] = constants[i].scale * fma_rn(-t.centred, correction[i].slope, rest);
         g[k] = t.dv;
       }
       inputs.input[j].pack(in);
       if constexpr (kResidual) inputs.dy[j].pack(g);
     });
-  batch.store(inputs.input, args.dx, BackwardOperand::dx);
-  if constexpr (kResidual) batch.store(inputs.dy, args.dresidual, BackwardOperand::dresidual);
+  batch.store(inputs.input, args.dx, BackwardStrides::dx);
+  if constexpr (kResidual) batch.store(inputs.dy, args.dresidual, BackwardStrides::dresidual);
 }
 
 // f.template operator()<kVariant>() for the op's variant.

@@ -7,74 +7,84 @@
 //          fp32 (fp64 for double), fixed order, no float atomics.
 // Source   Chan, Golub, LeVeque (1979), see moments.h.
 #include "../batch_norm.h"
-#include "launch.cuh"
-#include "exchange.cuh"
-#include "launch_memory.h"
 #include "chunked_moments.cuh"
+#include "exchange.cuh"
+#include "launch.cuh"
+#include "launch_memory.h"
 
 namespace fastvit {
 
 template <class A, bool kHasExchange>
-struct StatsParams : Planned<BnStatsArgs>, ExchangeParams<kHasExchange> {
-  Partials<PartialMoments<A>> partials;
-  unsigned* exchange_words;
+struct BnStatsParams : Planned<BnStatsArgs>, ExchangeParams<kHasExchange> {
+  SliceResults<PartialMoments<A>> partials;
+  unsigned* exchange_counters;
 };
 
-template <class T, bool kHasExchange, bool kRows, int V>
-__global__ void __launch_bounds__(kThreads, kResident)
-    stats_kernel(const __grid_constant__ Launched<StatsParams<Accumulation<T>, kHasExchange>> launched) {
-  const auto& args = launched.begin();
+template <class T, bool kHasExchange, bool kIsRows, int V>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_kernel(
+    const __grid_constant__ KernelParams<BnStatsParams<Accumulation<T>, kHasExchange>> kernel_params) {
+  const auto& args = kernel_params.wait_and_get();
   using A = Accumulation<T>;
-  using Mine = ThreadStats<T, kRows, V>;
-  const Work work(args.plan, blockIdx.x);
+  using Mine = ChunkedMoments<T, kIsRows, V>;
+  const BlockWork work(args.plan, blockIdx.x);
   Mine mine(args.plan, work, args.x);
-  walk<kRows, V, kBatch, 1, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
-    Vector<T, B::V> x[B::U];
-    batch.load(x, args.x, ForwardOperand::x);
-    mine.add(batch, x);
-  });
+  for_each_batch<kIsRows, V, kBatch, 1, WalkOrder::ascending>(args.plan, work, args.x,
+                                                              [&]<class B>(const B& batch) {
+                                                                Vector<T, B::V> x[B::U];
+                                                                batch.load(x, args.x, ForwardStrides::x);
+                                                                mine.add(batch, x);
+                                                              });
 
   __shared__ A pivots[Mine::kTile];
   __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(PartialMoments<A>)];
   PartialMoments<A>* shared = reinterpret_cast<PartialMoments<A>*>(bytes);
   mine.end(pivots, args.plan, work);
   const int stride = merge_block(shared, mine.moments, args.plan, work);
-  const int64_t first = work.first_channel(args.plan), C = args.layout.C;
-  const double count = args.layout.count();
+  const int64_t first = work.first_channel(args.plan), C = args.layout.channels;
+  const double count = args.layout.values_per_channel();
   A* const moments = static_cast<A*>(args.moments);
   if constexpr (kHasExchange) {
-    const Push<A> push(args.peers);
+    const MessageSender<A> push(args.group_exchange);
     push.header(C, count);
     const auto send = [&](int64_t c, const PartialMoments<A>& total) {
       push.pair(c, pivots[c - first] + total.mean, total.m2);
     };
-    if (finish(shared, stride, args.partials, args.plan, work, send))
-      wait_in_last_blocks(args.plan, args.max_parts, args.exchange_words,
-                          [&](const Part& part) { end_moments(args.peers, part, moments, C); });
+    if (merge_slices(shared, stride, args.partials, args.plan, work, send))
+      receive_in_last_blocks(
+          args.plan, args.max_ranges, args.exchange_counters,
+          [&](const ChannelRange& part) { receive_moments(args.group_exchange, part, moments, C); });
   } else {
-    finish(shared, stride, args.partials, args.plan, work, [&](int64_t c, const PartialMoments<A>& total) {
-      moments[c] = pivots[c - first] + total.mean;
-      moments[C + c] = total.m2;
-    });
-    if (blockIdx.x == 0 && threadIdx.x == 0) store_count(moments + 2 * C, count);
+    merge_slices(shared, stride, args.partials, args.plan, work,
+                 [&](int64_t c, const PartialMoments<A>& total) {
+                   moments[c] = pivots[c - first] + total.mean;
+                   moments[C + c] = total.m2;
+                 });
+    if (blockIdx.x == 0 && threadIdx.x == 0) pack_count(moments + 2 * C, count);
   }
 }
 
 void backend::bn_stats(const BnStatsArgs& args) {
-  const Device device(args.device);
-  dispatch_type(args.dtype, [&]<class T>() {
+  const LaunchContext context(args.device);
+  dispatch_storage_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     const void* pointers[] = {args.x};
-    dispatch_exchange<A>(
-        args, device.limits, [&]<bool kHasExchange>(const ExchangeParams<kHasExchange>& shares) {
-          const auto kernel_of = [&]<bool kRows, int V>() { return stats_kernel<T, kHasExchange, kRows, V>; };
-          const Plan plan = Planner{args.layout, pointers, 1, sizeof(T), device.limits, 1}.plan(
-              resident_blocks<T>(device, kernel_of));
-          const Slices<PartialMoments<A>> slices(plan, device, kHasExchange);
-          const StatsParams<A, kHasExchange> params{
-              {args, plan}, shares, slices.partials(), slices.exchange_words};
-          launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, params);
-        });
+    dispatch_exchange<A>(args, context.limits,
+                         [&]<bool kHasExchange>(const ExchangeParams<kHasExchange>& exchange_params) {
+                           const auto kernel_of = [&]<bool kIsRows, int V>() {
+                             return bn_stats_kernel<T, kHasExchange, kIsRows, V>;
+                           };
+                           const LaunchPlan plan = LaunchPlanner{.layout = args.layout,
+                                                                 .pointers = pointers,
+                                                                 .operands = 1,
+                                                                 .element_size = sizeof(T),
+                                                                 .limits = context.limits,
+                                                                 .merged_operands = 1}
+                                                       .plan(resident_blocks<T>(context, kernel_of));
+                           const MergeMemory<PartialMoments<A>> slices(plan, context, kHasExchange);
+                           const BnStatsParams<A, kHasExchange> params{
+                               {args, plan}, exchange_params, slices.partials(), slices.exchange_counters};
+                           launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, params);
+                         });
   });
 }
 

@@ -7,25 +7,26 @@
 namespace fastvit {
 
 template <class A>
-__device__ __forceinline__ A load_channel(const Channels& from, int64_t c, A absent) {
+__device__ __forceinline__ A load_channel(const ChannelVector& from, int64_t c, A absent) {
   if (!from.data) return absent;
-  return dispatch_type(from.dtype,
-                       [&]<class S>() { return A(Accumulation<S>(static_cast<const S*>(from.data)[c])); });
+  return dispatch_storage_type(
+      from.dtype, [&]<class S>() { return A(Accumulation<S>(static_cast<const S*>(from.data)[c])); });
 }
 
-__device__ __forceinline__ void store_channel(const Channels& to, int64_t c, double value) {
-  dispatch_type(to.dtype, [&]<class S>() { static_cast<S*>(to.data)[c] = S(Accumulation<S>(value)); });
+__device__ __forceinline__ void store_channel(const ChannelVector& to, int64_t c, double value) {
+  dispatch_storage_type(to.dtype,
+                        [&]<class S>() { static_cast<S*>(to.data)[c] = S(Accumulation<S>(value)); });
 }
 
 // V numbers from a multiple of V on: one switch, and wide loads where the memory is aligned for them.
 template <int V, class A>
-__device__ __forceinline__ void load_channel(const Channels& from, int64_t c, A (&to)[V], A absent) {
+__device__ __forceinline__ void load_channel(const ChannelVector& from, int64_t c, A (&to)[V], A absent) {
   if (!from.data) {
 #pragma unroll
     for (int k = 0; k < V; ++k) to[k] = absent;
     return;
   }
-  dispatch_type(from.dtype, [&]<class S>() {
+  dispatch_storage_type(from.dtype, [&]<class S>() {
     const S* const at = static_cast<const S*>(from.data) + c;
     constexpr int kWide = V < kVector<S> ? V : kVector<S>;
     if constexpr (kWide * sizeof(S) >= 8) {

@@ -19,16 +19,16 @@ namespace fastvit {
 
 constexpr int kChunkValues = 32;
 
-template <class T, bool kRows, int V>
-struct ThreadStats {  // rows: one channel per column; planes: one
+template <class T, bool kIsRows, int V>
+struct ChunkedMoments {  // rows: one channel per column; planes: one
   using A = Accumulation<T>;
-  static constexpr int K = kRows ? V : 1;
-  static constexpr int kTile = kRows ? kMaxTile : 1;
+  static constexpr int K = kIsRows ? V : 1;
+  static constexpr int kTile = kIsRows ? kMaxTile : 1;
   PartialMoments<A> moments[K];  // of the complete chunks; of all values after end()
 
-  __device__ __forceinline__ ThreadStats(const Plan& plan, const Work& work, const void* x) {
+  __device__ __forceinline__ ChunkedMoments(const LaunchPlan& plan, const BlockWork& work, const void* x) {
     static_assert(kTile <= kThreads);
-    if (int(threadIdx.x) < work.channels(plan) && plan.layout.N > 0)
+    if (int(threadIdx.x) < work.channels(plan) && plan.layout.outer > 0)
       pivot.load(static_cast<const T*>(x) +
                  (work.first_channel(plan) + threadIdx.x) * plan.layout.strides[0].channel);
     else
@@ -48,22 +48,22 @@ struct ThreadStats {  // rows: one channel per column; planes: one
     }
 #pragma unroll
     for (int j = 0; j < B::U; ++j)
-      if (batch.exist[j]) {
+      if (batch.valid[j]) {
         x[j].unpack(value);
 #pragma unroll
         for (int k = 0; k < B::V; ++k) {
-          const int i = kRows ? k : 0;
+          const int i = kIsRows ? k : 0;
           const A d = value[k] - first[i];
           sum[i] += d;
-          squares[i] = fused(d, d, squares[i]);
+          squares[i] = fma_rn(d, d, squares[i]);
         }
-        chunk_count += kRows ? 1 : B::V;
+        chunk_count += kIsRows ? 1 : B::V;
       }
     if (kOneBatch || chunk_count >= kChunkValues) close();
   }
 
   // All threads call it after their last value; writes the pivots of the tile's channels to `pivots`.
-  __device__ __forceinline__ void end(A (&pivots)[kTile], const Plan& plan, const Work& work) {
+  __device__ __forceinline__ void end(A (&pivots)[kTile], const LaunchPlan& plan, const BlockWork& work) {
     if (int(threadIdx.x) < work.channels(plan)) {
       A value[1];
       pivot.unpack(value);
@@ -72,26 +72,26 @@ struct ThreadStats {  // rows: one channel per column; planes: one
     __syncthreads();
     if (chunk_count > 0) close();
     A mine[K];
-    pick<kRows, V>(mine, pivots, plan, work);
+    load_thread_constants<kIsRows, V>(mine, pivots, plan, work);
 #pragma unroll
     for (int k = 0; k < K; ++k) rebase(k, mine[k]);
   }
 
  private:
   // A batch of 16-bit planes has the values of a chunk, so chunks do not extend over batches.
-  static constexpr bool kOneBatch = !kRows && V * kBatch >= kChunkValues;
+  static constexpr bool kOneBatch = !kIsRows && V * kBatch >= kChunkValues;
 
   // Merges the chunk into the values before it.
   __device__ __forceinline__ void close() {
-    const A n = A(chunk_count), one_over_n = quotient(A(1), n);
-    const A count = moments[0].count, total = count + n, fraction = quotient(n, total),
+    const A n = A(chunk_count), one_over_n = approximate_quotient(A(1), n);
+    const A count = moments[0].count, total = count + n, fraction = approximate_quotient(n, total),
             weight = count * fraction;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      const A d = sum[k] * one_over_n, delta = added(d, -moments[k].mean);
+      const A d = sum[k] * one_over_n, delta = add_rn(d, -moments[k].mean);
       moments[k].count = total;  // the same in all columns
-      moments[k].mean = fused(delta, fraction, moments[k].mean);
-      moments[k].m2 = added(moments[k].m2, fused(delta * delta, weight, fused(-sum[k], d, squares[k])));
+      moments[k].mean = fma_rn(delta, fraction, moments[k].mean);
+      moments[k].m2 = add_rn(moments[k].m2, fma_rn(delta * delta, weight, fma_rn(-sum[k], d, squares[k])));
     }
     chunk_count = 0;
   }
@@ -99,7 +99,7 @@ struct ThreadStats {  // rows: one channel per column; planes: one
   // The mean so far, relative to `to`; 0 without values.
   __device__ __forceinline__ void rebase(int k, A to) {
     const A any = min(moments[0].count, A(1));  // a factor, as a condition becomes a branch
-    moments[k].mean = any * added(moments[k].mean, added(first[k], -to));
+    moments[k].mean = any * add_rn(moments[k].mean, add_rn(first[k], -to));
   }
 
   A first[K] = {}, sum[K], squares[K];

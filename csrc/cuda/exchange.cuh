@@ -10,7 +10,7 @@
 //          hosts wait for. A block polls its own GPU's memory: first the headers and the first packets, then
 //          packets of up to 8 ranks in flight together, merged in rank order. A wait ends when all packets
 //          have arrived, when a tag differs, when a rank gave up, or at the timeout by the GPU's clock.
-// Fault    The last part to end fills the whole result with NaN. The peers are notified, and the host by one
+// ExchangeState    The last part to end fills the whole result with NaN. The peers are notified, and the host by one
 //          report. Exchanges that follow fail at once.
 // Order    Between ranks: the flag of each packet, which travels with its data. Between the blocks of a grid:
 //          the counters of finished tiles and of ended parts. Between the kernels of a rank: its stream.
@@ -27,31 +27,31 @@
 namespace fastvit {
 
 using peer::Exchange;
-using peer::Fault;
+using peer::ExchangeState;
 
 // Pairs of numbers that a thread loads together; half as many of doubles, to save registers.
 template <class A>
 constexpr int kInFlight = 32 / int(sizeof(A));
 
-constexpr int kMaxParts = 8, kMultiprocessorsOfPart = 16;
+constexpr int kMaxRanges = 8, kMultiprocessorsPerRange = 16;
 
 // What a kernel takes for an exchange; empty without one.
 template <bool kHasExchange>
 struct ExchangeParams {
-  Exchange peers;
-  unsigned max_parts;  // blocks that wait
+  Exchange group_exchange;
+  unsigned max_ranges;  // blocks that wait
 };
 template <>
 struct ExchangeParams<false> {};
 
 // f(ExchangeParams<...>) for the exchange of an op's arguments, if any.
 template <class A, class Args, class F>
-void dispatch_exchange(const Args& args, const Limits& limits, const F& f) {
+void dispatch_exchange(const Args& args, const DeviceLimits& limits, const F& f) {
   if (!args.exchange) return f(ExchangeParams<false>{});
   int ranks = kInFlight<A>;
   while (ranks > 2 && args.exchange->world <= ranks / 2) ranks /= 2;  // as Wait::each
-  const int64_t batches = ceil_div(args.layout.C, kThreads * (kInFlight<A> / ranks));
-  const int64_t most = std::clamp(limits.multiprocessors / kMultiprocessorsOfPart, 1, kMaxParts);
+  const int64_t batches = ceil_div(args.layout.channels, kThreads * (kInFlight<A> / ranks));
+  const int64_t most = std::clamp(limits.multiprocessors / kMultiprocessorsPerRange, 1, kMaxRanges);
   f(ExchangeParams<true>{*args.exchange, unsigned(std::clamp<int64_t>(batches, 1, most))});
 }
 
@@ -60,25 +60,25 @@ __device__ __forceinline__ uint32_t read_word(uint32_t& word) {
   return DeviceAtomic<uint32_t>(word).load(cuda::std::memory_order_relaxed);
 }
 
-struct Part {  // of an exchange: the channels that one block waits for
+struct ChannelRange {  // of an exchange: the channels that one block waits for
   int begin, end;
   unsigned number = 0, parts = 1;
   unsigned* ended = nullptr;  // two zeros, for several parts: how many have ended, and whether one has failed
 };
 
-// f(part) in the blocks that wait, of those that finish a tile. `words` are kExchangeWords zeros.
+// f(part) in the blocks that wait, of those that finish a tile. `words` are kExchangeCounters zeros.
 template <class F>
-__device__ __forceinline__ void wait_in_last_blocks(const Plan& plan, unsigned max_parts, unsigned* words,
-                                                    const F& f) {
-  const unsigned parts = min(max_parts, plan.tiles), before = plan.tiles - parts;
-  const unsigned turn = turn_of(words, plan.tiles);
+__device__ __forceinline__ void receive_in_last_blocks(const LaunchPlan& plan, unsigned max_ranges,
+                                                       unsigned* words, const F& f) {
+  const unsigned parts = min(max_ranges, plan.tiles), before = plan.tiles - parts;
+  const unsigned turn = arrival_number(words, plan.tiles);
   if (turn < before) return;
-  const int64_t C = plan.layout.C, number = turn - before;
-  f(Part{int(C * number / parts), int(C * (number + 1) / parts), unsigned(number), parts, words + 1});
+  const int64_t C = plan.layout.channels, number = turn - before;
+  f(ChannelRange{int(C * number / parts), int(C * (number + 1) / parts), unsigned(number), parts, words + 1});
 }
 
 template <class A>
-class Push {
+class MessageSender {
   const Exchange& exchange;
   uint32_t epoch = 0;
 
@@ -93,8 +93,9 @@ class Push {
   }
 
  public:
-  __device__ __forceinline__ explicit Push(const Exchange& exchange) : exchange(exchange) {
-    if (!read_word(exchange.own().abandoned)) epoch = peer::next_epoch(read_word(exchange.own().epoch));
+  __device__ __forceinline__ explicit MessageSender(const Exchange& exchange) : exchange(exchange) {
+    if (!read_word(exchange.own_arena().failed))
+      epoch = peer::next_epoch(read_word(exchange.own_arena().epoch));
   }
   __device__ __forceinline__ void pair(int64_t i, A first, A second) const {
     if (epoch == 0) return;
@@ -119,16 +120,16 @@ class Push {
     header();
     if (blockIdx.x != 0 || threadIdx.x != 0) return;
     A two[2];
-    store_count(two, count);
+    pack_count(two, count);
     pair(C, two[0], two[1]);
   }
 };
 
 // The end of a part of an exchange of C channels. All threads call.
 template <class A>
-class Wait {
+class MessageReceiver {
   const Exchange& exchange;
-  const Part part;
+  const ChannelRange part;
   const uint64_t begin;
   const uint32_t epoch;
   const bool abandoned;
@@ -150,21 +151,22 @@ class Wait {
     return message(rank) + peer::kHeaderPackets + i * peer::kPairPackets<A>;
   }
   __device__ __forceinline__ uint64_t gave_up(int rank) const {
-    return SystemAtomic<uint64_t>(exchange.own().gave_up[rank]).load(cuda::std::memory_order_relaxed);
+    return SystemAtomic<uint64_t>(exchange.own_arena().abandoned_epoch_of[rank])
+        .load(cuda::std::memory_order_relaxed);
   }
 
-  __device__ __forceinline__ bool fail(Fault fault, int rank, const peer::Tag& theirs = {}) const {
+  __device__ __forceinline__ bool fail(ExchangeState fault, int rank, const peer::Tag& theirs = {}) const {
     if (atomicCAS(&report.fault, 0u, uint32_t(fault)) == 0) {
       report.rank = uint32_t(exchange.rank), report.peer = uint32_t(rank), report.epoch = epoch;
-      report.mine = exchange.tag, report.theirs = theirs;
+      report.own_tag = exchange.tag, report.peer_tag = theirs;
     }
     return false;
   }
   // Called while packets of a rank are missing; false when the thread must stop waiting.
   __device__ __forceinline__ bool keep_waiting(int rank) const {
-    if (gave_up(rank) != 0) return fail(peer::kGaveUp, rank);
+    if (gave_up(rank) != 0) return fail(peer::kPeerAbandoned, rank);
     // Signed, since the clock of another multiprocessor may be a tick behind.
-    return int64_t(globaltimer() - begin) <= int64_t(exchange.nanoseconds) || fail(peer::kTimeout, rank);
+    return int64_t(globaltimer() - begin) <= int64_t(exchange.timeout_ns) || fail(peer::kTimeout, rank);
   }
 
   // Waits for a rank's header, and for the count, pair `i` of moments (none for i < 0).
@@ -177,10 +179,10 @@ class Wait {
       for (int k = 0; k < peer::kPairPackets<A> && i >= 0; ++k) packets[k] = load_packet(pair(rank, i) + k);
       const uint64_t quit = gave_up(rank);
       if (arrived(head[0], epoch) && arrived(head[1], epoch)) {
-        const peer::Tag theirs = peer::tag_of(head[0], head[1]);
-        if (!same_exchange(theirs, exchange.tag)) return fail(peer::kMismatch, rank, theirs);
+        const peer::Tag theirs = peer::tag_from_header(head[0], head[1]);
+        if (!tags_match(theirs, exchange.tag)) return fail(peer::kMismatch, rank, theirs);
         // A complete message is valid, unless its rank gave up this same exchange.
-        if (quit == epoch) return fail(peer::kGaveUp, rank);
+        if (quit == epoch) return fail(peer::kPeerAbandoned, rank);
         if (i < 0 || two.unpack(epoch, packets)) break;
       }
       if (!keep_waiting(rank)) return false;
@@ -260,48 +262,49 @@ class Wait {
     unsigned* const any = part.ended + 1;
     if (failed && report.fault != peer::kDone) {
       if (threadIdx.x == 0 && (part.parts == 1 || atomicExch(any, 1u) == 0))
-        report_fault(exchange.report, report);
+        write_fault_report(exchange.report, report);
       if (int(threadIdx.x) < exchange.world && int(threadIdx.x) != exchange.rank)
-        SystemAtomic<uint64_t>(exchange.arenas[threadIdx.x]->gave_up[exchange.rank])
+        SystemAtomic<uint64_t>(exchange.arenas[threadIdx.x]->abandoned_epoch_of[exchange.rank])
             .store(uint64_t(epoch), cuda::std::memory_order_relaxed);
     }
     if (part.parts > 1) {
-      if (!is_last(part.ended, part.parts)) return;
+      if (!arrives_last(part.ended, part.parts)) return;
       failed = __syncthreads_or(threadIdx.x == 0 && atomicExch(any, 0u) != 0) || failed;
     }
     if (threadIdx.x == 0)
-      DeviceAtomic<uint32_t>(failed ? exchange.own().abandoned : exchange.own().epoch)
+      DeviceAtomic<uint32_t>(failed ? exchange.own_arena().failed : exchange.own_arena().epoch)
           .store(failed ? 1 : epoch, cuda::std::memory_order_relaxed);
     for (int64_t i = threadIdx.x; failed && i < numbers; i += kThreads) row[i] = A(NAN);
   }
 
  public:
-  __device__ __forceinline__ Wait(const Exchange& exchange, const Part& part, peer::FaultReport& report)
+  __device__ __forceinline__ MessageReceiver(const Exchange& exchange, const ChannelRange& part,
+                                             peer::FaultReport& report)
       : exchange(exchange),
         part(part),
         begin(globaltimer()),
-        epoch(peer::next_epoch(read_word(exchange.own().epoch))),
-        abandoned(read_word(exchange.own().abandoned) != 0),
+        epoch(peer::next_epoch(read_word(exchange.own_arena().epoch))),
+        abandoned(read_word(exchange.own_arena().failed) != 0),
         report(report) {}
 
   // `row`, [2C + 2], gets the moments of all ranks. The counts come first, since the weights of the ranks are
   // the same for all channels.
-  __device__ __forceinline__ void moments(A* row, int64_t C, ChanWeights* weights, double* counts) const {
+  __device__ __forceinline__ void moments(A* row, int64_t C, MergeWeights* weights, double* counts) const {
     const auto agree = [&] {
       bool good = true;
       if (const int rank = int(threadIdx.x); rank < exchange.world) {
         A two[2];
         good = header(rank, C, two);
-        counts[rank] = good ? load_count(two) : 0;
+        counts[rank] = good ? unpack_count(two) : 0;
       }
       good = !__syncthreads_or(!good);
       if (const int rank = int(threadIdx.x); good && rank <= exchange.world) {
         double before = 0;
         for (int r = 0; r < rank; ++r) before += counts[r];
         if (rank < exchange.world)
-          weights[rank] = ChanWeights::of(before, counts[rank]);
+          weights[rank] = MergeWeights::of_counts(before, counts[rank]);
         else if (part.number == 0)
-          store_count(row + 2 * C, before);
+          pack_count(row + 2 * C, before);
       }
       __syncthreads();
       return good;
@@ -328,18 +331,20 @@ class Wait {
 
 // A block's part in an exchange of moments.
 template <class A>
-__device__ __forceinline__ void end_moments(const Exchange& exchange, const Part& part, A* row, int64_t C) {
+__device__ __forceinline__ void receive_moments(const Exchange& exchange, const ChannelRange& part, A* row,
+                                                int64_t C) {
   static_assert(peer::kMaxRanks < kThreads);
   __shared__ peer::FaultReport report;
-  __shared__ ChanWeights weights[peer::kMaxRanks];
+  __shared__ MergeWeights weights[peer::kMaxRanks];
   __shared__ double counts[peer::kMaxRanks];
-  Wait<A>(exchange, part, report).moments(row, C, weights, counts);
+  MessageReceiver<A>(exchange, part, report).moments(row, C, weights, counts);
 }
 
 template <class A>
-__device__ __forceinline__ void end_sums(const Exchange& exchange, const Part& part, A* row, int64_t C) {
+__device__ __forceinline__ void receive_sums(const Exchange& exchange, const ChannelRange& part, A* row,
+                                             int64_t C) {
   __shared__ peer::FaultReport report;
-  Wait<A>(exchange, part, report).sums(row, C);
+  MessageReceiver<A>(exchange, part, report).sums(row, C);
 }
 
 }  // namespace fastvit

@@ -10,7 +10,7 @@ namespace fastvit {
 using torch::stable::Tensor;
 
 // Exchanges numbers that an op without `exchange` has computed; see fastvit/sync/transport.py.
-Tensor cuda_exchange_share(Tensor numbers, Tensor exchange);
+Tensor cuda_exchange_merge(Tensor numbers, Tensor exchange);
 
 // A rank's message to a collective, and the group's numbers from the messages that it returns: NaN, and a
 // peer::FaultReport, unless all tags equal this rank's. `numbers` are this rank's.

@@ -3,13 +3,13 @@
 #include <cstring>
 
 #include "../op_checker.h"
-#include "launch.cuh"
 #include "exchange_ops.h"
+#include "launch.cuh"
 
 namespace fastvit {
 
 std::tuple<Tensor, Tensor> ipc_allocate(int64_t bytes, int64_t index) {
-  const Device device{int(index)};
+  const LaunchContext context{int(index)};
   void* data = nullptr;
   // Not torch's allocator: it returns parts of larger allocations, and a handle opens the whole allocation.
   // Nor less than 2 MiB, of which cudaMalloc too returns parts (programming guide, interprocess
@@ -32,12 +32,12 @@ std::tuple<Tensor, Tensor> ipc_allocate(int64_t bytes, int64_t index) {
 }
 
 int64_t ipc_open(Tensor handle, int64_t index) {
-  const Device device{int(index)};
+  const LaunchContext context{int(index)};
   cudaIpcMemHandle_t opaque;
   require(handle.is_cpu() && handle.is_contiguous() && handle.scalar_type() == ScalarType::Byte &&
               handle.numel() == int64_t(sizeof(opaque)),
           "ipc_open", "handle", "is not ", sizeof(opaque), " bytes on the CPU, from ipc_allocate");
-  check_memory("ipc_open", "handle", handle);
+  check_storage("ipc_open", "handle", handle);
   std::memcpy(&opaque, handle.data_ptr(), sizeof(opaque));
   void* data = nullptr;
   STD_CUDA_CHECK(cudaIpcOpenMemHandle(&data, opaque, cudaIpcMemLazyEnablePeerAccess));

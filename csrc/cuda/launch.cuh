@@ -26,9 +26,9 @@ namespace fastvit {
 // query; it returns a cudaError_t. Every kernel is queried before its first launch, so a GPU without code for
 // it is refused here.
 template <class Query>
-int query_once(const void* subject, int device, const Query& query) {
+int cached_query(const void* subject, int device_index, const Query& query) {
   thread_local std::map<std::pair<const void*, int>, int> values;
-  const auto known = values.find({subject, device});
+  const auto known = values.find({subject, device_index});
   if (known != values.end()) return known->second;
   int value = 0;
   const cudaError_t status = query(value);
@@ -39,87 +39,88 @@ int query_once(const void* subject, int device, const Query& query) {
         "capability (`python -m fastvit.info` names both)");
   }
   STD_CUDA_CHECK(status);
-  return values[{subject, device}] = value;
+  return values[{subject, device_index}] = value;
 }
 
 // Shared memory of a block without vectors: the most that merging and per-channel tables take in a kernel
 // (rows of 16-bit elements), and the system's 1 KiB.
-constexpr int kOtherSharedBytes = 32 << 10;
+constexpr int kReservedSharedBytes = 32 << 10;
 
 // With at least this much shared memory per multiprocessor (A100, H100, B200) two blocks each hold more than
 // a batch of every operand. GeForce cards and the T4 have at most 100 KiB, and hold one block.
-constexpr int kSharedOfTwo = 128 << 10;
+constexpr int kMinSharedForTwoBlocks = 128 << 10;
 
 // Makes the input's device current, and has its current stream and its properties.
-class Device {
+class LaunchContext {
  public:
-  explicit Device(int index) : guard(index) {
+  explicit LaunchContext(int index) : guard(index) {
     void* s = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &s));
     stream = static_cast<cudaStream_t>(s);
-    STD_CUDA_CHECK(cudaGetDevice(&current));
+    STD_CUDA_CHECK(cudaGetDevice(&device_index));
     limits.multiprocessors = attribute<cudaDevAttrMultiProcessorCount>();
     const int shared = attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
-    limits.on_chip_blocks = shared < kSharedOfTwo ? 1 : kResident;
+    limits.single_launch_blocks = shared < kMinSharedForTwoBlocks ? 1 : kBlocksPerMultiprocessor;
     // The blocks of an on-chip op wait for each other.
     limits.smem_cache_bytes = attribute<cudaDevAttrCooperativeLaunch>()
-                                  ? std::max(0, shared / limits.on_chip_blocks - kOtherSharedBytes)
+                                  ? std::max(0, shared / limits.single_launch_blocks - kReservedSharedBytes)
                                   : 0;
   }
 
  private:
   template <cudaDeviceAttr kAttribute>
   int attribute() const {
-    return query_once(nullptr, current,
-                      [&](int& value) { return cudaDeviceGetAttribute(&value, kAttribute, current); });
+    return cached_query(nullptr, device_index,
+                        [&](int& value) { return cudaDeviceGetAttribute(&value, kAttribute, device_index); });
   }
   torch::stable::accelerator::DeviceGuard guard;
 
  public:
   cudaStream_t stream;
-  int current;
-  Limits limits;
+  int device_index;
+  DeviceLimits limits;
 };
 
-// f.template operator()<kRows, V>() for a plan.
+// f.template operator()<kIsRows, V>() for a plan.
 template <class T, class F>
-void dispatch_walk(const Plan& plan, const F& f) {
-  if (plan.rows)
-    plan.vector ? f.template operator()<true, kVector<T>>() : f.template operator()<true, 1>();
+void dispatch_kernel_of_plan(const LaunchPlan& plan, const F& f) {
+  if (plan.is_rows)
+    plan.is_vectorized ? f.template operator()<true, kVector<T>>() : f.template operator()<true, 1>();
   else
-    plan.vector ? f.template operator()<false, kVector<T>>() : f.template operator()<false, 1>();
+    plan.is_vectorized ? f.template operator()<false, kVector<T>>() : f.template operator()<false, 1>();
 }
 
 // One more block per multiprocessor, for launch bounds: with it the forwards are faster on sm_90, and the
 // compiler for other architectures would spill registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr int kOneMore = 1;
+constexpr int kOneMoreBlockOnSm90 = 1;
 #else
-constexpr int kOneMore = 0;
+constexpr int kOneMoreBlockOnSm90 = 0;
 #endif
 
 // Blocks of a kernel that fit on a multiprocessor, without dynamic shared memory.
-inline int blocks_of(const Device& device, const void* kernel) {
-  return query_once(kernel, device.current, [&](int& value) {
+inline int resident_blocks_of(const LaunchContext& context, const void* kernel) {
+  return cached_query(kernel, context.device_index, [&](int& value) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, kernel, kThreads, 0);
   });
 }
 
-// For Planner::plan: the blocks per multiprocessor of kernel_of<kRows, V>(), the kernel of a plan. No other
+// For LaunchPlanner::plan: the blocks per multiprocessor of kernel_of<kIsRows, V>(), the kernel of a plan. No other
 // kernel is queried: a query loads a kernel, and loading may wait for the GPU, and so for peers.
 template <class T, class KernelOf>
-auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
-  return [&](const Plan& plan) {
+auto resident_blocks(const LaunchContext& context, const KernelOf& kernel_of) {
+  return [&](const LaunchPlan& plan) {
     int blocks = 0;
-    dispatch_walk<T>(plan, [&]<bool kRows, int V>() {
-      blocks = blocks_of(device, reinterpret_cast<const void*>(kernel_of.template operator()<kRows, V>()));
+    dispatch_kernel_of_plan<T>(plan, [&]<bool kIsRows, int V>() {
+      blocks = resident_blocks_of(context,
+                                  reinterpret_cast<const void*>(kernel_of.template operator()<kIsRows, V>()));
     });
     return blocks;
   };
 }
 
 // The arguments of an op's kernel, with the division of its work.
-template <class Args, class Division = Plan>
+template <class Args, class Division = LaunchPlan>
 struct Planned : Args {
   Division plan;
 };
@@ -132,37 +133,37 @@ struct Planned : Args {
 // The one parameter of every kernel. From sm_90 on blocks begin while the stream's previous kernel ends, so
 // only begin() gives the parameters, and nothing that they point to may be accessed before it.
 template <class Params>
-class Launched {
+class KernelParams {
   Params params;
 
  public:
-  explicit Launched(const Params& params) : params(params) {}
+  explicit KernelParams(const Params& params) : params(params) {}
 
   // All threads call it first. It waits until the previous kernel, and so every kernel before it, has ended.
   // Then the next kernel's blocks may occupy the multiprocessors that this grid leaves, and wait there. A
   // grid that waits for other ranks does not allow that: two waiting grids would leave no room for NCCL's
   // blocks.
-  __device__ __forceinline__ const Params& begin() const {
+  __device__ __forceinline__ const Params& wait_and_get() const {
     wait_for_previous_kernel();
-    if constexpr (!requires { params.peers; }) let_next_kernel_begin();
+    if constexpr (!requires { params.group_exchange; }) let_next_kernel_begin();
     return params;
   }
 };
 
-struct Launch {
+struct LaunchConfig {
   int64_t blocks;
-  const Device& device;
+  const LaunchContext& context;
   size_t shared_bytes = 0;   // dynamic
   bool cooperative = false;  // all blocks resident at once, or cudaErrorCooperativeLaunchTooLarge
 };
 
 template <class Params>
-cudaError_t launch(void (*kernel)(Launched<Params>), const Launch& config, const Params& params) {
+cudaError_t launch(void (*kernel)(KernelParams<Params>), const LaunchConfig& config, const Params& params) {
   if (config.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   // Not the device's capability: the driver may have compiled PTX of an older architecture, which does not
   // wait.
   const int version =
-      query_once(reinterpret_cast<const void*>(kernel), config.device.current, [&](int& value) {
+      cached_query(reinterpret_cast<const void*>(kernel), config.context.device_index, [&](int& value) {
         cudaFuncAttributes attributes{};
         const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
         value = attributes.ptxVersion;
@@ -180,17 +181,18 @@ cudaError_t launch(void (*kernel)(Launched<Params>), const Launch& config, const
   cuda_config.gridDim = dim3(unsigned(config.blocks));
   cuda_config.blockDim = dim3(kThreads);
   cuda_config.dynamicSmemBytes = config.shared_bytes;
-  cuda_config.stream = config.device.stream;
+  cuda_config.stream = config.context.stream;
   cuda_config.attrs = &attribute;
   cuda_config.numAttrs = config.cooperative || version >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&cuda_config, kernel, Launched<Params>(params));
+  return cudaLaunchKernelEx(&cuda_config, kernel, KernelParams<Params>(params));
 }
 
-// Launches kernel_of<kRows, V>(), the kernel of a plan.
+// Launches kernel_of<kIsRows, V>(), the kernel of a plan.
 template <class T, class KernelOf, class Params>
-void launch_planned(const Plan& plan, const KernelOf& kernel_of, const Launch& config, const Params& params) {
-  dispatch_walk<T>(plan, [&]<bool kRows, int V>() {
-    STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), config, params));
+void launch_planned(const LaunchPlan& plan, const KernelOf& kernel_of, const LaunchConfig& config,
+                    const Params& params) {
+  dispatch_kernel_of_plan<T>(plan, [&]<bool kIsRows, int V>() {
+    STD_CUDA_CHECK(launch(kernel_of.template operator()<kIsRows, V>(), config, params));
   });
 }
 

@@ -5,8 +5,8 @@
 #include <mutex>
 #include <utility>
 
-#include "merge_slices.cuh"
 #include "launch.cuh"
+#include "merge_slices.cuh"
 
 namespace fastvit {
 
@@ -26,27 +26,27 @@ class Scratch {
   void* data = nullptr;
 };
 
-// kSemaphoreWords + kExchangeWords zeros of a stream, which every launch leaves as zeros. Launches of one
-// stream use them one after the other (see Launched), so they share these, and no launch has to clear them.
+// kMaxSemaphores + kExchangeCounters zeros of a stream, which every launch leaves as zeros. Launches of one
+// stream use them one after the other (see KernelParams), so they share these, and no launch has to clear them.
 // Never freed, so not from torch's allocator: a first use while a CUDA graph is warmed up would take memory
 // of the graph's pool, which expects it back.
 // By the stream's id: its handle may be given to another stream while work of a destroyed one still runs.
-inline unsigned* semaphores_of(const Device& device) {
+inline unsigned* stream_semaphores(const LaunchContext& context) {
   static std::mutex mutex;
   static std::map<std::pair<int, unsigned long long>, unsigned*> semaphores;
   unsigned long long stream = 0;
-  STD_CUDA_CHECK(cudaStreamGetId(device.stream, &stream));
+  STD_CUDA_CHECK(cudaStreamGetId(context.stream, &stream));
   const std::lock_guard lock(mutex);
-  unsigned*& mine = semaphores[{device.current, stream}];
+  unsigned*& mine = semaphores[{context.device_index, stream}];
   if (!mine) {
     void* data = nullptr;
-    constexpr size_t bytes = (kSemaphoreWords + kExchangeWords) * sizeof(unsigned);
+    constexpr size_t bytes = (kMaxSemaphores + kExchangeCounters) * sizeof(unsigned);
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // another stream may be capturing
     STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
     const cudaError_t status = cudaMalloc(&data, bytes);
     STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
     STD_CUDA_CHECK(status);
-    STD_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, device.stream));
+    STD_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, context.stream));
     mine = static_cast<unsigned*>(data);
   }
   return mine;
@@ -56,33 +56,33 @@ inline unsigned* semaphores_of(const Device& device) {
 // wait for other ranks. A captured launch has its own semaphores, which the graph clears, because the
 // graph may run on any stream, at the same time as other work.
 template <class R>
-class Slices {
+class MergeMemory {
  public:
-  Slices(const Plan& plan, const Device& device, bool shared = false)
+  MergeMemory(const LaunchPlan& plan, const LaunchContext& context, bool shared = false)
       : groups(plan),
         words(plan.slices > 1 ? groups.semaphores(plan) : 0),
-        captured((plan.slices > 1 || shared) && capturing(device)),
-        bytes(plan.slices > 1 ? int64_t(plan.slices) * plan.layout.C * int64_t(sizeof(R)) : 0),
-        scratch(bytes + (captured ? (words + kExchangeWords) * sizeof(unsigned) : 0)) {
+        captured((plan.slices > 1 || shared) && capturing(context)),
+        bytes(plan.slices > 1 ? int64_t(plan.slices) * plan.layout.channels * int64_t(sizeof(R)) : 0),
+        scratch(bytes + (captured ? (words + kExchangeCounters) * sizeof(unsigned) : 0)) {
     if (plan.slices == 1 && !shared) return;
     if (captured) {
       semaphores = reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes);
       STD_CUDA_CHECK(
-          cudaMemsetAsync(semaphores, 0, (words + kExchangeWords) * sizeof(unsigned), device.stream));
+          cudaMemsetAsync(semaphores, 0, (words + kExchangeCounters) * sizeof(unsigned), context.stream));
     } else {
-      semaphores = semaphores_of(device);
+      semaphores = stream_semaphores(context);
     }
-    exchange_words = semaphores + words;
+    exchange_counters = semaphores + words;
   }
-  Partials<R> partials() const { return {static_cast<R*>(scratch.data), semaphores, groups}; }
+  SliceResults<R> partials() const { return {static_cast<R*>(scratch.data), semaphores, groups}; }
 
  private:
-  static bool capturing(const Device& device) {
+  static bool capturing(const LaunchContext& context) {
     cudaStreamCaptureStatus status;
-    STD_CUDA_CHECK(cudaStreamIsCapturing(device.stream, &status));
+    STD_CUDA_CHECK(cudaStreamIsCapturing(context.stream, &status));
     return status != cudaStreamCaptureStatusNone;
   }
-  SliceGroups groups;
+  MergeGroups groups;
   int64_t words;  // semaphores of the tiles
   bool captured;
   int64_t bytes;
@@ -90,7 +90,7 @@ class Slices {
   unsigned* semaphores = nullptr;
 
  public:
-  unsigned* exchange_words = nullptr;
+  unsigned* exchange_counters = nullptr;
 };
 
 }  // namespace fastvit

@@ -22,7 +22,7 @@ struct RowPlan {
   int held;   // columns of a lane
   int parts;  // of a row; 1: it stays in registers
 
-  FASTVIT_INLINE int teams() const { return kThreads / lanes; }
+  FASTVIT_HOST_DEVICE int teams() const { return kThreads / lanes; }
 };
 
 // Two choices of columns per lane. Backward has fewer: its sums take two registers a column.
@@ -51,11 +51,11 @@ RowPlan row_plan(int64_t rows, int64_t columns, const int (&choices)[2]) {
 }
 
 template <int V, int K>
-struct RowLane {  // this thread in its team
+struct TeamMember {  // this thread in its team
   int lane, team, lanes;
   int vectors;  // in a row
 
-  __device__ __forceinline__ explicit RowLane(const RowPlan& plan) : lanes(plan.lanes) {
+  __device__ __forceinline__ explicit TeamMember(const RowPlan& plan) : lanes(plan.lanes) {
     team = int(threadIdx.x) / lanes;
     lane = int(threadIdx.x) - team * lanes;
     vectors = int(plan.columns / V);
@@ -76,7 +76,7 @@ struct RowLane {  // this thread in its team
 template <class A, int V>
 class ColumnTable {
   static constexpr int kUnit = V < kVector<A> ? V : kVector<A>;
-  const Channels& from;
+  const ChannelVector& from;
   const A absent;
   A* const table;  // null: in global memory
   const int vectors;
@@ -87,8 +87,8 @@ class ColumnTable {
 
  public:
   // `number` 0 or 1: which of the tables in `shared`. All threads call fill() before they synchronise.
-  __device__ __forceinline__ ColumnTable(const Channels& from, A absent, unsigned char* shared, int number,
-                                         const RowPlan& plan)
+  __device__ __forceinline__ ColumnTable(const ChannelVector& from, A absent, unsigned char* shared,
+                                         int number, const RowPlan& plan)
       : from(from),
         absent(absent),
         table(plan.parts > 1 ? nullptr : reinterpret_cast<A*>(shared) + number * plan.columns),
@@ -121,7 +121,7 @@ size_t table_bytes(const RowPlan& plan) {
 // Makes each of v its sum over the lanes of a team, with the same bits in all of them. All threads of the
 // block call.
 template <class A, int kNumbers>
-__device__ __forceinline__ void sum_team(A (&v)[kNumbers], int lanes) {
+__device__ __forceinline__ void sum_over_team(A (&v)[kNumbers], int lanes) {
   for (int offset = min(lanes, 32) / 2; offset > 0; offset /= 2) {
 #pragma unroll
     for (int i = 0; i < kNumbers; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], offset);
@@ -167,10 +167,11 @@ void dispatch_row_plan(int64_t rows, int64_t columns, std::initializer_list<cons
 // The blocks that run at once without dynamic shared memory; each takes rows in turn. Where the tables of
 // long rows leave room for fewer, the others run after them.
 template <class... Parameters>
-Launch row_launch(const Device& device, void (*kernel)(Parameters...), const RowPlan& plan, size_t shared) {
-  const int64_t resident = blocks_of(device, reinterpret_cast<const void*>(kernel));
-  const int64_t most = resident * device.limits.multiprocessors;
-  return {std::min(ceil_div(plan.rows, plan.teams()), most), device, shared};
+LaunchConfig row_launch(const LaunchContext& context, void (*kernel)(Parameters...), const RowPlan& plan,
+                        size_t shared) {
+  const int64_t resident = resident_blocks_of(context, reinterpret_cast<const void*>(kernel));
+  const int64_t most = resident * context.limits.multiprocessors;
+  return {std::min(ceil_div(plan.rows, plan.teams()), most), context, shared};
 }
 
 }  // namespace fastvit

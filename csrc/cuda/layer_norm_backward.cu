@@ -7,8 +7,8 @@
 //          threads 16 rows at a time.
 // Numerics fp32 (fp64 for double). Shapes and device fix the order of the sums; no atomics.
 // Source   Ba, Kiros, Hinton, arXiv:1607.06450.
-#include "layer_norm.cuh"
 #include "launch_memory.h"
+#include "layer_norm.cuh"
 
 namespace fastvit {
 
@@ -22,12 +22,12 @@ template <>
 constexpr int kBackwardColumns<__half>[2] = {16, 16};
 
 template <class T, class G, int V, int K>
-__global__ void __launch_bounds__(kThreads, kResident) layer_norm_backward_kernel(
-    const __grid_constant__ Launched<LayerNormBackwardParams<Accumulation<T>>> launched) {
-  const auto& args = launched.begin();
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm_backward_kernel(
+    const __grid_constant__ KernelParams<LayerNormBackwardParams<Accumulation<T>>> kernel_params) {
+  const auto& args = kernel_params.wait_and_get();
   using A = Accumulation<T>;
   const RowPlan& plan = args.plan;
-  const RowLane<V, K> mine(plan);
+  const TeamMember<V, K> mine(plan);
   const A n = A(plan.columns);
   A bias_sums[K][V] = {}, weight_sums[K][V] = {};
   // Of a row in several parts there is one team, and a column's sums belong to one thread, in `partial`.
@@ -91,23 +91,23 @@ __global__ void __launch_bounds__(kThreads, kResident) layer_norm_backward_kerne
       for (int k = 0; k < V; ++k) {
         const A xhat = (v[k] - mean) * invstd, weighted = g[k] * scale[k];
         sums[0] += weighted;
-        sums[1] = fused(weighted, xhat, sums[1]);
+        sums[1] = fma_rn(weighted, xhat, sums[1]);
         if (plan.parts == 1) {
           bias_sums[j][k] += g[k];
-          weight_sums[j][k] = fused(g[k], xhat, weight_sums[j][k]);
+          weight_sums[j][k] = fma_rn(g[k], xhat, weight_sums[j][k]);
         } else if (args.partial) {
           bias_own[column + k] += g[k];
-          weight_own[column + k] = fused(g[k], xhat, weight_own[column + k]);
+          weight_own[column + k] = fma_rn(g[k], xhat, weight_own[column + k]);
         }
       }
     });
-    sum_team(sums, mine.lanes);
+    sum_over_team(sums, mine.lanes);
     const A a = sums[0] / n, b = sums[1] / n;
     pass([&](int j, int column, A(&v)[V], const A(&g)[V], const A(&scale)[V]) {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         const A xhat = (v[k] - mean) * invstd;
-        v[k] = fused(-xhat, b, fused(g[k], scale[k], -a)) * invstd;
+        v[k] = fma_rn(-xhat, b, fma_rn(g[k], scale[k], -a)) * invstd;
       }
       x[j].pack(v);
       if (exists) x[j].store(static_cast<T*>(args.dx) + row * plan.columns + column);
@@ -146,9 +146,9 @@ struct SumRowsParams {
 };
 
 template <class A>
-__global__ void __launch_bounds__(kThreads, kResident)
-    sum_rows_kernel(const __grid_constant__ Launched<SumRowsParams<A>> launched) {
-  const auto& args = launched.begin();
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    sum_rows_kernel(const __grid_constant__ KernelParams<SumRowsParams<A>> kernel_params) {
+  const auto& args = kernel_params.wait_and_get();
   constexpr int kWarps = kThreads / 32, kRows = kThreads / kSumColumns;
   __shared__ A merged[kWarps][kSumColumns];
   const int at = int(threadIdx.x) % kSumColumns;
@@ -173,27 +173,27 @@ __global__ void __launch_bounds__(kThreads, kResident)
 }
 
 void backend::layer_norm_backward(const LayerNormArgs& args) {
-  const Device device(args.device);
+  const LaunchContext context(args.device);
   const int64_t numbers = 2 * args.columns;
-  dispatch_dtypes<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {
+  dispatch_layer_norm_types<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {
     using A = Accumulation<T>;
     if (args.rows == 0) {
-      if (args.sums) STD_CUDA_CHECK(cudaMemsetAsync(args.sums, 0, numbers * sizeof(A), device.stream));
+      if (args.sums) STD_CUDA_CHECK(cudaMemsetAsync(args.sums, 0, numbers * sizeof(A), context.stream));
       return;
     }
     const std::initializer_list<const void*> pointers = {args.x, args.dy, args.dx};
     dispatch_row_plan<T, G, kBackwardColumns<T>>(
         args.rows, args.columns, pointers, [&]<int V, int K>(const RowPlan& plan) {
           const auto kernel = layer_norm_backward_kernel<T, G, V, K>;
-          const Launch config =
-              row_launch(device, kernel, plan, std::max(table_bytes<A>(plan), kThreads * K * V * sizeof(A)));
+          const LaunchConfig config =
+              row_launch(context, kernel, plan, std::max(table_bytes<A>(plan), kThreads * K * V * sizeof(A)));
           const Scratch partial(args.sums ? config.blocks * numbers * sizeof(A) : 0);
           const LayerNormBackwardParams<A> params{{args, plan}, static_cast<A*>(partial.data)};
           STD_CUDA_CHECK(launch(kernel, config, params));
           if (!args.sums) return;
           const SumRowsParams<A> sums{params.partial, static_cast<A*>(args.sums), config.blocks, numbers};
           const int64_t blocks = ceil_div(numbers, kSumColumns);
-          STD_CUDA_CHECK(launch(sum_rows_kernel<A>, {blocks, device}, sums));
+          STD_CUDA_CHECK(launch(sum_rows_kernel<A>, {blocks, context}, sums));
         });
   });
 }

@@ -11,18 +11,18 @@ namespace fastvit {
 
 // Blocks of a multiprocessor, which hide each other's latency. Values of half take more registers.
 template <class T>
-constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kOneMore;
+constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kOneMoreBlockOnSm90;
 
 template <class T, class G, int V, int K>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
-    layer_norm_forward_kernel(const __grid_constant__ Launched<Planned<LayerNormArgs, RowPlan>> launched) {
-  const auto& args = launched.begin();
+__global__ void __launch_bounds__(kThreads, kForwardBlocks<T>) layer_norm_forward_kernel(
+    const __grid_constant__ KernelParams<Planned<LayerNormArgs, RowPlan>> kernel_params) {
+  const auto& args = kernel_params.wait_and_get();
   using A = Accumulation<T>;
   const RowPlan& plan = args.plan;
   const T* const x = static_cast<const T*>(args.x);
   G* const y = static_cast<G*>(args.y);
   A* const saved = static_cast<A*>(args.saved);
-  const RowLane<V, K> mine(plan);
+  const TeamMember<V, K> mine(plan);
   const A n = A(plan.columns);
   Vector<T, V> vectors[K];
   const auto load = [&](int64_t row, int part) {
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
 #pragma unroll
       for (int k = 0; k < V; ++k) sum[0] += v[k];
     });
-    sum_team(sum, mine.lanes);
+    sum_over_team(sum, mine.lanes);
     A mean = sum[0] / n;
     A centred[2] = {0, 0};
     pass([&](const A(&v)[V], int) {
@@ -69,10 +69,10 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
       for (int k = 0; k < V; ++k) {
         const A d = v[k] - mean;
         centred[0] += d;
-        centred[1] = fused(d, d, centred[1]);
+        centred[1] = fma_rn(d, d, centred[1]);
       }
     });
-    sum_team(centred, mine.lanes);
+    sum_over_team(centred, mine.lanes);
     const A correction = centred[0] / n;
     mean += correction;
     const A invstd = A(1) / std::sqrt((centred[1] - centred[0] * correction) / n + A(args.eps));
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
       A scale[V], shift[V];
       gamma.get(column, scale), beta.get(column, shift);
 #pragma unroll
-      for (int k = 0; k < V; ++k) v[k] = fused((v[k] - mean) * invstd, scale[k], shift[k]);
+      for (int k = 0; k < V; ++k) v[k] = fma_rn((v[k] - mean) * invstd, scale[k], shift[k]);
       Vector<G, V> out;
       out.pack(v);
       if (exists) out.store(y + row * plan.columns + column);
@@ -94,14 +94,14 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
 }
 
 void backend::layer_norm_forward(const LayerNormArgs& args) {
-  const Device device(args.device);
+  const LaunchContext context(args.device);
   if (args.rows == 0) return;
-  dispatch_dtypes<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {
+  dispatch_layer_norm_types<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {
     using A = Accumulation<T>;
     dispatch_row_plan<T, G, kForwardColumns>(
         args.rows, args.columns, {args.x, args.y}, [&]<int V, int K>(const RowPlan& plan) {
           const auto kernel = layer_norm_forward_kernel<T, G, V, K>;
-          STD_CUDA_CHECK(launch(kernel, row_launch(device, kernel, plan, 2 * table_bytes<A>(plan)),
+          STD_CUDA_CHECK(launch(kernel, row_launch(context, kernel, plan, 2 * table_bytes<A>(plan)),
                                 Planned<LayerNormArgs, RowPlan>{args, plan}));
         });
   });

@@ -1,13 +1,13 @@
-// Divides the work of an op among blocks and threads, on the host, for any strides.
+// Divides the work of an op among blocks and threads. Runs on the host, for tensors of any strides.
 //
-// A block processes a tile of channels and a slice of the values of each. `lanes` threads access consecutive
-// memory; `teams` such groups of threads share the units of the slice.
-//   planes  a tile is one channel; a unit is a plane, or a segment of a long one.
-//   rows    a unit is one row; a thread has the same columns in all rows, so the constants of its channels
-//           stay in registers. Short contiguous planes are walked as rows too: all channels of one n are a
-//           row of C * S columns, `fold` = S columns per channel, so that loads are 16 bytes wide at 7x7 and
-//           14x14.
-// The planner prefers the division in which the most vectors of all resident threads hold data.
+// A block takes a tile (some channels) and a slice (a share of the values of these channels). Its threads form
+// teams: the members of a team read consecutive memory, and the teams share the units of the slice.
+//   planes  A tile is one channel. A unit is a plane, or a segment of a long plane.
+//   rows    A unit is one row. A member has the same columns in every row, so the constants of its channels
+//           stay in registers.
+//   folded  Short contiguous planes, such as 7x7 and 14x14, are walked as rows of C * inner columns, so that
+//           loads are 16 bytes wide. A channel then has columns_per_channel = inner columns.
+// The planner chooses the division in which the largest fraction of the threads' vectors holds data.
 #pragma once
 
 #include <algorithm>
@@ -18,183 +18,230 @@
 
 namespace fastvit {
 
-constexpr int kThreads = 256;  // per block, in every kernel
-constexpr int kResident = 2;   // launch bound: blocks that a multiprocessor can hold; leaves 128 registers
-constexpr int kBatch = 4;      // vectors of each operand that a thread has in flight
-constexpr int kSemaphores = 4096;     // most tiles whose slices are merged: 32 KiB of a stream's memory
-constexpr int kLanes = 32;            // most lanes of rows, which read 512 bytes
-constexpr int kMaxTile = 8 * kLanes;  // channels of a block, each merged by a thread: vectors of 16 bits
-constexpr int kMergedLanes = 16;      // half where slices are merged: a channel then has half as many
-constexpr int kMinLanes = 4;          // least lanes of rows: one or two whole sectors of memory
-constexpr int kLineVectors = 8;       // vectors in a line of 128 bytes
-constexpr int kFolded = 64;           // most vectors of a plane that is walked as a part of a row
-constexpr int kBatches = 4;           // most batches of a thread in a segment, at kThreads lanes
-constexpr int kWaves = 4;       // most waves that are tried: a later one is less than a fifth of the work
-constexpr double kFull = 0.95;  // a search ends at this fraction of vectors with data
-constexpr double kGain = 0.02;  // least gain of it for which other lanes or a further wave are chosen
-constexpr double kMergedGain = 0.1;  // the same where a further wave adds slices to merge
+constexpr int kThreads = 256;                // threads of a block, in every kernel
+constexpr int kBlocksPerMultiprocessor = 2;  // launch bound; leaves 128 registers for a thread
+constexpr int kBatch = 4;                    // vectors of each operand that a thread has in flight
+constexpr int kMaxMergedTiles = 4096;  // an op with more tiles has one slice; bounds a stream's counters
 
-struct Limits {  // properties of a device
+// Team sizes of rows.
+constexpr int kMaxTeam = 32;            // reads 512 bytes of a row
+constexpr int kMaxMergingTeam = 16;     // of an op that merges slices: fewer channels have more slices
+constexpr int kMinTeam = 4;             // reads one or two sectors of 32 bytes
+constexpr int kMaxTile = 8 * kMaxTeam;  // channels: a vector of 16 bytes holds at most 8 elements
+constexpr int kMaxFoldedVectors = 64;   // longest plane, in vectors, that is walked as a part of a row
+
+// Team sizes and segments of planes.
+constexpr int kVectorsPerLine = 8;        // a line of 128 bytes
+constexpr int kMaxBatchesPerSegment = 4;  // of a team of kThreads
+constexpr int kMinTeamOfSeveralBatches = 16;
+
+// The search for the best division. A fraction is that of the threads' vectors that hold data.
+constexpr double kFullEnough = 0.95;     // the search ends at this fraction
+constexpr double kMinGain = 0.02;        // smallest gain for which a later candidate is chosen
+constexpr double kMinGainMerging = 0.1;  // the same, if the candidate has more slices to merge
+constexpr int kMaxWaves = 4;             // of blocks; a fifth would hold less than a fifth of the work
+
+struct DeviceLimits {
   int multiprocessors = 1;
-  int on_chip_blocks = kResident;  // which share a multiprocessor's shared memory in on-chip ops
-  int64_t smem_cache_bytes = 0;    // shared memory of each of these for vectors
+  int single_launch_blocks = kBlocksPerMultiprocessor;  // blocks of a single launch on a multiprocessor
+  int64_t smem_cache_bytes = 0;  // shared memory in which a block of a single launch keeps vectors
 };
 
-struct Plan {
-  Layout layout;
-  bool rows = false;
-  bool vector = false;  // vectors of 16 bytes; otherwise of one element
-  int lanes = 1, teams = 1;
-  int fold = 1;  // columns of a row per channel
-  int tile = 1;  // channels of a block
+struct LaunchPlan {
+  WalkLayout layout;
+  bool is_rows = false;
+  bool is_vectorized = false;  // a vector has 16 bytes; otherwise one element
+  int team_size = 1, teams = 1;
+  int columns_per_channel = 1;  // of a row
+  int tile_channels = 1;
   unsigned tiles = 1, slices = 1;
-  int64_t columns = 1;
-  int64_t segment = 1, segments = 1;  // length and number of segments of a plane
-  int64_t units = 0;
-  int cached_vectors = 0;  // of each operand, in shared memory by a thread; 0: they do not fit
+  int64_t columns = 1;                       // of a row
+  int64_t segment_length = 1, segments = 1;  // of a plane
+  int64_t units = 0;                         // of all slices
+  int vectors_in_shared = 0;  // of each merged operand and thread; 0: a single launch is not possible
 
   int64_t blocks() const { return int64_t(tiles) * slices; }
 };
 
-struct Planner {
-  const Layout& l;
-  const void* const* pointers;
+struct LaunchPlanner {
+  const WalkLayout& layout;
+  const void* const* pointers;  // of the operands, in the order of layout.strides
   int operands, element_size;
-  const Limits& limits;
-  int merged_operands;  // read by an op that merges slices, on chip where they fit; 0: the op merges none
-  int least_waves = 1;  // of blocks; several balance the ends of a kernel whose blocks begin with little work
-  int V = 16 / element_size;
+  const DeviceLimits& limits;
+  int merged_operands;  // operands that a reduction reads, whose slices are merged; 0: no reduction
+  int min_waves = 1;    // several waves balance the blocks' ends where a block begins with little work
+  int vector_width = 16 / element_size;
 
-  // For an op whose merged operands stay in shared memory; cached_vectors = 0 where they do not fit.
-  Plan on_chip() const {
-    Plan plan = kernel();
-    const int64_t bytes = int64_t(merged_operands) * kThreads * 16;  // one vector per thread and operand
-    if (bytes == 0 || !plan.vector || bytes > limits.smem_cache_bytes) return plan;
-    divide(plan, int64_t(limits.multiprocessors) * limits.on_chip_blocks, 1);
-    const int64_t vectors = walked(plan);
-    plan.cached_vectors = vectors * bytes <= limits.smem_cache_bytes ? int(vectors) : 0;
-    return plan;
-  }
-  // The plan of a kernel. Where the operands fit on chip it equals on_chip(), so an op and its on-chip form
-  // give the same bits. resident(plan) is the number of blocks per multiprocessor of the kernel with the walk
-  // of `plan`.
-  Plan plan(const auto& resident) const {
-    Plan plan = on_chip();
-    if (plan.cached_vectors == 0)
-      divide(plan, int64_t(limits.multiprocessors) * std::max(1, int(resident(plan))), kWaves);
+  // The plan of a single launch, whose blocks keep their values of the merged operands in shared memory.
+  // vectors_in_shared is 0 if these do not fit.
+  LaunchPlan plan_single_launch() const {
+    LaunchPlan plan = choose_walk();
+    const int64_t bytes_per_vector = int64_t(merged_operands) * kThreads * 16;  // one of each thread
+    if (bytes_per_vector == 0 || !plan.is_vectorized || bytes_per_vector > limits.smem_cache_bytes)
+      return plan;
+    choose_slices(plan, int64_t(limits.multiprocessors) * limits.single_launch_blocks, 1);
+    const int64_t vectors = vectors_per_thread(plan);
+    plan.vectors_in_shared = vectors * bytes_per_vector <= limits.smem_cache_bytes ? int(vectors) : 0;
     return plan;
   }
 
-  bool all(const auto& condition) const {
+  // The plan of an op in launches of its own. It equals plan_single_launch() if a single launch is possible, so
+  // that both ways give the same bits. resident(plan) is the number of blocks on a multiprocessor of the kernel
+  // that walks by `plan`.
+  LaunchPlan plan(const auto& resident) const {
+    LaunchPlan plan = plan_single_launch();
+    if (plan.vectors_in_shared == 0)
+      choose_slices(plan, int64_t(limits.multiprocessors) * std::max(1, int(resident(plan))), kMaxWaves);
+    return plan;
+  }
+
+ private:
+  bool all_operands(const auto& condition) const {
     for (int k = 0; k < operands; ++k)
-      if (!condition(l.strides[k], reinterpret_cast<uintptr_t>(pointers[k]))) return false;
+      if (!condition(layout.strides[k], reinterpret_cast<uintptr_t>(pointers[k]))) return false;
     return true;
   }
-  // Selects the kernel, and the lanes and tile of rows.
-  Plan kernel() const {
-    Plan plan;
-    plan.layout = l;
-    const bool as_rows = l.rows || l.N == 0;
-    const int64_t fold = as_rows ? 1 : l.S;
-    const bool dense =
-        all([&](const Strides& s, uintptr_t) { return s.channel == fold && (as_rows || s.inner == 1); });
-    const bool folded = dense && l.C > 1 && l.S <= kFolded * V;
-    if ((as_rows || folded) && ((dense && rows(plan, fold, V)) || rows(plan, fold, 1))) return plan;
-    // Vectors begin at 16-byte boundaries, which must be at the same elements of all operands.
-    const Strides& first = l.strides[0];
-    const uintptr_t p = reinterpret_cast<uintptr_t>(pointers[0]);
-    plan.vector = l.outer_dims <= 1 && l.S >= 2 * V && all([&](const Strides& s, uintptr_t q) {
-                    return s.inner == 1 && q % 16 == p % 16 && (s.channel - first.channel) % V == 0 &&
-                           (s.outer[0] - first.outer[0]) % V == 0;
-                  });
+
+  // Chooses between rows, with their team and tile, and planes; and whether vectors have 16 bytes.
+  LaunchPlan choose_walk() const {
+    LaunchPlan plan;
+    plan.layout = layout;
+    const bool is_rows = layout.is_rows || layout.outer == 0;
+    const int64_t columns_per_channel = is_rows ? 1 : layout.inner;
+    const bool is_dense = all_operands([&](const Strides& s, uintptr_t) {
+      return s.channel == columns_per_channel && (is_rows || s.inner == 1);
+    });
+    const bool folds_into_rows =
+        is_dense && layout.channels > 1 && layout.inner <= kMaxFoldedVectors * vector_width;
+    if (is_rows || folds_into_rows) {
+      if (is_dense && try_rows(plan, columns_per_channel, vector_width)) return plan;
+      if (try_rows(plan, columns_per_channel, 1)) return plan;
+    }
+    plan.is_vectorized = planes_have_vectors();
     return plan;
   }
 
-  // Rows in vectors of `width`, if these are aligned and offsets within a batch fit in 32 bits. Takes the
-  // lanes, for whole channels, that leave the fewest threads and columns without work.
-  bool rows(Plan& plan, int64_t fold, int64_t width) const {
-    const int64_t columns = l.C * fold, vectors = std::max<int64_t>(1, columns / width),
-                  channels = width / std::gcd(width, fold), step = channels * fold / width;
-    const auto fits = [&](const Strides& s, uintptr_t p) {
-      return p % 16 == 0 && s.outer[0] % width == 0 && s.outer[0] * kThreads * kBatch <= INT32_MAX;
-    };
-    const bool packed = l.outer_dims <= 1 && columns % width == 0 && std::max(columns, l.N) <= INT32_MAX;
-    if (step > kThreads || (width > 1 && !(packed && all(fits)))) return false;
-    plan.rows = true, plan.vector = width > 1, plan.fold = int(fold), plan.columns = columns;
-    const int64_t most = std::min<int64_t>(vectors, merged_operands ? kMergedLanes : kLanes) / step;
+  // Whether planes can be walked in vectors: their 16-byte boundaries must be at the same elements of all
+  // operands.
+  bool planes_have_vectors() const {
+    const Strides& first = layout.strides[0];
+    const uintptr_t first_pointer = reinterpret_cast<uintptr_t>(pointers[0]);
+    return layout.outer_dims <= 1 && layout.inner >= 2 * vector_width &&
+           all_operands([&](const Strides& s, uintptr_t pointer) {
+             return s.inner == 1 && pointer % 16 == first_pointer % 16 &&
+                    (s.channel - first.channel) % vector_width == 0 &&
+                    (s.outer[0] - first.outer[0]) % vector_width == 0;
+           });
+  }
+
+  // Whether rows can be walked in vectors: these must be aligned, and the offsets within a batch must fit into
+  // 32 bits.
+  bool rows_have_vectors(int64_t columns) const {
+    return layout.outer_dims <= 1 && columns % vector_width == 0 &&
+           std::max(columns, layout.outer) <= INT32_MAX &&
+           all_operands([&](const Strides& s, uintptr_t pointer) {
+             return pointer % 16 == 0 && s.outer[0] % vector_width == 0 &&
+                    s.outer[0] * kThreads * kBatch <= INT32_MAX;
+           });
+  }
+
+  // Walks rows in vectors of `width` elements, if that is possible. Chooses the team size, a multiple of
+  // whole channels, that leaves the fewest threads and columns without work.
+  bool try_rows(LaunchPlan& plan, int64_t columns_per_channel, int64_t width) const {
+    const int64_t columns = layout.channels * columns_per_channel,
+                  vectors = std::max<int64_t>(1, columns / width);
+    // The fewest channels that are whole vectors.
+    const int64_t channels = width / std::gcd(width, columns_per_channel),
+                  members = channels * columns_per_channel / width;
+    if (members > kThreads || (width > 1 && !rows_have_vectors(columns))) return false;
+    plan.is_rows = true, plan.is_vectorized = width > 1;
+    plan.columns_per_channel = int(columns_per_channel), plan.columns = columns;
+    const int64_t max_team = std::min<int64_t>(vectors, merged_operands ? kMaxMergingTeam : kMaxTeam);
     double best = 0;
-    for (int64_t n = std::max<int64_t>(1, most); n && (!best || n * step >= kMinLanes); --n) {
-      const int64_t lanes = n * step, used = kThreads / lanes * lanes;  // threads with work
-      const double found = double(vectors * used) / double(ceil_div(vectors, lanes) * lanes);
-      if (found > best) best = found, plan.lanes = int(lanes), plan.tile = int(n * channels);
+    for (int64_t n = std::max<int64_t>(1, max_team / members); n && (!best || n * members >= kMinTeam); --n) {
+      const int64_t team_size = n * members, threads = kThreads / team_size * team_size;
+      const double busy = double(vectors * threads) / double(ceil_div(vectors, team_size) * team_size);
+      if (busy > best) best = busy, plan.team_size = int(team_size), plan.tile_channels = int(n * channels);
       if (best == kThreads) break;
     }
     return true;
   }
 
-  int width(const Plan& plan) const { return plan.vector ? V : 1; }
+  int width_of(const LaunchPlan& plan) const { return plan.is_vectorized ? vector_width : 1; }
 
   // The vectors of each operand in a thread's walk, empty ones included.
-  int64_t walked(const Plan& plan) const {
+  int64_t vectors_per_thread(const LaunchPlan& plan) const {
     const int64_t teams = int64_t(plan.slices) * plan.teams;
-    if (plan.rows) return ceil_div(plan.units, teams * kBatch) * kBatch;
-    const auto whole = [&](const Strides& s, uintptr_t p) {
-      return p % 16 == 0 && s.channel % V == 0 && s.outer[0] % V == 0 && l.S % V == 0;
-    };
-    const int64_t batches = ceil_div(ceil_div(plan.segment, width(plan)), int64_t(plan.lanes) * kBatch),
-                  ends = plan.vector && !all(whole) ? ceil_div(2 * (V - 1), plan.lanes) : 0;
+    if (plan.is_rows) return ceil_div(plan.units, teams * kBatch) * kBatch;
+    const int64_t vectors = ceil_div(plan.segment_length, width_of(plan)),
+                  batches = ceil_div(vectors, int64_t(plan.team_size) * kBatch);
+    const bool is_aligned = all_operands([&](const Strides& s, uintptr_t pointer) {
+      return pointer % 16 == 0 && s.channel % vector_width == 0 && s.outer[0] % vector_width == 0 &&
+             layout.inner % vector_width == 0;
+    });
+    // Elements before the first and after the last vector are walked one by one.
+    const int64_t ends =
+        plan.is_vectorized && !is_aligned ? ceil_div(2 * (vector_width - 1), plan.team_size) : 0;
     return ceil_div(plan.units, teams) * (batches * kBatch + ends);
   }
 
-  // The fraction of the vectors of all waves of blocks that hold data.
-  double fraction(const Plan& plan, int64_t resident) const {
-    const int64_t vectors = ceil_div(plan.blocks(), resident) * resident * kThreads * walked(plan);
-    return double(l.numel()) / std::max(1.0, double(vectors) * width(plan));
+  // The fraction of the vectors of all threads that hold data. The last wave of blocks counts as a whole.
+  double filled_fraction(const LaunchPlan& plan, int64_t resident) const {
+    const int64_t vectors =
+        ceil_div(plan.blocks(), resident) * resident * kThreads * vectors_per_thread(plan);
+    return double(layout.numel()) / std::max(1.0, double(vectors) * width_of(plan));
   }
 
-  // Slices for so many waves of blocks; at most one per iteration of a team's loop.
-  void slice(Plan& plan, int64_t resident, int waves) const {
-    plan.teams = kThreads / plan.lanes;
-    plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(l.C, plan.tile)));
-    plan.units = plan.rows ? l.N : l.N * plan.segments;
-    const int64_t step = int64_t(plan.teams) * (plan.rows ? kBatch : 1), most = ceil_div(plan.units, step);
-    const bool one = most == 0 || (merged_operands && plan.tiles > kSemaphores);
-    plan.slices = one ? 1 : unsigned(std::clamp<int64_t>(waves * resident / plan.tiles, 1, most));
+  // Sets the slices for so many waves of blocks: at most one slice per iteration of a team's loop.
+  void set_slices(LaunchPlan& plan, int64_t resident, int waves) const {
+    plan.teams = kThreads / plan.team_size;
+    plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(layout.channels, plan.tile_channels)));
+    plan.units = plan.is_rows ? layout.outer : layout.outer * plan.segments;
+    const int64_t units_per_turn = int64_t(plan.teams) * (plan.is_rows ? kBatch : 1),
+                  max_slices = ceil_div(plan.units, units_per_turn);
+    const bool is_one = max_slices == 0 || (merged_operands && plan.tiles > kMaxMergedTiles);
+    plan.slices = is_one ? 1 : unsigned(std::clamp<int64_t>(waves * resident / plan.tiles, 1, max_slices));
   }
 
-  // Chooses the lanes that walk a plane so that batches, turns and blocks are fullest. For 28x28 values of 16
-  // bits, 98 vectors, 32 lanes nearly fill a batch; 256 lanes leave three of its four vectors empty. A team's
-  // accesses are whole lines of memory, kLineVectors, since lines that two warps write apart take longer. At
-  // least 16 lanes with several batches. Segments are shorter where planes are fewer than resident blocks.
-  void lanes(Plan& plan, int64_t resident) const {
-    const int64_t whole = ceil_div(l.S, width(plan)),
-                  few = std::min(whole / kThreads, resident / std::max<int64_t>(1, l.N * l.C)),
-                  vectors = ceil_div(whole, std::max(ceil_div(whole, kThreads * kBatch * kBatches), few));
-    plan.segment = vectors * width(plan), plan.segments = ceil_div(l.S, plan.segment);
+  // Chooses the segments of a plane, and the team size that leaves the fewest vectors of a batch empty. For
+  // example, a plane of 98 vectors (28x28 values of 16 bits) almost fills a batch of 4 vectors of 32 members;
+  // of 256 members it would fill a quarter. A team reads whole lines of memory, since a line that two warps
+  // write apart takes longer. Planes have several segments if they are fewer than the resident blocks.
+  void choose_team_of_planes(LaunchPlan& plan, int64_t resident) const {
+    const int64_t vectors_per_plane = ceil_div(layout.inner, width_of(plan));
+    const int64_t segments_by_length = ceil_div(vectors_per_plane, kThreads * kBatch * kMaxBatchesPerSegment);
+    const int64_t planes = layout.outer * layout.channels,
+                  segments_by_blocks =
+                      std::min(vectors_per_plane / kThreads, resident / std::max<int64_t>(1, planes));
+    const int64_t vectors = ceil_div(vectors_per_plane, std::max(segments_by_length, segments_by_blocks));
+    plan.segment_length = vectors * width_of(plan);
+    plan.segments = ceil_div(layout.inner, plan.segment_length);
     double best = 0;
     int chosen = kThreads;
-    for (int batches = 0; batches <= 2 * kBatches && best < kFull; ++batches) {
-      const int64_t least = batches ? ceil_div(vectors, batches * kBatch) : kThreads;
-      if (least > kThreads || (batches > 1 && least < 16)) continue;
-      plan.lanes = int(plan.vector ? ceil_div(least, kLineVectors) * kLineVectors : least);
-      slice(plan, resident, 1);
-      const double found = fraction(plan, resident);
-      if (found > best + kGain) best = found, chosen = plan.lanes;
+    // The first candidate, of 0 batches, is a team of all threads.
+    for (int batches = 0; batches <= 2 * kMaxBatchesPerSegment && best < kFullEnough; ++batches) {
+      const int64_t members = batches ? ceil_div(vectors, batches * kBatch) : kThreads;
+      if (members > kThreads || (batches > 1 && members < kMinTeamOfSeveralBatches)) continue;
+      plan.team_size =
+          int(plan.is_vectorized ? ceil_div(members, kVectorsPerLine) * kVectorsPerLine : members);
+      set_slices(plan, resident, 1);
+      const double filled = filled_fraction(plan, resident);
+      if (filled > best + kMinGain) best = filled, chosen = plan.team_size;
     }
-    plan.lanes = chosen;
+    plan.team_size = chosen;
   }
 
-  // Divides the values among blocks, of which `resident` run at once.
-  void divide(Plan& plan, int64_t resident, int most_waves) const {
-    if (!plan.rows) lanes(plan, resident);
+  // Divides the values of each tile into slices, for `resident` blocks that run at once.
+  void choose_slices(LaunchPlan& plan, int64_t resident, int max_waves) const {
+    if (!plan.is_rows) choose_team_of_planes(plan, resident);
     double best = 0;
-    int chosen = least_waves;
-    for (int waves = least_waves; waves <= most_waves && best < kFull; ++waves) {
-      slice(plan, resident, waves);
-      const double found = fraction(plan, resident);
-      if (found > best + (merged_operands ? kMergedGain : kGain)) best = found, chosen = waves;
+    int chosen = min_waves;
+    for (int waves = min_waves; waves <= max_waves && best < kFullEnough; ++waves) {
+      set_slices(plan, resident, waves);
+      const double filled = filled_fraction(plan, resident);
+      if (filled > best + (merged_operands ? kMinGainMerging : kMinGain)) best = filled, chosen = waves;
     }
-    slice(plan, resident, chosen);
+    set_slices(plan, resident, chosen);
   }
 };
 

@@ -31,18 +31,18 @@ void store_wide(Words* to, Words value) {
   *to = value;
 }
 inline void prefetch(const void*) {}
-inline unsigned count_up(unsigned* counter, unsigned most, CUDA_HOST_AT) {
+inline unsigned increment_wrapping(unsigned* counter, unsigned most, CUDA_HOST_AT) {
   const auto next = [=](unsigned before) { return before >= most ? 0 : before + 1; };
   return cuda_host::rmw(counter, next, CUDA_HOST_LOC, cuda_host::acq_rel, cuda_host::gpu);
 }
 using cuda_host::globaltimer;
 using cuda_host::let_next_kernel_begin;
 using cuda_host::wait_for_previous_kernel;
-inline void store_halves(uint64_t* to, uint64_t first, uint64_t second) {
+inline void store_two_words(uint64_t* to, uint64_t first, uint64_t second) {
   SystemAtomic<uint64_t>(to[0]).store(first, cuda::std::memory_order_relaxed);
   SystemAtomic<uint64_t>(to[1]).store(second, cuda::std::memory_order_relaxed);
 }
-inline void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
+inline void load_two_words(uint64_t* from, uint64_t& first, uint64_t& second) {
   first = SystemAtomic<uint64_t>(from[0]).load(cuda::std::memory_order_relaxed);
   second = SystemAtomic<uint64_t>(from[1]).load(cuda::std::memory_order_relaxed);
 }
@@ -90,7 +90,7 @@ __device__ __forceinline__ void prefetch(const void* from) {
 }
 // The counter before it is counted up, from `most` to 0. Orders the thread's earlier writes before it and its
 // later reads behind it, for all blocks.
-__device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned most) {
+__device__ __forceinline__ unsigned increment_wrapping(unsigned* counter, unsigned most) {
   unsigned before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
@@ -98,7 +98,7 @@ __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned most) {
                : "memory");
   return before;
 }
-// Of a stream's kernels; see Launched. Before sm_90 they do not overlap.
+// Of a stream's kernels; see KernelParams. Before sm_90 they do not overlap.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -109,17 +109,17 @@ __device__ __forceinline__ void let_next_kernel_begin() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ uint64_t globaltimer() {  // nanoseconds
+__device__ __forceinline__ uint64_t globaltimer() {  // timeout_ns
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
-__device__ __forceinline__ void store_halves(uint64_t* to, uint64_t first, uint64_t second) {
+__device__ __forceinline__ void store_two_words(uint64_t* to, uint64_t first, uint64_t second) {
   asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "l"(first),
                "l"(second)
                : "memory");
 }
-__device__ __forceinline__ void load_halves(uint64_t* from, uint64_t& first, uint64_t& second) {
+__device__ __forceinline__ void load_two_words(uint64_t* from, uint64_t& first, uint64_t& second) {
   asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
                : "=l"(first), "=l"(second)
                : "l"(__cvta_generic_to_global(from))
@@ -129,18 +129,18 @@ __device__ __forceinline__ void load_halves(uint64_t* from, uint64_t& first, uin
 
 // Relaxed, of system scope; each half of a packet is atomic.
 __device__ __forceinline__ void store_packet(peer::Packet* to, const peer::Packet& p) {
-  store_halves(reinterpret_cast<uint64_t*>(to), p.word0 | uint64_t(p.epoch0) << 32,
-               p.word1 | uint64_t(p.epoch1) << 32);
+  store_two_words(reinterpret_cast<uint64_t*>(to), p.word0 | uint64_t(p.epoch0) << 32,
+                  p.word1 | uint64_t(p.epoch1) << 32);
 }
 __device__ __forceinline__ peer::Packet load_packet(peer::Packet* from) {
   uint64_t first, second;
-  load_halves(reinterpret_cast<uint64_t*>(from), first, second);
+  load_two_words(reinterpret_cast<uint64_t*>(from), first, second);
   return {uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32)};
 }
 
 // A report to the host, which does not wait for the kernel. One thread calls. The fault, which the host
 // polls, is written last.
-__device__ __forceinline__ void report_fault(peer::FaultReport* host, const peer::FaultReport& report) {
+__device__ __forceinline__ void write_fault_report(peer::FaultReport* host, const peer::FaultReport& report) {
   uint32_t words[sizeof(report) / sizeof(uint32_t)];
   memcpy(words, &report, sizeof(report));
   uint32_t* const to = reinterpret_cast<uint32_t*>(host);

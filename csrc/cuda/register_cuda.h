@@ -9,7 +9,7 @@ namespace fastvit {
 template <class Library>
 void implement_cuda(Library& m) {
   implement_ops(m);
-  m.impl("exchange_share", TORCH_BOX(&cuda_exchange_share));
+  m.impl("exchange_merge", TORCH_BOX(&cuda_exchange_merge));
   m.impl("pack_message", TORCH_BOX(&pack_message));
   m.impl("merge_messages", TORCH_BOX(&merge_messages));
 }

@@ -24,46 +24,46 @@ class SmemCache {
   __device__ __forceinline__ explicit SmemCache(unsigned char* bytes) : bytes(bytes) {}
 
   template <class B>
-  __device__ __forceinline__ void put(const B&, int operand, const Vector<T, B::V> (&from)[B::U]) const {
+  __device__ __forceinline__ void store(const B&, int operand, const Vector<T, B::V> (&from)[B::U]) const {
 #pragma unroll
     for (int j = 0; j < B::U; ++j) *at<B>(operand, j) = from[j];
   }
   template <class B>  // a batch, or its j-th vector alone
-  __device__ __forceinline__ void get(const B&, int operand, Vector<T, B::V> (&to)[B::U], int j = 0) const {
+  __device__ __forceinline__ void load(const B&, int operand, Vector<T, B::V> (&to)[B::U], int j = 0) const {
 #pragma unroll
     for (int i = 0; i < B::U; ++i) to[i] = *at<B>(operand, j + i);
   }
   template <class B>
-  __device__ __forceinline__ void next(const B&) {
+  __device__ __forceinline__ void advance(const B&) {
     first += B::U;
   }
   __device__ __forceinline__ void rewind() { first = 0; }
 };
 
 // Forces later reads to come from shared memory, not from registers.
-__device__ __forceinline__ void forget_registers() {
+__device__ __forceinline__ void force_reload_from_shared() {
   asm volatile("" ::: "memory");
 }
 
-inline size_t smem_cache_bytes(const Plan& plan, int operands) {
-  return size_t(plan.cached_vectors) * operands * kThreads * 16;
+inline size_t smem_cache_bytes(const LaunchPlan& plan, int operands) {
+  return size_t(plan.vectors_in_shared) * operands * kThreads * 16;
 }
 
-// As dispatch_walk, for a plan with vectors in shared memory.
+// As dispatch_kernel_of_plan, for a plan with vectors in shared memory.
 template <class T, class F>
-void dispatch_vector_walk(const Plan& plan, const F& f) {
-  plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
+void dispatch_vector_kernel(const LaunchPlan& plan, const F& f) {
+  plan.is_rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
 }
 
 // Launches an on-chip op; false where its blocks cannot all be resident at once, which slices need.
 template <class Params>
-bool launch_on_chip(void (*kernel)(Launched<Params>), const Plan& plan, int cached_operands,
-                    const Device& device, const Params& params) {
-  query_once(reinterpret_cast<const void*>(kernel), device.current, [&](int&) {
+bool try_single_launch(void (*kernel)(KernelParams<Params>), const LaunchPlan& plan, int cached_operands,
+                       const LaunchContext& context, const Params& params) {
+  cached_query(reinterpret_cast<const void*>(kernel), context.device_index, [&](int&) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                int(device.limits.smem_cache_bytes));
+                                int(context.limits.smem_cache_bytes));
   });
-  const Launch config{plan.blocks(), device, smem_cache_bytes(plan, cached_operands), plan.slices > 1};
+  const LaunchConfig config{plan.blocks(), context, smem_cache_bytes(plan, cached_operands), plan.slices > 1};
   const cudaError_t status = launch(kernel, config, params);
   if (status == cudaErrorCooperativeLaunchTooLarge || status == cudaErrorNotSupported) {
     (void)cudaGetLastError();  // an empty device has no room for all blocks; then the op takes two launches

@@ -19,22 +19,22 @@ namespace fastvit {
 #pragma nv_exec_check_disable
 #endif
 template <class F>
-FASTVIT_INLINE auto dispatch_type(ScalarType dtype, const F& f) {
-  return dispatch_dtype<__half, __nv_bfloat16>(dtype, f);
+FASTVIT_HOST_DEVICE auto dispatch_storage_type(ScalarType dtype, const F& f) {
+  return dispatch_storage_type<__half, __nv_bfloat16>(dtype, f);
 }
 
 // a * b + c rounded once, and a + b that is never fused with a product. Used where several kernels must give
 // the same bits, so that the compiler does not fuse in one kernel and not in another.
-__device__ __forceinline__ float fused(float a, float b, float c) {
+__device__ __forceinline__ float fma_rn(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
 }
-__device__ __forceinline__ double fused(double a, double b, double c) {
+__device__ __forceinline__ double fma_rn(double a, double b, double c) {
   return __fma_rn(a, b, c);
 }
-__device__ __forceinline__ float added(float a, float b) {
+__device__ __forceinline__ float add_rn(float a, float b) {
   return __fadd_rn(a, b);
 }
-__device__ __forceinline__ double added(double a, double b) {
+__device__ __forceinline__ double add_rn(double a, double b) {
   return __dadd_rn(a, b);
 }
 

@@ -54,16 +54,16 @@ Packet* inbox_message(const Exchange& exchange, int receiver, int sender, uint32
 }
 
 // Spins, then yields, then sleeps; false when the slice is over.
-class Backoff {
+class WaitSlice {
  public:
-  Backoff(uint64_t nanoseconds, int ranks)
-      : begin_(Clock::now()), slice_(double(nanoseconds) * 1e-9), spin_(ranks <= cores() ? kSpin : 0) {}
+  WaitSlice(uint64_t timeout_ns, int ranks)
+      : begin_(Clock::now()), slice_(double(timeout_ns) * 1e-9), spin_(ranks <= cores() ? kSpinSeconds : 0) {}
 
   bool wait() {
     if (++rounds_ % 64 == 0 || phase_ != Phase::spin) {
       const double waited = std::chrono::duration<double>(Clock::now() - begin_).count();
       if (waited >= slice_) return false;
-      phase_ = waited < spin_ ? Phase::spin : waited < kYield ? Phase::yield : Phase::sleep;
+      phase_ = waited < spin_ ? Phase::spin : waited < kYieldUntilSeconds ? Phase::yield : Phase::sleep;
     }
     if (phase_ == Phase::spin)
       pause();
@@ -76,7 +76,7 @@ class Backoff {
 
  private:
   enum class Phase { spin, yield, sleep };
-  static constexpr double kSpin = 5e-6, kYield = 2e-3;  // seconds since the wait began
+  static constexpr double kSpinSeconds = 5e-6, kYieldUntilSeconds = 2e-3;  // seconds since the wait began
   static constexpr std::chrono::microseconds kSleep{50};
 
   static void pause() {
@@ -102,18 +102,18 @@ class Backoff {
 // enough that a row is read in runs of pages, and small enough that its sums stay in a core's cache. `result`
 // may be one of the rows.
 template <class A, class Row>
-void merge_rows(const Row& row, int64_t world, bool moments, int64_t C, A* result) {
+void merge_in_rank_order(const Row& row, int64_t world, bool moments, int64_t C, A* result) {
   constexpr int64_t kBlock = 1024;
   double count = 0;
-  for (int64_t rank = 0; rank < world && moments; ++rank) count += load_count(row(rank) + 2 * C);
+  for (int64_t rank = 0; rank < world && moments; ++rank) count += unpack_count(row(rank) + 2 * C);
   for (int64_t begin = 0; begin < C; begin += kBlock) {
     const int64_t columns = std::min(kBlock, C - begin);
     double first[kBlock] = {}, second[kBlock] = {}, before = 0;
     for (int64_t rank = 0; rank < world; ++rank) {
       const A *one = row(rank) + begin, *two = one + C;
       if (moments) {
-        const double theirs = load_count(row(rank) + 2 * C);
-        const ChanWeights weights = ChanWeights::of(before, theirs);
+        const double theirs = unpack_count(row(rank) + 2 * C);
+        const MergeWeights weights = MergeWeights::of_counts(before, theirs);
         for (int64_t i = 0; i < columns; ++i) weights.merge(first[i], second[i], one[i], two[i]);
         before += theirs;
       } else {
@@ -125,7 +125,7 @@ void merge_rows(const Row& row, int64_t world, bool moments, int64_t C, A* resul
       result[C + begin + i] = A(second[i]);
     }
   }
-  if (moments) store_count(result + 2 * C, count);
+  if (moments) pack_count(result + 2 * C, count);
 }
 
 template <class A>
@@ -136,16 +136,16 @@ void report_fault(FaultReport& report, const FaultReport& found, A* result, int6
 
 // One exchange of one rank.
 template <class A>
-class RankExchange {
+class CpuExchange {
  public:
-  RankExchange(const Exchange& exchange, const A* own, A* result, int64_t channels)
+  CpuExchange(const Exchange& exchange, const A* own, A* result, int64_t channels)
       : exchange_(exchange),
         own_(own),
         result_(result),
         C_(channels),
         moments_((exchange.tag.kind & kSums) == 0),
         numbers_(2 * (channels + moments_)),
-        epoch_(next_epoch(exchange.own().epoch)) {}
+        epoch_(next_epoch(exchange.own_arena().epoch)) {}
 
   void push() const {
     // From the next rank on, so that ranks do not all write to one inbox.
@@ -162,9 +162,9 @@ class RankExchange {
   void await() {
     uint64_t missing = (exchange_.world == 64 ? 0 : uint64_t(1) << exchange_.world) - 1;
     missing &= ~(uint64_t(1) << exchange_.rank);
-    Backoff backoff(exchange_.nanoseconds, exchange_.world);
+    WaitSlice backoff(exchange_.timeout_ns, exchange_.world);
     while (true) {
-      Fault fault = kPending;
+      ExchangeState fault = kPending;
       for (uint64_t left = missing; left && !fault; left &= left - 1) {
         const int peer = std::countr_zero(left);
         Tag theirs;
@@ -173,15 +173,15 @@ class RankExchange {
         if (!(theirs == exchange_.tag)) fault = fail(kMismatch, peer, theirs);
       }
       for (int peer = 0; peer < exchange_.world && !fault; ++peer)
-        if (gave_up(peer, missing == 0)) fault = fail(kGaveUp, peer);
-      exchange_.report->missing = fault ? 0 : missing;
+        if (gave_up(peer, missing == 0)) fault = fail(kPeerAbandoned, peer);
+      exchange_.report->missing_ranks_mask = fault ? 0 : missing;
       if (fault) return;
       if (missing == 0) break;
       if (!backoff.wait()) return;
     }
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     merge();  // ends before the next push, after which the peers reuse this slot
-    exchange_.own().epoch = epoch_;
+    exchange_.own_arena().epoch = epoch_;
   }
 
  private:
@@ -197,17 +197,17 @@ class RankExchange {
 
   bool header(int peer, Tag& theirs) const {
     const Packet first = load_packet(message(peer)), second = load_packet(message(peer) + 1);
-    theirs = tag_of(first, second);
+    theirs = tag_from_header(first, second);
     return arrived(first, epoch_) && arrived(second, epoch_);
   }
 
   // Whether a peer gave up this exchange, or any exchange while this one is incomplete.
   bool gave_up(int peer, bool complete) const {
-    const uint64_t at = load(exchange_.own().gave_up[peer]);
+    const uint64_t at = load(exchange_.own_arena().abandoned_epoch_of[peer]);
     return at != 0 && (!complete || at == epoch_);
   }
 
-  Fault fail(Fault fault, int peer, const Tag& theirs = {}) const {
+  ExchangeState fail(ExchangeState fault, int peer, const Tag& theirs = {}) const {
     report_fault(*exchange_.report,
                  {fault, uint32_t(exchange_.rank), uint32_t(peer), epoch_, exchange_.tag, theirs, 0}, result_,
                  numbers_);
@@ -218,13 +218,13 @@ class RankExchange {
     const auto row = [&](int64_t rank) {
       return rank == exchange_.rank ? own_ : reinterpret_cast<const A*>(message(int(rank)) + kHeaderPackets);
     };
-    merge_rows(row, exchange_.world, moments_, C_, result_);
+    merge_in_rank_order(row, exchange_.world, moments_, C_, result_);
   }
 };
 
 // f(own, result, C) with the rows of an op's result.
 template <class F>
-void dispatch_result(const Tensor& result, Kind kind, const F& f) {
+void dispatch_numbers(const Tensor& result, NumberKind kind, const F& f) {
   const int64_t n = result.size(result.dim() - 1);
   dispatch_accumulation(result.scalar_type(), [&]<class A>() {
     A* const data = static_cast<A*>(result.data_ptr());
@@ -233,8 +233,8 @@ void dispatch_result(const Tensor& result, Kind kind, const F& f) {
 }
 
 // The result of an exchange, with this rank's numbers in their place.
-Tensor result_with(const Tensor& numbers) {
-  Tensor result = shared_result(numbers);
+Tensor new_result_with_own(const Tensor& numbers) {
+  Tensor result = new_group_result(numbers);
   std::memcpy(result.data_ptr(), numbers.data_ptr(), numbers.numel() * numbers.element_size());
   return result;
 }
@@ -242,84 +242,87 @@ Tensor result_with(const Tensor& numbers) {
 }  // namespace
 
 template <class A>
-void share(const Exchange& exchange, const A* own, A* result, int64_t channels) {
-  RankExchange<A> sharing(exchange, own, result, channels);
+void exchange_numbers(const Exchange& exchange, const A* own, A* result, int64_t channels) {
+  CpuExchange<A> sharing(exchange, own, result, channels);
   sharing.push();
   sharing.await();
 }
 
-template void share(const Exchange&, const float*, float*, int64_t);
-template void share(const Exchange&, const double*, double*, int64_t);
+template void exchange_numbers(const Exchange&, const float*, float*, int64_t);
+template void exchange_numbers(const Exchange&, const double*, double*, int64_t);
 
-Tensor exchange_share(Tensor numbers, Tensor fields) {
-  check_numbers("exchange_share", numbers);
-  const Kind kind = kind_of(numbers);
+Tensor exchange_merge(Tensor numbers, Tensor fields) {
+  check_numbers("exchange_merge", numbers);
+  const NumberKind kind = number_kind_of(numbers);
   const int64_t n = numbers.size(numbers.dim() - 1);
-  const Exchange exchange = exchange_of("exchange_share", fields, n, numbers.scalar_type(), kind);
-  Tensor result = result_with(numbers);
-  dispatch_result(result, kind,
-                  [&]<class A>(A* own, A* merged, int64_t C) { share(exchange, own, merged, C); });
+  const Exchange exchange = make_exchange("exchange_merge", fields, n, numbers.scalar_type(), kind);
+  Tensor result = new_result_with_own(numbers);
+  dispatch_numbers(result, kind, [&]<class A>(A* own, A* merged, int64_t C) {
+    exchange_numbers(exchange, own, merged, C);
+  });
   return result;
 }
 
 Tensor merge_received(Tensor messages, Tensor numbers, Tensor fields) {
   const char* const op = "merge_received";
   check_numbers(op, numbers);
-  const Handle& handle = handle_of(op, fields);
-  const Kind kind = kind_of(numbers);
+  const ExchangeDescriptor& descriptor = read_descriptor(op, fields);
+  const NumberKind kind = number_kind_of(numbers);
   const int64_t n = numbers.size(numbers.dim() - 1);
-  const Tag mine = tag_of(handle, n, numbers.scalar_type(), kind);
+  const Tag mine = tag_of(descriptor, n, numbers.scalar_type(), kind);
   constexpr int64_t kHeader = sizeof(Tag) / sizeof(int32_t);
   require(messages.scalar_type() == ScalarType::Int && messages.is_contiguous() && messages.dim() == 2 &&
-              messages.size(0) == handle.world - 1 && messages.size(1) >= kHeader + mine.words &&
+              messages.size(0) == descriptor.world - 1 && messages.size(1) >= kHeader + mine.words &&
               messages.size(1) % 2 == 0,
-          op, "messages", "is ", toString(messages.scalar_type()), " ", ShapeOf{messages}, "; Int (",
-          handle.world - 1, ", ", kHeader + mine.words, ") or wider expected, contiguous, of an even width");
-  check_memory(op, "messages", messages);
+          op, "messages", "is ", toString(messages.scalar_type()), " ", PrintShape{messages}, "; Int (",
+          descriptor.world - 1, ", ", kHeader + mine.words,
+          ") or wider expected, contiguous, of an even width");
+  check_storage(op, "messages", messages);
   const auto message = [&](int64_t rank) {
     return static_cast<const int32_t*>(messages.data_ptr()) +
-           (rank - (rank > handle.rank)) * messages.size(1);
+           (rank - (rank > descriptor.rank)) * messages.size(1);
   };
-  Tensor result = result_with(numbers);
-  dispatch_result(result, kind, [&]<class A>(A* own, A* merged, int64_t C) {
-    for (int64_t rank = 0; rank < handle.world; ++rank) {
-      if (rank == handle.rank) continue;
+  Tensor result = new_result_with_own(numbers);
+  dispatch_numbers(result, kind, [&]<class A>(A* own, A* merged, int64_t C) {
+    for (int64_t rank = 0; rank < descriptor.world; ++rank) {
+      if (rank == descriptor.rank) continue;
       Tag theirs;
       std::memcpy(&theirs, message(rank), sizeof(Tag));
       if (theirs == mine) continue;
-      report_fault(*reinterpret_cast<FaultReport*>(handle.report),
-                   {kMismatch, uint32_t(handle.rank), uint32_t(rank), 0, mine, theirs, 0}, merged, n);
+      report_fault(*reinterpret_cast<FaultReport*>(descriptor.report),
+                   {kMismatch, uint32_t(descriptor.rank), uint32_t(rank), 0, mine, theirs, 0}, merged, n);
       return;
     }
     const auto row = [&](int64_t rank) {
-      return rank == handle.rank ? own : reinterpret_cast<const A*>(message(rank) + kHeader);
+      return rank == descriptor.rank ? own : reinterpret_cast<const A*>(message(rank) + kHeader);
     };
-    merge_rows(row, handle.world, kind == kMoments, C, merged);
+    merge_in_rank_order(row, descriptor.world, kind == kMoments, C, merged);
   });
   return result;
 }
 
 void exchange_wait(Tensor result, Tensor fields) {
-  const Kind kind = kind_of(result);
+  const NumberKind kind = number_kind_of(result);
   require(result.is_contiguous() && (kind == kMoments || (result.dim() == 2 && result.size(0) == 2)),
-          "exchange_wait", "result", "has shape ", ShapeOf{result}, "; (2C + 2,) or (2, 2C) expected");
-  check_memory("exchange_wait", "result", result);
+          "exchange_wait", "result", "has shape ", PrintShape{result}, "; (2C + 2,) or (2, 2C) expected");
+  check_storage("exchange_wait", "result", result);
   const Exchange exchange =
-      exchange_of("exchange_wait", fields, result.size(result.dim() - 1), result.scalar_type(), kind);
-  dispatch_result(result, kind, [&]<class A>(A* own, A* merged, int64_t C) {
-    RankExchange<A>(exchange, own, merged, C).await();
+      make_exchange("exchange_wait", fields, result.size(result.dim() - 1), result.scalar_type(), kind);
+  dispatch_numbers(result, kind, [&]<class A>(A* own, A* merged, int64_t C) {
+    CpuExchange<A>(exchange, own, merged, C).await();
   });
 }
 
 void exchange_abandon(Tensor fields) {
-  const Exchange exchange = exchange_of("exchange_abandon", fields, 2, ScalarType::Float, kMoments);
-  Arena& own = exchange.own();
+  const Exchange exchange = make_exchange("exchange_abandon", fields, 2, ScalarType::Float, kMoments);
+  Arena& own = exchange.own_arena();
   const uint32_t epoch = next_epoch(own.epoch);
   exchange.report->epoch = epoch;
-  own.abandoned = 1;
+  own.failed = 1;
   for (int peer = 0; peer < exchange.world; ++peer)
     if (peer != exchange.rank)
-      __atomic_store_n(&exchange.arenas[peer]->gave_up[exchange.rank], uint64_t(epoch), __ATOMIC_RELEASE);
+      __atomic_store_n(&exchange.arenas[peer]->abandoned_epoch_of[exchange.rank], uint64_t(epoch),
+                       __ATOMIC_RELEASE);
 }
 
 }  // namespace fastvit

@@ -9,10 +9,10 @@ namespace fastvit {
 // `result` gets the merged numbers (moments overwrite `own`); after a fault NaN. The report has the fault, or
 // the missing ranks.
 template <class A>
-void share(const peer::Exchange& exchange, const A* own, A* result, int64_t channels);
+void exchange_numbers(const peer::Exchange& exchange, const A* own, A* result, int64_t channels);
 
 // Exchanges numbers that an op without `exchange` has computed; see fastvit/sync/transport.py.
-Tensor exchange_share(Tensor numbers, Tensor exchange);
+Tensor exchange_merge(Tensor numbers, Tensor exchange);
 
 // Waits another slice of time for an exchange; `result` is the result of its op.
 void exchange_wait(Tensor result, Tensor exchange);

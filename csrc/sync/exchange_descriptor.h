@@ -12,14 +12,14 @@
 
 namespace fastvit::peer {
 
-struct Handle {
+struct ExchangeDescriptor {
   int64_t rank, world;
-  int64_t capacity;           // of a message: packets in peer memory, numbers in a collective
-  int64_t wide;               // a collective's messages are float64
-  int64_t nanoseconds;        // Exchange
-  int64_t layer, step;        // of the exchange that follows
-  int64_t report;             // address of a FaultReport
-  int64_t arenas[kMaxRanks];  // addresses, by rank
+  int64_t capacity;              // of a message: packets in peer memory, numbers in a collective
+  int64_t float64_messages;      // a collective's messages are float64
+  int64_t timeout_ns;            // Exchange
+  int64_t layer, forward_index;  // of the exchange that follows
+  int64_t report;                // address of a FaultReport
+  int64_t arenas[kMaxRanks];     // addresses, by rank
 };
 
 // A multiple of the alignment, so that arenas may be consecutive.
@@ -36,7 +36,7 @@ inline bool is_double(const Tensor& t) {
 
 // This rank's numbers are moments, `[2C + 2]`, or sums, `[1, 2C]`. The op returns the group's moments, or two
 // rows of sums, this rank's and the group's.
-inline Kind kind_of(const Tensor& numbers) {
+inline NumberKind number_kind_of(const Tensor& numbers) {
   return numbers.dim() == 1 ? kMoments : kSums;
 }
 
@@ -44,59 +44,64 @@ inline void check_numbers(const char* op, const Tensor& numbers) {
   const int64_t n = numbers.dim() ? numbers.size(numbers.dim() - 1) : 0;
   require((numbers.scalar_type() == ScalarType::Float || is_double(numbers)) && numbers.is_contiguous() &&
               (numbers.dim() == 1 || (numbers.dim() == 2 && numbers.size(0) == 1)) && n >= 2 && n % 2 == 0,
-          op, "numbers", "is ", toString(numbers.scalar_type()), " ", ShapeOf{numbers},
+          op, "numbers", "is ", toString(numbers.scalar_type()), " ", PrintShape{numbers},
           "; moments (2C + 2,) or sums (1, 2C) expected, contiguous, float32 or float64");
-  check_memory(op, "numbers", numbers);
+  check_storage(op, "numbers", numbers);
 }
 
 // A new tensor for the group's moments, or for two rows of sums.
-inline Tensor shared_result(const Tensor& numbers) {
+inline Tensor new_group_result(const Tensor& numbers) {
   const int64_t n = numbers.size(numbers.dim() - 1);
-  return kind_of(numbers) == kMoments ? torch::stable::new_empty(numbers, {n})
-                                      : torch::stable::new_empty(numbers, {2, n});
+  return number_kind_of(numbers) == kMoments ? torch::stable::new_empty(numbers, {n})
+                                             : torch::stable::new_empty(numbers, {2, n});
 }
 
-constexpr int64_t kFields = offsetof(Handle, arenas) / sizeof(int64_t);
+constexpr int64_t kFields = offsetof(ExchangeDescriptor, arenas) / sizeof(int64_t);
 
-inline const Handle& handle_of(const char* op, const Tensor& fields) {
+inline const ExchangeDescriptor& read_descriptor(const char* op, const Tensor& fields) {
   require(fields.scalar_type() == ScalarType::Long && fields.is_contiguous() && fields.is_cpu() &&
               fields.numel() >= kFields,
           op, "exchange", "is not a contiguous row of at least ", kFields, " int64 on the CPU");
-  check_memory(op, "exchange", fields);
-  const Handle& handle = *static_cast<const Handle*>(fields.data_ptr());
-  require(handle.world >= 1 && handle.rank >= 0 && handle.rank < handle.world && handle.capacity > 0 &&
-              (fields.numel() == kFields || fields.numel() == kFields + handle.world),
-          op, "exchange", "has rank ", handle.rank, " of ", handle.world, ", capacity ", handle.capacity,
-          ", ", fields.numel(), " numbers");
+  check_storage(op, "exchange", fields);
+  const ExchangeDescriptor& descriptor = *static_cast<const ExchangeDescriptor*>(fields.data_ptr());
+  require(descriptor.world >= 1 && descriptor.rank >= 0 && descriptor.rank < descriptor.world &&
+              descriptor.capacity > 0 &&
+              (fields.numel() == kFields || fields.numel() == kFields + descriptor.world),
+          op, "exchange", "has rank ", descriptor.rank, " of ", descriptor.world, ", capacity ",
+          descriptor.capacity, ", ", fields.numel(), " numbers");
   // A collective has its capacity in numbers, and any number of ranks.
-  require(handle.world <= kMaxElements && handle.capacity <= int64_t(1) << 31, op, "exchange", "is for ",
-          handle.world, " ranks, capacity ", handle.capacity, "; at most 2^48 and 2^31 expected");
-  return handle;
+  require(descriptor.world <= kMaxElements && descriptor.capacity <= int64_t(1) << 31, op, "exchange",
+          "is for ", descriptor.world, " ranks, capacity ", descriptor.capacity,
+          "; at most 2^48 and 2^31 expected");
+  return descriptor;
 }
 
 // The tag of a message of `n` numbers.
-inline Tag tag_of(const Handle& handle, int64_t n, ScalarType dtype, Kind kind) {
+inline Tag tag_of(const ExchangeDescriptor& descriptor, int64_t n, ScalarType dtype, NumberKind kind) {
   const bool wide = dtype == ScalarType::Double;
-  return {uint32_t(handle.layer), uint32_t(handle.step), uint32_t(wide ? 2 * n : n),
-          uint32_t(kind) | (wide ? uint32_t(kDouble) : 0u)};
+  return {uint32_t(descriptor.layer), uint32_t(descriptor.forward_index), uint32_t(wide ? 2 * n : n),
+          uint32_t(kind) | (wide ? uint32_t(kFloat64) : 0u)};
 }
 
 // Checks `exchange` for `n` numbers of `dtype`, and returns its fields.
-inline Exchange exchange_of(const char* op, const Tensor& fields, int64_t n, ScalarType dtype, Kind kind) {
-  const Handle& handle = handle_of(op, fields);
-  require(fields.numel() > kFields && handle.world <= kMaxRanks, op, "exchange", "has ", handle.world,
+inline Exchange make_exchange(const char* op, const Tensor& fields, int64_t n, ScalarType dtype,
+                              NumberKind kind) {
+  const ExchangeDescriptor& descriptor = read_descriptor(op, fields);
+  require(fields.numel() > kFields && descriptor.world <= kMaxRanks, op, "exchange", "has ", descriptor.world,
           " ranks and no peer memory; at most ", kMaxRanks, " ranks with their arenas expected");
-  const Tag tag = tag_of(handle, n, dtype, kind);
-  require(n > 0 && n % 2 == 0 && tag.words / 2 <= handle.capacity, op, "exchange", "takes ", tag.words / 2,
-          " packets of ", n, " numbers; 1 to ", handle.capacity, " expected, the capacity, and pairs");
+  const Tag tag = tag_of(descriptor, n, dtype, kind);
+  require(n > 0 && n % 2 == 0 && tag.words / 2 <= descriptor.capacity, op, "exchange", "takes ",
+          tag.words / 2, " packets of ", n, " numbers; 1 to ", descriptor.capacity,
+          " expected, the capacity, and pairs");
   Exchange exchange;
-  exchange.world = int(handle.world);
-  exchange.rank = int(handle.rank);
-  exchange.capacity = handle.capacity;
-  exchange.nanoseconds = uint64_t(handle.nanoseconds);
+  exchange.world = int(descriptor.world);
+  exchange.rank = int(descriptor.rank);
+  exchange.capacity = descriptor.capacity;
+  exchange.timeout_ns = uint64_t(descriptor.timeout_ns);
   exchange.tag = tag;
-  exchange.report = reinterpret_cast<FaultReport*>(handle.report);
-  for (int64_t r = 0; r < handle.world; ++r) exchange.arenas[r] = reinterpret_cast<Arena*>(handle.arenas[r]);
+  exchange.report = reinterpret_cast<FaultReport*>(descriptor.report);
+  for (int64_t r = 0; r < descriptor.world; ++r)
+    exchange.arenas[r] = reinterpret_cast<Arena*>(descriptor.arenas[r]);
   return exchange;
 }
 

@@ -21,7 +21,7 @@
 // Epochs    1, 2, 3, ... in memory that survives graph replay. 2 follows 2^32 - 1, so that slots alternate
 //           and 0, the epoch of memory that was never written, is not used. A stale packet can be taken for a
 //           valid one only if it was not overwritten for 2^32 - 2 exchanges.
-// Tags      {layer, step, words, kind}: compared before the payload is read, since a rank in another layer
+// Tags      {layer, forward_index, words, kind}: compared before the payload is read, since a rank in another layer
 //           may have sent fewer words. Each rank compares all tags with its own, so a mismatch is an error on
 //           every rank; only a rank that replays a graph, whose step is 0 and matches any, may see it in the
 //           next exchange, when the others have given up.
@@ -46,45 +46,46 @@ struct alignas(16) Packet {
 
 constexpr int kMaxRanks = 64;
 constexpr int kSlots = 2;
-constexpr int64_t kHeaderPackets = 2;  // {layer, step}, {words, kind}
+constexpr int64_t kHeaderPackets = 2;  // {layer, forward_index}, {words, kind}
 
 // The first epoch of a new, zeroed inbox is next_epoch(0).
-FASTVIT_INLINE uint32_t next_epoch(uint32_t epoch) {
+FASTVIT_HOST_DEVICE uint32_t next_epoch(uint32_t epoch) {
   return epoch == 0xffffffffu ? 2u : epoch + 1u;
 }
 
-// The kind of a message's numbers.
-enum Kind : uint32_t {
-  kMoments = 0,  // forward
-  kSums = 1,     // backward
-  kDouble = 2,   // a flag: numbers are doubles of two words, not floats
+enum NumberKind : uint32_t {
+  kMoments = 0,  // of a forward
+  kSums = 1,     // of a backward
 };
+constexpr uint32_t kFloat64 = 2;  // a flag beside the kind: numbers are doubles of two words, not floats
 
 struct Tag {
-  uint32_t layer;  // order in which the group first saw the layer
-  uint32_t step;   // the group's count of forward exchanges; a backward carries that of its forward
-  uint32_t words;  // of payload
+  uint32_t layer;          // order in which the group first saw the layer
+  uint32_t forward_index;  // the group's count of forward exchanges; a backward carries that of its forward
+  uint32_t words;          // of payload
   uint32_t kind;
 };
 
-FASTVIT_INLINE bool operator==(const Tag& a, const Tag& b) {
-  return a.layer == b.layer && a.step == b.step && a.words == b.words && a.kind == b.kind;
+FASTVIT_HOST_DEVICE bool operator==(const Tag& a, const Tag& b) {
+  return a.layer == b.layer && a.forward_index == b.forward_index && a.words == b.words && a.kind == b.kind;
 }
 
 // Step 0 is a wildcard: captured graphs replay at any step.
-FASTVIT_INLINE bool same_exchange(const Tag& a, const Tag& b) {
-  return a == Tag{b.layer, a.step, b.words, b.kind} && (a.step == b.step || a.step == 0 || b.step == 0);
+FASTVIT_HOST_DEVICE bool tags_match(const Tag& a, const Tag& b) {
+  return a == Tag{b.layer, a.forward_index, b.words, b.kind} &&
+         (a.forward_index == b.forward_index || a.forward_index == 0 || b.forward_index == 0);
 }
 
-FASTVIT_INLINE Packet header_packet(const Tag& tag, int64_t i, uint32_t epoch) {
-  return i == 0 ? Packet{tag.layer, epoch, tag.step, epoch} : Packet{tag.words, epoch, tag.kind, epoch};
+FASTVIT_HOST_DEVICE Packet header_packet(const Tag& tag, int64_t i, uint32_t epoch) {
+  return i == 0 ? Packet{tag.layer, epoch, tag.forward_index, epoch}
+                : Packet{tag.words, epoch, tag.kind, epoch};
 }
 
-FASTVIT_INLINE bool arrived(const Packet& packet, uint32_t epoch) {
+FASTVIT_HOST_DEVICE bool arrived(const Packet& packet, uint32_t epoch) {
   return packet.epoch0 == epoch && packet.epoch1 == epoch;
 }
 
-FASTVIT_INLINE Tag tag_of(const Packet& first, const Packet& second) {
+FASTVIT_HOST_DEVICE Tag tag_from_header(const Packet& first, const Packet& second) {
   return Tag{first.word0, first.word1, second.word0, second.word1};
 }
 
@@ -96,14 +97,14 @@ template <class A>
 struct Pair {
   A first, second;
 
-  FASTVIT_INLINE void pack(uint32_t epoch, Packet (&packets)[kPairPackets<A>]) const {
+  FASTVIT_HOST_DEVICE void pack(uint32_t epoch, Packet (&packets)[kPairPackets<A>]) const {
     uint32_t words[2 * kPairPackets<A>];
     memcpy(words, this, sizeof(words));
     for (int k = 0; k < kPairPackets<A>; ++k)
       packets[k] = Packet{words[2 * k], epoch, words[2 * k + 1], epoch};
   }
   // False if a part has not arrived.
-  FASTVIT_INLINE bool unpack(uint32_t epoch, const Packet (&packets)[kPairPackets<A>]) {
+  FASTVIT_HOST_DEVICE bool unpack(uint32_t epoch, const Packet (&packets)[kPairPackets<A>]) {
     uint32_t words[2 * kPairPackets<A>];
     bool all = true;
     for (int k = 0; k < kPairPackets<A>; ++k) {
@@ -117,36 +118,36 @@ struct Pair {
 };
 
 // The state of an exchange.
-enum Fault : uint32_t {
-  kPending = 0,   // not ended; on a CPU after a slice of waiting
-  kDone = 1,      // all messages arrived
-  kMismatch = 2,  // a peer's tag differs
-  kGaveUp = 3,    // a peer has given up this or an earlier exchange
-  kTimeout = 4,   // a peer's message did not arrive in time
+enum ExchangeState : uint32_t {
+  kPending = 0,        // not ended; on a CPU after a slice of waiting
+  kDone = 1,           // all messages arrived
+  kMismatch = 2,       // a peer's tag differs
+  kPeerAbandoned = 3,  // a peer has given up this or an earlier exchange
+  kTimeout = 4,        // a peer's message did not arrive in time
 };
 
-// A fault, for the host. `peer` is the first rank that failed; `theirs` is set for kMismatch.
+// A fault, for the host. `peer` is the first rank that failed; `peer_tag` is set for kMismatch.
 struct FaultReport {
   uint32_t fault, rank, peer, epoch;
-  Tag mine, theirs;
-  uint64_t missing;  // on a CPU: a bit per rank whose message has not arrived
+  Tag own_tag, peer_tag;
+  uint64_t missing_ranks_mask;  // on a CPU: a bit per rank whose message has not arrived
 };
 
 // The memory of a group that a rank owns; its inbox follows. All of it is zero at first.
 struct alignas(128) Arena {
-  uint32_t epoch;      // the last exchange that the rank polled to its end
-  uint32_t abandoned;  // not 0: an exchange was given up, and all later ones fail
+  uint32_t epoch;   // the last exchange that the rank polled to its end
+  uint32_t failed;  // not 0: an exchange was given up, and all later ones fail
   // By rank, stored atomically by that rank: the epoch of the exchange that it gave up; 0 for none.
-  uint64_t gave_up[kMaxRanks];
+  uint64_t abandoned_epoch_of[kMaxRanks];
 };
 
 // Offsets in an inbox, in packets. `capacity` packets are the largest payload.
 struct Inbox {
   int64_t world, capacity;
 
-  FASTVIT_INLINE int64_t message_packets() const { return kHeaderPackets + capacity; }
-  FASTVIT_INLINE int64_t packets() const { return world * kSlots * message_packets(); }
-  FASTVIT_INLINE int64_t message(int64_t sender, uint32_t epoch) const {
+  FASTVIT_HOST_DEVICE int64_t message_packets() const { return kHeaderPackets + capacity; }
+  FASTVIT_HOST_DEVICE int64_t packets() const { return world * kSlots * message_packets(); }
+  FASTVIT_HOST_DEVICE int64_t message(int64_t sender, uint32_t epoch) const {
     return (sender * kSlots + epoch % kSlots) * message_packets();
   }
 };
@@ -156,13 +157,13 @@ struct Exchange {
   int world = 0;  // 0: no exchange
   int rank = 0;
   int64_t capacity = 0;
-  uint64_t nanoseconds = 0;  // timeout of a GPU, slice of waiting of a CPU
+  uint64_t timeout_ns = 0;  // timeout of a GPU, slice of waiting of a CPU
   Tag tag{};
   FaultReport* report = nullptr;  // in host memory, mapped for GPUs
   Arena* arenas[kMaxRanks] = {};
 
-  FASTVIT_INLINE Arena& own() const { return *arenas[rank]; }
-  FASTVIT_INLINE Packet* message(int receiver, int sender, uint32_t epoch) const {
+  FASTVIT_HOST_DEVICE Arena& own_arena() const { return *arenas[rank]; }
+  FASTVIT_HOST_DEVICE Packet* message(int receiver, int sender, uint32_t epoch) const {
     return reinterpret_cast<Packet*>(arenas[receiver] + 1) + Inbox{world, capacity}.message(sender, epoch);
   }
 };

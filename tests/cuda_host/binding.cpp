@@ -24,13 +24,19 @@ pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t
   const int64_t* const s = strides.data();
   const int64_t* const lying[kMaxOperands] = {s, s, s, s, s};
   const void* pointers[kMaxOperands] = {};
-  const Layout layout = make_layout(int(sizes.size()), sizes.data(), channel_dim, operands, lying);
-  const Limits limits{multiprocessors, kResident, smem};
-  const auto blocks = [&](const Plan&) { return resident; };
-  const Plan p = Planner{layout, pointers, operands, element_size, limits, merged_operands}.plan(blocks);
+  const WalkLayout layout = make_walk_layout(int(sizes.size()), sizes.data(), channel_dim, operands, lying);
+  const DeviceLimits limits{multiprocessors, kBlocksPerMultiprocessor, smem};
+  const auto blocks = [&](const LaunchPlan&) { return resident; };
+  const LaunchPlan p = LaunchPlanner{.layout = layout,
+                                     .pointers = pointers,
+                                     .operands = operands,
+                                     .element_size = element_size,
+                                     .limits = limits,
+                                     .merged_operands = merged_operands}
+                           .plan(blocks);
   pybind11::dict found;
-  found["rows"] = p.rows, found["vector"] = p.vector, found["units"] = p.units;
-  found["groups"] = SliceGroups(p).size > 1 ? SliceGroups(p).count : 0;
+  found["rows"] = p.is_rows, found["vector"] = p.is_vectorized, found["units"] = p.units;
+  found["groups"] = MergeGroups(p).size > 1 ? MergeGroups(p).count : 0;
   return found;
 }
 }  // namespace cuda_host
@@ -53,9 +59,9 @@ PYBIND11_MODULE(_cuda_host, m) {
   m.def("run", &cuda_host::run, "Runs the deferred launches of all devices and streams, interleaved.");
   m.def("steps", &cuda_host::steps, "Switches between emulated threads so far.");
   m.def("blocks", &cuda_host::blocks, "Blocks of the latest launch.");
-  m.def("kernels", &cuda_host::kernels, "Names of the kernels launched since the last call.");
+  m.def("kernels", &cuda_host::kernels, "Names of the kernels kernel_params since the last call.");
   m.def("allocations", [] { return cuda_host_allocations; }, "Memory of torch's allocator that is in use.");
-  m.def("launches", &cuda_host::launches, "Kernels launched so far.");
+  m.def("launches", &cuda_host::launches, "Kernels kernel_params so far.");
   m.def("requests", [] { return cuda_host_requests; }, "Tensors made by the ops so far, and scratch memory.");
   m.def("memsets", [] { return cuda_host::memsets(); }, "Memsets on streams so far.");
   m.def("queries", &cuda_host::queries,

@@ -8,40 +8,40 @@
 #include "spans.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
+namespace FASTVIT_ISA {
 namespace {
 
 template <class A>
 struct Results {
-  Vector<A> first, second;
+  Simd<A> first, second;
 };
 
 template <class T, class A, bool kBackward, Activation kActivation>
 struct Kernel {
-  using Fn = ActivationFn<kActivation>;
+  using Fn = ActivationFunction<kActivation>;
 
   // y, or dx and dgate; dy and gate where they are operands.
   template <class At>
-  static FASTVIT_INLINE Results<A> results(At at, const T* x, const T* dy, const T* gate, A param) {
-    const Vector<A> v = at.load(x);
+  static FASTVIT_HOST_DEVICE Results<A> results(At at, const T* x, const T* dy, const T* gate, A param) {
+    const Simd<A> v = at.load(x);
     if constexpr (!kBackward) {
-      const Vector<A> y = Fn::forward(v, param);
-      return {gate ? y * at.load(gate) : y, Vector<A>{}};
+      const Simd<A> y = Fn::forward(v, param);
+      return {gate ? y * at.load(gate) : y, Simd<A>{}};
     } else {
-      const Vector<A> g = at.load(dy);
-      if (!gate) return {Fn::backward(g, v, param), Vector<A>{}};
-      return {Fn::backward(Vector<A>(g * at.load(gate)), v, param), g * Fn::forward(v, param)};
+      const Simd<A> g = at.load(dy);
+      if (!gate) return {Fn::backward(g, v, param), Simd<A>{}};
+      return {Fn::backward(Simd<A>(g * at.load(gate)), v, param), g * Fn::forward(v, param)};
     }
   }
 
-  static void spans(const ActParams& args, const Spans<T>& spans) {
+  static void spans(const CpuActParams& args, const SpanGroup<T>& spans) {
     const A param = A(args.activation_param);
     for (int64_t k = 0; k < spans.count; ++k) {
       const T *x = spans.in(0, k), *dy = spans.in(kBackward, k);
       const T* const gate = args.gate ? spans.in(1 + kBackward, k) : nullptr;
       T *const out = spans.out(0, k), *const dgate = kBackward && gate ? spans.out(1, k) : nullptr;
       for_each_vector<A>(
-          spans.n, Streaming(spans.streams, out, spans.n, kLanes<A>),
+          spans.n, NonTemporalRange(spans.streams, out, spans.n, kLanes<A>),
           [&](auto at) { return results(at, x, dy, gate, param); },
           [&](auto at, const Results<A>& r) {
             at.store(out, r.first);
@@ -50,24 +50,24 @@ struct Kernel {
     }
   }
 
-  static void run(const ActParams& args) {
+  static void run(const CpuActParams& args) {
     const bool gated = args.gate;
-    const Operand<T> x(args.x, args.layout, ActForwardOperand::x),
-        dy(args.dy, args.layout, ActBackwardOperand::dy),
-        gate(args.gate, args.layout, kBackward ? ActBackwardOperand::gate : ActForwardOperand::gate);
-    const Operand<T> in[] = {x, kBackward ? dy : gate, gate};
-    const Operand<T> y(args.y, args.layout, ActForwardOperand::y),
-        dx(args.dx, args.layout, ActBackwardOperand::dx),
-        dgate(args.dgate, args.layout, ActBackwardOperand::dgate);
-    const Operand<T> out[] = {kBackward ? dx : y, dgate};
+    const StridedOperand<T> x(args.x, args.layout, ActForwardStrides::x),
+        dy(args.dy, args.layout, ActBackwardStrides::dy),
+        gate(args.gate, args.layout, kBackward ? ActBackwardStrides::gate : ActForwardStrides::gate);
+    const StridedOperand<T> in[] = {x, kBackward ? dy : gate, gate};
+    const StridedOperand<T> y(args.y, args.layout, ActForwardStrides::y),
+        dx(args.dx, args.layout, ActBackwardStrides::dx),
+        dgate(args.dgate, args.layout, ActBackwardStrides::dgate);
+    const StridedOperand<T> out[] = {kBackward ? dx : y, dgate};
     for_each_span(args, in, 1 + kBackward + gated, out, 1 + (kBackward && gated), spans);
   }
 };
 
 }  // namespace
 
-void act(const ActParams& args) {
-  dispatch_type(args.dtype, [&]<class T>() {
+void act(const CpuActParams& args) {
+  dispatch_storage_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
       args.dy ? Kernel<T, A, true, kActivation>::run(args) : Kernel<T, A, false, kActivation>::run(args);
@@ -75,5 +75,5 @@ void act(const ActParams& args) {
   });
 }
 
-}  // namespace FASTVIT_CAPABILITY
+}  // namespace FASTVIT_ISA
 }  // namespace fastvit

@@ -7,30 +7,30 @@
 #include "bn_gradient.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
+namespace FASTVIT_ISA {
 namespace {
 
 template <class A>
 struct Gradients {
-  Vector<A> dx, dv;
+  Simd<A> dx, dv;
 };
 
-template <class T, class A, bool kRows, bool kFromOutput, Activation kActivation>
+template <class T, class A, bool kIsRows, bool kFromOutput, Activation kActivation>
 struct Kernel {
-  using Fn = ActivationFn<kActivation>;
-  const BackwardParams& args;
+  using Fn = ActivationFunction<kActivation>;
+  const CpuBnBackwardParams& args;
 
-  static void spans(const BackwardParams& args, const Spans<T>& spans) {
+  static void spans(const CpuBnBackwardParams& args, const SpanGroup<T>& spans) {
     for (int64_t i = 0; i < spans.count; ++i) {
       const T *input = spans.in(0, i), *dy = spans.in(1, i);
       const T* const residual = args.residual ? spans.in(2, i) : nullptr;
       T *const dx = spans.out(0, i), *const dresidual = residual ? spans.out(1, i) : nullptr;
-      const int64_t c = spans.c + (kRows ? 0 : i);
-      const GradientConstants<A, kRows> k(args, c);
-      const PerChannel<A, kRows> a(args.a, c), b(args.b, c);
+      const int64_t c = spans.c + (kIsRows ? 0 : i);
+      const BnGradientConstants<A, kIsRows> k(args, c);
+      const ChannelConstant<A, kIsRows> a(args.a, c), b(args.b, c);
       const auto walk_span = [&](auto has_residual) {
         for_each_vector<A>(
-            spans.n, Streaming(spans.streams, dx, spans.n, kLanes<A>),
+            spans.n, NonTemporalRange(spans.streams, dx, spans.n, kLanes<A>),
             [&](auto at) {
               const Gradient<A> g =
                   k.template at<kFromOutput, Fn>(at, input, dy, has_residual ? residual : nullptr);
@@ -50,21 +50,21 @@ struct Kernel {
   }
 
   void run() const {
-    const Layout& layout = args.layout;
-    const Operand<T> in[] = {{args.input, layout, BackwardOperand::input},
-                             {args.dy, layout, BackwardOperand::dy},
-                             {args.residual, layout, BackwardOperand::residual}};
-    const Operand<T> out[] = {{args.dx, layout, BackwardOperand::dx},
-                              {args.dresidual, layout, BackwardOperand::dresidual}};
+    const WalkLayout& layout = args.layout;
+    const StridedOperand<T> in[] = {{args.input, layout, BackwardStrides::input},
+                                    {args.dy, layout, BackwardStrides::dy},
+                                    {args.residual, layout, BackwardStrides::residual}};
+    const StridedOperand<T> out[] = {{args.dx, layout, BackwardStrides::dx},
+                                     {args.dresidual, layout, BackwardStrides::dresidual}};
     for_each_span(args, in, args.residual ? 3 : 2, out, args.residual ? 2 : 1, spans);
   }
 };
 
 }  // namespace
 
-void backward(const BackwardParams& args) {
+void bn_backward(const CpuBnBackwardParams& args) {
   dispatch_gradient<Kernel>(args);
 }
 
-}  // namespace FASTVIT_CAPABILITY
+}  // namespace FASTVIT_ISA
 }  // namespace fastvit

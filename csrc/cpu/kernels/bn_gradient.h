@@ -9,20 +9,20 @@
 #include "spans.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
+namespace FASTVIT_ISA {
 
 template <class A>
 struct Gradient {
-  Vector<A> dv, centred;
+  Simd<A> dv, centred;
 };
 
-template <class A, bool kRows>
-struct GradientConstants {
-  using Constant = PerChannel<A, kRows>;
+template <class A, bool kIsRows>
+struct BnGradientConstants {
+  using Constant = ChannelConstant<A, kIsRows>;
   Constant mean, scale, beta, inverse_gamma;
   A limit, param;
 
-  GradientConstants(const BackwardParams& args, int64_t c)
+  BnGradientConstants(const CpuBnBackwardParams& args, int64_t c)
       : mean(args.saved, c),
         scale(args.scale, c),
         beta(args.beta, c),
@@ -32,14 +32,14 @@ struct GradientConstants {
 
   // residual may be null.
   template <bool kFromOutput, class Fn, class At, class T>
-  FASTVIT_INLINE Gradient<A> at(At at, const T* input, const T* dy, const T* residual) const {
-    const Vector<A> in = at.load(input), g = at.load(dy);
+  FASTVIT_HOST_DEVICE Gradient<A> at(At at, const T* input, const T* dy, const T* residual) const {
+    const Simd<A> in = at.load(input), g = at.load(dy);
     if constexpr (kFromOutput) {
-      return {Fn::backward_y(g, in, param),
+      return {Fn::backward_from_output(g, in, param),
               recover_xhat(Fn::inverse(in, param), beta.at(at), inverse_gamma.at(at), limit)};
     } else {
-      const Vector<A> centred = in - mean.at(at);
-      Vector<A> v = centred * scale.at(at) + beta.at(at);
+      const Simd<A> centred = in - mean.at(at);
+      Simd<A> v = centred * scale.at(at) + beta.at(at);
       if (residual) v += at.load(residual);
       return {Fn::backward(g, v, param), centred};
     }
@@ -48,19 +48,19 @@ struct GradientConstants {
 
 // Runs the Kernel<T, A, rows, from output, activation> for the args of reduce or backward.
 template <template <class, class, bool, bool, Activation> class Kernel>
-void dispatch_gradient(const BackwardParams& args) {
-  dispatch_type(args.dtype, [&]<class T>() {
+void dispatch_gradient(const CpuBnBackwardParams& args) {
+  dispatch_storage_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
-      const auto walk = [&]<bool kRows>() {
+      const auto walk = [&]<bool kIsRows>() {
         if constexpr (is_invertible(kActivation))
-          if (args.from_output) return Kernel<T, A, kRows, true, kActivation>{args}.run();
-        Kernel<T, A, kRows, false, kActivation>{args}.run();
+          if (args.from_output) return Kernel<T, A, kIsRows, true, kActivation>{args}.run();
+        Kernel<T, A, kIsRows, false, kActivation>{args}.run();
       };
-      args.layout.rows ? walk.template operator()<true>() : walk.template operator()<false>();
+      args.layout.is_rows ? walk.template operator()<true>() : walk.template operator()<false>();
     });
   });
 }
 
-}  // namespace FASTVIT_CAPABILITY
+}  // namespace FASTVIT_ISA
 }  // namespace fastvit

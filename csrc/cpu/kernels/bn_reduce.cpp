@@ -8,43 +8,43 @@
 #include "sums.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
+namespace FASTVIT_ISA {
 namespace {
 
 // Compiled once for all activations, whose plane_sums it calls by pointer.
 template <class A, class T>
-void planes(const BackwardParams& args, const Task& task, double* sum, double* weighted,
-            void (*plane_sums)(const BackwardParams&, const Spans<T>&, int, bool, Terms<A>*)) {
-  const Operand<T> in[] = {{args.input, args.layout, ReduceOperand::input},
-                           {args.dy, args.layout, ReduceOperand::dy},
-                           {args.residual, args.layout, ReduceOperand::residual}};
+void planes(const CpuBnBackwardParams& args, const Task& task, double* sum, double* weighted,
+            void (*plane_sums)(const CpuBnBackwardParams&, const SpanGroup<T>&, int, bool, TermPair<A>*)) {
+  const StridedOperand<T> in[] = {{args.input, args.layout, ReduceStrides::input},
+                                  {args.dy, args.layout, ReduceStrides::dy},
+                                  {args.residual, args.layout, ReduceStrides::residual}};
   sum_planes<A>(args, in, args.residual ? 3 : 2, task, plane_sums,
-                [&](int, int64_t c, const Terms<A>& sums, int64_t, int64_t) {
+                [&](int, int64_t c, const TermPair<A>& sums, int64_t, int64_t) {
                   sum[c] += double(sum_lanes<A>(sums.first));
                   weighted[c] += double(sum_lanes<A>(sums.second));
                 });
 }
 
-template <class T, class A, bool kRows, bool kFromOutput, Activation kActivation>
+template <class T, class A, bool kIsRows, bool kFromOutput, Activation kActivation>
 struct Kernel {
-  using Fn = ActivationFn<kActivation>;
-  const BackwardParams& args;
-  const Operand<T> input{args.input, args.layout, ReduceOperand::input},
-      dy{args.dy, args.layout, ReduceOperand::dy},
-      residual{args.residual, args.layout, ReduceOperand::residual};
-  using Constants = GradientConstants<A, kRows>;
+  using Fn = ActivationFunction<kActivation>;
+  const CpuBnBackwardParams& args;
+  const StridedOperand<T> input{args.input, args.layout, ReduceStrides::input},
+      dy{args.dy, args.layout, ReduceStrides::dy},
+      residual{args.residual, args.layout, ReduceStrides::residual};
+  using Constants = BnGradientConstants<A, kIsRows>;
 
   struct Inputs {
     const T *input, *dy, *residual;
   };
   template <class At>
-  static FASTVIT_INLINE Terms<A> terms(At at, const Inputs& in, const Constants& k) {
+  static FASTVIT_HOST_DEVICE TermPair<A> terms(At at, const Inputs& in, const Constants& k) {
     const Gradient<A> g = k.template at<kFromOutput, Fn>(at, in.input, in.dy, in.residual);
     return {g.dv, g.dv * g.centred};
   }
 
   struct Buffers {
-    T input[kPiece], dy[kPiece], residual[kFromOutput ? 1 : kPiece];
+    T input[kMaxSegment], dy[kMaxSegment], residual[kFromOutput ? 1 : kMaxSegment];
   };
   Inputs read(int64_t row, int64_t c, int64_t n, Buffers& buffers) const {
     return {
@@ -53,8 +53,8 @@ struct Kernel {
         args.residual ? residual.read(residual.at(residual.outer(row), c, 0), n, buffers.residual) : nullptr};
   }
 
-  static void plane_sums(const BackwardParams& args, const Spans<T>& spans, int first, bool is_first,
-                         Terms<A>* sums) {
+  static void plane_sums(const CpuBnBackwardParams& args, const SpanGroup<T>& spans, int first, bool is_first,
+                         TermPair<A>* sums) {
     for (int k = 0; k < spans.count; ++k) {
       const Constants constants(args, spans.c + k);
       const Inputs in{spans.in(0, k), spans.in(1, k), args.residual ? spans.in(2, k) : nullptr};
@@ -65,11 +65,11 @@ struct Kernel {
 
   void rows(const Task& task, double* sum, double* weighted) const {
     const int64_t c0 = task.c0, n = task.c1 - c0;
-    constexpr int kAtOnce = is_transcendental(kActivation) ? 1 : 4;  // those are compute-bound
+    constexpr int kRowsAtOnce = is_transcendental(kActivation) ? 1 : 4;  // those are compute-bound
     Buffers buffers;
-    RowSums<A, kAtOnce> sums;
-    Inputs in[kAtOnce];
-    NextRows<T, kAtOnce> next_input{input, n}, next_dy{dy, n};
+    RowSums<A, kRowsAtOnce> sums;
+    Inputs in[kRowsAtOnce];
+    RowPrefetcher<T, kRowsAtOnce> next_input{input, n}, next_dy{dy, n};
     const Constants constants(args, c0);
     const bool unit_stride =
         input.has_unit_stride(n) && dy.has_unit_stride(n) && (!args.residual || residual.has_unit_stride(n));
@@ -93,11 +93,11 @@ struct Kernel {
   }
 
   void run() const {
-    for_each_task(args.layout, args.partition, [&](const Task& task) {
-      double* sum = args.partial + task.slice * 2 * args.layout.C;
-      double* weighted = sum + args.layout.C;
+    for_each_task(args.layout, args.plan, [&](const Task& task) {
+      double* sum = args.partial + task.slice * 2 * args.layout.channels;
+      double* weighted = sum + args.layout.channels;
       for (int64_t c = task.c0; c < task.c1; ++c) sum[c] = weighted[c] = 0;
-      if (kRows)
+      if (kIsRows)
         rows(task, sum + task.c0, weighted + task.c0);
       else
         planes<A, T>(args, task, sum, weighted, plane_sums);
@@ -107,9 +107,9 @@ struct Kernel {
 
 }  // namespace
 
-void reduce(const BackwardParams& args) {
+void bn_reduce(const CpuBnBackwardParams& args) {
   dispatch_gradient<Kernel>(args);
 }
 
-}  // namespace FASTVIT_CAPABILITY
+}  // namespace FASTVIT_ISA
 }  // namespace fastvit

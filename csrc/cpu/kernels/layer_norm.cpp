@@ -14,7 +14,7 @@
 #include "spans.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
+namespace FASTVIT_ISA {
 namespace {
 
 // T: of x and dx. G: of y and dy. A: of the arithmetic.
@@ -25,36 +25,36 @@ struct Forward {
     G* y;
     A mean, invstd;
   };
-  static void write(const Row& row, int64_t n, Streaming streaming, const A* gamma, const A* beta) {
+  static void write(const Row& row, int64_t n, NonTemporalRange streaming, const A* gamma, const A* beta) {
     const T* x = row.x;
     G* y = row.y;
     const A mean = row.mean, invstd = row.invstd;
     for_each_vector<A>(
         n, streaming, [&](auto at) { return (at.load(x) - mean) * invstd * at.load(gamma) + at.load(beta); },
-        [&](auto at, Vector<A> result) { at.store(y, result); });
+        [&](auto at, Simd<A> result) { at.store(y, result); });
   }
 
-  static void run(const LayerNormForwardParams& args) {
+  static void run(const CpuLayerNormForwardParams& args) {
     const int64_t n = args.columns;
     const T* x = static_cast<const T*>(args.x);
     G* y = static_cast<G*>(args.y);
     const A *gamma = static_cast<const A*>(args.gamma), *beta = static_cast<const A*>(args.beta);
     A *mean = static_cast<A*>(args.saved), *invstd = mean + args.rows;
-    const bool streams = is_streamed<G>(args.rows * n);
-    torch::stable::parallel_for(0, args.rows, grain_of(n), [&](int64_t begin, int64_t end) {
+    const bool streams = bypasses_cache<G>(args.rows * n);
+    torch::stable::parallel_for(0, args.rows, parallel_grain(n), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         double center = 0, m2 = 0;
-        for (int64_t at = 0; at < n; at += kPiece) {
-          const int64_t length = n - at < kPiece ? n - at : kPiece;
-          const PieceMoments piece = moments_of<T, A>(x + r * n + at, length);
-          ChanWeights::of(double(at), double(length)).merge(center, m2, piece.mean, piece.m2);
+        for (int64_t at = 0; at < n; at += kMaxSegment) {
+          const int64_t length = n - at < kMaxSegment ? n - at : kMaxSegment;
+          const MeanM2 piece = moments_of<T, A>(x + r * n + at, length);
+          MergeWeights::of_counts(double(at), double(length)).merge(center, m2, piece.mean, piece.m2);
         }
         mean[r] = A(center);
         invstd[r] = A(1 / std::sqrt(m2 / double(n) + args.eps));
-        write({x + r * n, y + r * n, mean[r], invstd[r]}, n, Streaming(streams, y + r * n, n, kLanes<A>),
-              gamma, beta);
+        write({x + r * n, y + r * n, mean[r], invstd[r]}, n,
+              NonTemporalRange(streams, y + r * n, n, kLanes<A>), gamma, beta);
       }
-      finish_streams();
+      fence_non_temporal();
     });
   }
 };
@@ -65,9 +65,9 @@ struct Backward {
 
   // Where a vector is added to the columns' sums. The last has sums of its own, also where it overlaps the
   // one before.
-  static int64_t column(Whole<A> at) { return at.i; }
-  static int64_t column(End<A> at) { return at.n / L * L; }
-  static FASTVIT_INLINE void add(A* sums, Vector<A> terms) { store<A>(sums, load<A>(sums) + terms); }
+  static int64_t column(FullVector<A> at) { return at.i; }
+  static int64_t column(LastVector<A> at) { return at.n / L * L; }
+  static FASTVIT_HOST_DEVICE void add(A* sums, Simd<A> terms) { store<A>(sums, load<A>(sums) + terms); }
 
   struct Row {
     const T* x;
@@ -77,40 +77,41 @@ struct Backward {
   };
   // Adds dy to bias and dy * xhat to weight.
   template <bool kColumns>
-  static void write(const Row& row, int64_t n, Streaming streaming, const A* gamma, A* bias, A* weight) {
+  static void write(const Row& row, int64_t n, NonTemporalRange streaming, const A* gamma, A* bias,
+                    A* weight) {
     const T* x = row.x;
     const G* dy = row.dy;
     T* dx = row.dx;
     const A mean = row.mean, invstd = row.invstd;
-    const auto xhat = [&](auto at) -> Vector<A> { return (at.load(x) - mean) * invstd; };
-    const Terms<A> sums = sum_plane<A, 2>(n, [&](auto at) {
-      const Vector<A> y = at.load(dy), h = xhat(at), g = y * at.load(gamma);
+    const auto xhat = [&](auto at) -> Simd<A> { return (at.load(x) - mean) * invstd; };
+    const TermPair<A> sums = sum_plane<A, 2>(n, [&](auto at) {
+      const Simd<A> y = at.load(dy), h = xhat(at), g = y * at.load(gamma);
       if constexpr (kColumns) {
         add(bias + column(at), y);
         add(weight + column(at), y * h);
       }
-      return Terms<A>{g, g * h};
+      return TermPair<A>{g, g * h};
     });
     const A a = sum_lanes<A>(sums.first) / A(n), b = sum_lanes<A>(sums.second) / A(n);
     for_each_vector<A>(
         n, streaming,
-        [&](auto at) -> Vector<A> { return (at.load(dy) * at.load(gamma) - a - xhat(at) * b) * invstd; },
-        [&](auto at, Vector<A> result) { at.store(dx, result); });
+        [&](auto at) -> Simd<A> { return (at.load(dy) * at.load(gamma) - a - xhat(at) * b) * invstd; },
+        [&](auto at, Simd<A> result) { at.store(dx, result); });
   }
 
-  static void run(const LayerNormBackwardParams& args) {
+  static void run(const CpuLayerNormBackwardParams& args) {
     args.sums ? slices<true>(args) : slices<false>(args);
   }
 
   template <bool kColumns>
-  static void slices(const LayerNormBackwardParams& args) {
+  static void slices(const CpuLayerNormBackwardParams& args) {
     const int64_t n = args.columns;
     const T* x = static_cast<const T*>(args.x);
     const G* dy = static_cast<const G*>(args.dy);
     T* dx = static_cast<T*>(args.dx);
     const A* gamma = static_cast<const A*>(args.gamma);
     const A *mean = static_cast<const A*>(args.saved), *invstd = mean + args.rows;
-    const bool streams = is_streamed<T>(args.rows * n);
+    const bool streams = bypasses_cache<T>(args.rows * n);
     torch::stable::parallel_for(0, args.slices, 1, [&](int64_t first, int64_t last) {
       for (int64_t slice = first; slice < last; ++slice) {
         A* bias = kColumns ? static_cast<A*>(args.chunk_sums) + slice * 2 * args.stride : nullptr;
@@ -120,7 +121,7 @@ struct Backward {
           const int64_t until = r + kChunkRows < end ? r + kChunkRows : end;
           for (; r < until; ++r)
             write<kColumns>({x + r * n, dy + r * n, dx + r * n, mean[r], invstd[r]}, n,
-                            Streaming(streams, dx + r * n, n, L), gamma, bias, weight);
+                            NonTemporalRange(streams, dx + r * n, n, L), gamma, bias, weight);
           if constexpr (kColumns) {
             double* partial = args.partial + slice * 2 * n;
             flush(bias, n, partial);
@@ -128,7 +129,7 @@ struct Backward {
           }
         }
       }
-      finish_streams();
+      fence_non_temporal();
     });
   }
 
@@ -143,15 +144,15 @@ struct Backward {
 
 }  // namespace
 
-void layer_norm_forward(const LayerNormForwardParams& args) {
-  dispatch_dtypes<Half, BFloat16>(args.dtype, args.output_dtype,
-                                  [&]<class T, class G>() { Forward<T, G, Accumulation<T>>::run(args); });
+void layer_norm_forward(const CpuLayerNormForwardParams& args) {
+  dispatch_layer_norm_types<Half, BFloat16>(
+      args.dtype, args.output_dtype, [&]<class T, class G>() { Forward<T, G, Accumulation<T>>::run(args); });
 }
 
-void layer_norm_backward(const LayerNormBackwardParams& args) {
-  dispatch_dtypes<Half, BFloat16>(args.dtype, args.output_dtype,
-                                  [&]<class T, class G>() { Backward<T, G, Accumulation<T>>::run(args); });
+void layer_norm_backward(const CpuLayerNormBackwardParams& args) {
+  dispatch_layer_norm_types<Half, BFloat16>(
+      args.dtype, args.output_dtype, [&]<class T, class G>() { Backward<T, G, Accumulation<T>>::run(args); });
 }
 
-}  // namespace FASTVIT_CAPABILITY
+}  // namespace FASTVIT_ISA
 }  // namespace fastvit

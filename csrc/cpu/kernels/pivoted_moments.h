@@ -8,46 +8,46 @@
 #include "sums.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
+namespace FASTVIT_ISA {
 
-struct PieceMoments {
+struct MeanM2 {
   double mean, m2;
 };
 
 // fraction: 1 / count
 template <class A>
-FASTVIT_INLINE PieceMoments moments_about(A center, double fraction, double deviations, double squares) {
+FASTVIT_HOST_DEVICE MeanM2 from_pivot_sums(A center, double fraction, double deviations, double squares) {
   const double correction = deviations * fraction;
   return {double(center) + correction, squares - deviations * correction};
 }
 
 // The terms of bn_stats and of layer_norm_forward.
 template <class A>
-FASTVIT_INLINE Terms<A> deviations(Vector<A> x, Vector<A> center) {
-  const Vector<A> d = x - center;
+FASTVIT_HOST_DEVICE TermPair<A> deviations(Simd<A> x, Simd<A> center) {
+  const Simd<A> d = x - center;
   return {d, d * d};
 }
 
 template <class T, class A>
-FASTVIT_INLINE A mean_of_first(const T* x, int64_t n) {
+FASTVIT_HOST_DEVICE A choose_pivot(const T* x, int64_t n) {
   constexpr int64_t kFirst = 64;
   const int64_t k = n < kFirst ? n : kFirst;
-  const auto value = [&](auto at) { return Terms<A>{at.load(x), Vector<A>{}}; };
+  const auto value = [&](auto at) { return TermPair<A>{at.load(x), Simd<A>{}}; };
   return sum_lanes<A>(sum_plane<A, 1>(k, value).first) / A(k);
 }
 
 template <class T, class A>
-FASTVIT_INLINE Terms<A> sum_deviations(const T* x, int64_t n, A center) {
-  const Vector<A> centers = Vector<A>{} + center;
+FASTVIT_HOST_DEVICE TermPair<A> sum_deviations(const T* x, int64_t n, A center) {
+  const Simd<A> centers = Simd<A>{} + center;
   return sum_plane<A, 4>(n, [&](auto at) { return deviations<A>(at.load(x), centers); });
 }
 
 template <class T, class A>
-FASTVIT_INLINE PieceMoments moments_of(const T* x, int64_t n) {
-  const A center = mean_of_first<T, A>(x, n);
-  const Terms<A> sums = sum_deviations(x, n, center);
-  return moments_about(center, 1 / double(n), sum_lanes<A>(sums.first), sum_lanes<A>(sums.second));
+FASTVIT_HOST_DEVICE MeanM2 moments_of(const T* x, int64_t n) {
+  const A center = choose_pivot<T, A>(x, n);
+  const TermPair<A> sums = sum_deviations(x, n, center);
+  return from_pivot_sums(center, 1 / double(n), sum_lanes<A>(sums.first), sum_lanes<A>(sums.second));
 }
 
-}  // namespace FASTVIT_CAPABILITY
+}  // namespace FASTVIT_ISA
 }  // namespace fastvit

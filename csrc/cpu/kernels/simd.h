@@ -16,12 +16,12 @@
 
 #include "../../host_device.h"
 
-#if !defined(FASTVIT_CAPABILITY)
-#define FASTVIT_CAPABILITY baseline
+#if !defined(FASTVIT_ISA)
+#define FASTVIT_ISA baseline
 #endif
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
+namespace FASTVIT_ISA {
 
 using BFloat16 = c10::BFloat16;
 using Half = c10::Half;
@@ -47,23 +47,23 @@ struct VectorOf<double> {
   typedef double unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
 };
 template <class A>
-using Vector = typename VectorOf<A>::type;
+using Simd = typename VectorOf<A>::type;
 template <class A>
 constexpr int kLanes = kVectorBytes / int(sizeof(A));
 
-using FloatVector = Vector<float>;
+using FloatVector = Simd<float>;
 typedef uint32_t WordVector __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t HalfWordVector __attribute__((vector_size(kVectorBytes / 2)));
 typedef uint16_t UnalignedHalfWords __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
 
 // load<A>(p): kLanes<A> elements at p, converted. store<A>(p, v) is its reverse.
 template <class A>
-FASTVIT_INLINE Vector<A> load(const A* p) {
+FASTVIT_HOST_DEVICE Simd<A> load(const A* p) {
   return *reinterpret_cast<const typename VectorOf<A>::unaligned*>(p);
 }
 
 template <class A>
-FASTVIT_INLINE FloatVector load(const BFloat16* p) {
+FASTVIT_HOST_DEVICE FloatVector load(const BFloat16* p) {
 #if defined(__AVX512F__)  // one permutation of words takes the place of a conversion and a shift
   const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   const WordVector upper = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -79,12 +79,12 @@ FASTVIT_INLINE FloatVector load(const BFloat16* p) {
 
 // The vector of T that `v` becomes in memory: to nearest, ties to even; a quiet NaN stays NaN.
 template <class T, class A>
-struct Narrow {
-  static FASTVIT_INLINE Vector<A> of(Vector<A> v) { return v; }
+struct RoundToStorage {
+  static FASTVIT_HOST_DEVICE Simd<A> of(Simd<A> v) { return v; }
 };
 template <>
-struct Narrow<BFloat16, float> {
-  static FASTVIT_INLINE HalfWordVector of(FloatVector v) {
+struct RoundToStorage<BFloat16, float> {
+  static FASTVIT_HOST_DEVICE HalfWordVector of(FloatVector v) {
     const WordVector bits = reinterpret_cast<WordVector>(v), more = 0x7fffu + ((bits >> 16) & 1u);
 #if defined(__AVX512F__)
     const __mmask16 ordered = _mm512_cmp_ps_mask(__m512(v), __m512(v), _CMP_ORD_Q);
@@ -103,8 +103,8 @@ struct Narrow<BFloat16, float> {
   }
 };
 template <>
-struct Narrow<Half, float> {
-  static FASTVIT_INLINE HalfWordVector of(FloatVector v) {
+struct RoundToStorage<Half, float> {
+  static FASTVIT_HOST_DEVICE HalfWordVector of(FloatVector v) {
 #if defined(__AVX512F__)
     return HalfWordVector(_mm512_cvtps_ph(__m512(v), 0));
 #elif defined(__F16C__)
@@ -117,16 +117,16 @@ struct Narrow<Half, float> {
   }
 };
 template <class A, class T>
-FASTVIT_INLINE void store(T* p, Vector<A> v) {
-  const auto bits = Narrow<T, A>::of(v);
+FASTVIT_HOST_DEVICE void store(T* p, Simd<A> v) {
+  const auto bits = RoundToStorage<T, A>::of(v);
   __builtin_memcpy(p, &bits, sizeof(bits));
 }
 
-// At a whole vector's address, past the caches: the line is not read before. `finish_streams` makes what was
+// At a whole vector's address, past the caches: the line is not read before. `fence_non_temporal` makes what was
 // written visible to other threads.
 template <class A, class T>
-FASTVIT_INLINE void stream(T* p, Vector<A> v) {
-  const auto bits = Narrow<T, A>::of(v);
+FASTVIT_HOST_DEVICE void store_non_temporal(T* p, Simd<A> v) {
+  const auto bits = RoundToStorage<T, A>::of(v);
 #if defined(__AVX512F__)
   if constexpr (sizeof(bits) == 64)
     _mm512_stream_si512(reinterpret_cast<__m512i*>(p), __m512i(bits));
@@ -141,14 +141,14 @@ FASTVIT_INLINE void stream(T* p, Vector<A> v) {
   __builtin_memcpy(p, &bits, sizeof(bits));
 #endif
 }
-inline void finish_streams() {
+inline void fence_non_temporal() {
 #if defined(__AVX2__)
   _mm_sfence();
 #endif
 }
 
 template <class A>
-FASTVIT_INLINE FloatVector load(const Half* p) {
+FASTVIT_HOST_DEVICE FloatVector load(const Half* p) {
 #if defined(__AVX512F__)
   return FloatVector(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
 #elif defined(__F16C__)
@@ -162,40 +162,40 @@ FASTVIT_INLINE FloatVector load(const Half* p) {
 
 // The n < kLanes elements at p, in the last lanes. The other lanes are 0, and other memory is not accessed.
 template <class A, class T>
-FASTVIT_INLINE Vector<A> load_some(const T* p, int n) {
+FASTVIT_HOST_DEVICE Simd<A> load_partial(const T* p, int n) {
   T padded[kLanes<A>] = {};
   for (int i = 0; i < n; ++i) padded[kLanes<A> - n + i] = p[i];
   return load<A>(padded);
 }
 template <class A, class T>
-FASTVIT_INLINE void store_some(T* p, Vector<A> v, int n) {
+FASTVIT_HOST_DEVICE void store_partial(T* p, Simd<A> v, int n) {
   T padded[kLanes<A>];
   store<A>(padded, v);
   for (int i = 0; i < n; ++i) p[i] = padded[kLanes<A> - n + i];
 }
 
 #if defined(__AVX512F__)  // masked instructions; the copies above cost more than the rest of a short span
-FASTVIT_INLINE __mmask16 last_lanes_mask(int n) {
+FASTVIT_HOST_DEVICE __mmask16 last_lanes_mask(int n) {
   return __mmask16(0xffff0000u >> n);
 }
 template <>
-FASTVIT_INLINE FloatVector load_some<float>(const float* p, int n) {
+FASTVIT_HOST_DEVICE FloatVector load_partial<float>(const float* p, int n) {
   return FloatVector(_mm512_maskz_loadu_ps(last_lanes_mask(n), p - (16 - n)));
 }
 template <>
-FASTVIT_INLINE void store_some<float>(float* p, FloatVector v, int n) {
+FASTVIT_HOST_DEVICE void store_partial<float>(float* p, FloatVector v, int n) {
   _mm512_mask_storeu_ps(p - (16 - n), last_lanes_mask(n), __m512(v));
 }
 #elif defined(__AVX2__)
-FASTVIT_INLINE __m256i last_lanes_mask(int n) {
+FASTVIT_HOST_DEVICE __m256i last_lanes_mask(int n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0));
 }
 template <>
-FASTVIT_INLINE FloatVector load_some<float>(const float* p, int n) {
+FASTVIT_HOST_DEVICE FloatVector load_partial<float>(const float* p, int n) {
   return FloatVector(_mm256_maskload_ps(p - (8 - n), last_lanes_mask(n)));
 }
 template <>
-FASTVIT_INLINE void store_some<float>(float* p, FloatVector v, int n) {
+FASTVIT_HOST_DEVICE void store_partial<float>(float* p, FloatVector v, int n) {
   _mm256_maskstore_ps(p - (8 - n), last_lanes_mask(n), __m256(v));
 }
 #endif
@@ -211,7 +211,7 @@ struct LaneNumbers<double> {
   typedef int64_t type __attribute__((vector_size(kVectorBytes)));
 };
 template <class A>
-FASTVIT_INLINE typename LaneNumbers<A>::type lane_numbers() {
+FASTVIT_HOST_DEVICE typename LaneNumbers<A>::type lane_numbers() {
   typename LaneNumbers<A>::type lanes{};
   for (int i = 0; i < kLanes<A>; ++i) lanes[i] = i;
   return lanes;
@@ -219,12 +219,12 @@ FASTVIT_INLINE typename LaneNumbers<A>::type lane_numbers() {
 
 // v with all lanes but the last n set to 0.
 template <class A>
-FASTVIT_INLINE Vector<A> last_lanes(Vector<A> v, int n) {
-  return lane_numbers<A>() >= kLanes<A> - n ? v : Vector<A>{};
+FASTVIT_HOST_DEVICE Simd<A> zero_all_but_last(Simd<A> v, int n) {
+  return lane_numbers<A>() >= kLanes<A> - n ? v : Simd<A>{};
 }
 
 template <class A>
-FASTVIT_INLINE A sum_lanes(Vector<A> v) {  // pairwise, always in the same order
+FASTVIT_HOST_DEVICE A sum_lanes(Simd<A> v) {  // pairwise, always in the same order
 #if defined(__clang__)
   A lane[kLanes<A>];
   std::memcpy(lane, &v, sizeof(v));
@@ -240,45 +240,45 @@ FASTVIT_INLINE A sum_lanes(Vector<A> v) {  // pairwise, always in the same order
 // Where a vector is in a span of n elements: at element i, or at the end of the span. The latter overlaps the
 // vector before it, or begins with zeros where the span is shorter than a vector.
 template <class A>
-struct Whole {
+struct FullVector {
   int64_t i;
   template <class T>
-  FASTVIT_INLINE Vector<A> load(const T* span) const {
-    return FASTVIT_CAPABILITY::load<A>(span + i);
+  FASTVIT_HOST_DEVICE Simd<A> load(const T* span) const {
+    return FASTVIT_ISA::load<A>(span + i);
   }
   template <class T>
-  FASTVIT_INLINE void store(T* span, Vector<A> v) const {
-    FASTVIT_CAPABILITY::store<A>(span + i, v);
+  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> v) const {
+    FASTVIT_ISA::store<A>(span + i, v);
   }
 };
 template <class A>
-struct Streamed : Whole<A> {  // of a result, within a span
+struct NonTemporalVector : FullVector<A> {  // of a result, within a span
   template <class T>
-  FASTVIT_INLINE void store(T* span, Vector<A> v) const {
-    FASTVIT_CAPABILITY::stream<A>(span + this->i, v);
+  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> v) const {
+    FASTVIT_ISA::store_non_temporal<A>(span + this->i, v);
   }
 };
 template <class A>
-struct End {
+struct LastVector {
   int64_t n;
   template <class T>
-  FASTVIT_INLINE Vector<A> load(const T* span) const {
-    return n < kLanes<A> ? load_some<A>(span, int(n)) : FASTVIT_CAPABILITY::load<A>(span + n - kLanes<A>);
+  FASTVIT_HOST_DEVICE Simd<A> load(const T* span) const {
+    return n < kLanes<A> ? load_partial<A>(span, int(n)) : FASTVIT_ISA::load<A>(span + n - kLanes<A>);
   }
   template <class T>
-  FASTVIT_INLINE void store(T* span, Vector<A> v) const {
-    n < kLanes<A> ? store_some<A>(span, v, int(n)) : FASTVIT_CAPABILITY::store<A>(span + n - kLanes<A>, v);
+  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> v) const {
+    n < kLanes<A> ? store_partial<A>(span, v, int(n)) : FASTVIT_ISA::store<A>(span + n - kLanes<A>, v);
   }
 };
 
 // The vectors of a span that are written past the caches: from the first vector-aligned address on. A short
 // span is streamed only if it has no ragged ends, which would write parts of cache lines.
-struct Streaming {
+struct NonTemporalRange {
   bool on = false;
   int64_t first = 0;
 
   template <class T>
-  Streaming(bool wanted, const T* span, int64_t n, int64_t lanes) {
+  NonTemporalRange(bool wanted, const T* span, int64_t n, int64_t lanes) {
     if (!wanted) return;
     const int64_t before = int64_t(reinterpret_cast<uintptr_t>(span) / sizeof(T)) % lanes;
     on = n * int64_t(sizeof(T)) >= 1024 || (before == 0 && n % lanes == 0);
@@ -289,19 +289,21 @@ struct Streaming {
 // write(at, read(at)) for the vectors of a span of n elements. A streamed result is none of the
 // operands.
 template <class A, class Read, class Write>
-FASTVIT_INLINE void for_each_vector(int64_t n, Streaming streaming, const Read& read, const Write& write) {
+FASTVIT_HOST_DEVICE void for_each_vector(int64_t n, NonTemporalRange streaming, const Read& read,
+                                         const Write& write) {
   constexpr int L = kLanes<A>;
-  const End<A> end{n};
+  const LastVector<A> end{n};
   const bool ragged = (n - streaming.first) % L != 0;
   decltype(read(end)) last{};
   if (ragged) last = read(end);  // before the vector that it overlaps is written, perhaps in place
-  if (streaming.first) write(Whole<A>{0}, read(Whole<A>{0}));
+  if (streaming.first) write(FullVector<A>{0}, read(FullVector<A>{0}));
   if (streaming.on)
-    for (int64_t i = streaming.first; i + L <= n; i += L) write(Streamed<A>{i}, read(Whole<A>{i}));
+    for (int64_t i = streaming.first; i + L <= n; i += L)
+      write(NonTemporalVector<A>{i}, read(FullVector<A>{i}));
   else
-    for (int64_t i = 0; i + L <= n; i += L) write(Whole<A>{i}, read(Whole<A>{i}));
+    for (int64_t i = 0; i + L <= n; i += L) write(FullVector<A>{i}, read(FullVector<A>{i}));
   if (ragged) write(end, last);
 }
 
-}  // namespace FASTVIT_CAPABILITY
+}  // namespace FASTVIT_ISA
 }  // namespace fastvit

@@ -8,21 +8,21 @@
 #include "simd.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
+namespace FASTVIT_ISA {
 
 // One operand. A span with unit stride is read and written in place. Any other is copied to a buffer on the
 // stack and back.
 template <class T>
-struct Operand {
+struct StridedOperand {
   T* data;
   Strides strides;
   int64_t stride;  // between elements of a span
-  const Layout* layout;
+  const WalkLayout* layout;
 
-  Operand(const void* pointer, const Layout& layout_, int operand)
+  StridedOperand(const void* pointer, const WalkLayout& layout_, int operand)
       : data(static_cast<T*>(const_cast<void*>(pointer))),
         strides(layout_.strides[operand]),
-        stride(layout_.rows ? strides.channel : strides.inner),
+        stride(layout_.is_rows ? strides.channel : strides.inner),
         layout(&layout_) {}
 
   int64_t outer(int64_t n) const {
@@ -49,15 +49,15 @@ struct Operand {
 };
 
 // A per-channel constant along a span: one number for a plane, a vector of the table for a row.
-template <class A, bool kRows>
-struct PerChannel {
+template <class A, bool kIsRows>
+struct ChannelConstant {
   const A* table;
-  Vector<A> value;
-  PerChannel(const void* table_, int64_t c)
-      : table(static_cast<const A*>(table_) + c), value(Vector<A>{} + (kRows ? A(0) : *table)) {}
+  Simd<A> value;
+  ChannelConstant(const void* table_, int64_t c)
+      : table(static_cast<const A*>(table_) + c), value(Simd<A>{} + (kIsRows ? A(0) : *table)) {}
   template <class At>
-  FASTVIT_INLINE Vector<A> at(At at) const {
-    return kRows ? at.load(table) : value;
+  FASTVIT_HOST_DEVICE Simd<A> at(At at) const {
+    return kIsRows ? at.load(table) : value;
   }
 };
 
@@ -68,27 +68,26 @@ struct Task {
 
 // f(task) for every task of a reduction.
 template <class F>
-void for_each_task(const Layout& layout, const Partition& partition, const F& f) {
-  torch::stable::parallel_for(0, partition.slices * partition.tiles, 1, [&](int64_t begin, int64_t end) {
+void for_each_task(const WalkLayout& layout, const CpuPlan& plan, const F& f) {
+  torch::stable::parallel_for(0, plan.slices * plan.tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t slice = i / partition.tiles, tile = i % partition.tiles;
-      f(Task{slice, partition.steps * slice / partition.slices,
-             partition.steps * (slice + 1) / partition.slices, layout.C * tile / partition.tiles,
-             layout.C * (tile + 1) / partition.tiles});
+      const int64_t slice = i / plan.tiles, tile = i % plan.tiles;
+      f(Task{slice, plan.units * slice / plan.slices, plan.units * (slice + 1) / plan.slices,
+             layout.channels * tile / plan.tiles, layout.channels * (tile + 1) / plan.tiles});
     }
   });
 }
 
 constexpr int64_t kGrain = 32768;  // fewest elements that are worth a thread
 
-inline int64_t grain_of(int64_t piece) {
+inline int64_t parallel_grain(int64_t piece) {
   return piece > 0 && kGrain > piece ? kGrain / piece : 1;
 }
 
 // Results of 32 MiB or more leave the caches before the next op reads them. Written past the caches they take
 // 0.73 to 0.84 of the time in fp32 where spans are long, because their lines are not read first.
 template <class T>
-bool is_streamed(int64_t elements) {
+bool bypasses_cache(int64_t elements) {
   constexpr int64_t kLeast = 32 << 20;
   return elements * int64_t(sizeof(T)) >= kLeast;
 }
@@ -96,7 +95,7 @@ bool is_streamed(int64_t elements) {
 // Pieces of n elements that follow each other, in the operands that a kernel reads and writes: `count` whole
 // planes of channels c, c + 1, ..., or rows from channel c on, or a part of one.
 template <class T>
-struct Spans {
+struct SpanGroup {
   const T* from[3];
   T* to[2];
   int64_t from_stride[3], to_stride[2];
@@ -110,35 +109,36 @@ struct Spans {
 // run(args, spans) for all span pieces of `ins` operands and `outs` results, in the order of memory; threads
 // take contiguous ranges. A call by pointer: the walk is compiled once for all activations.
 template <class T, class Args>
-void for_each_span(const Args& args, const Operand<T>* in, int ins, const Operand<T>* out, int outs,
-                   void (*run)(const Args&, const Spans<T>&)) {
-  const Layout& layout = args.layout;
-  const Partition& partition = args.partition;
-  bool unit_stride = true, streams = outs == 1 && is_streamed<T>(layout.numel());
+void for_each_span(const Args& args, const StridedOperand<T>* in, int ins, const StridedOperand<T>* out,
+                   int outs, void (*run)(const Args&, const SpanGroup<T>&)) {
+  const WalkLayout& layout = args.layout;
+  const CpuPlan& plan = args.plan;
+  bool unit_stride = true, streams = outs == 1 && bypasses_cache<T>(layout.numel());
   for (int i = 0; i < ins; ++i) {
     unit_stride = unit_stride && in[i].stride == 1;
     streams = streams && in[i].data != out[0].data;
   }
   for (int i = 0; i < outs; ++i) unit_stride = unit_stride && out[i].stride == 1;
-  const bool together = unit_stride && partition.pieces == 1 && (!layout.rows || layout.outer_dims == 1);
+  const bool together = unit_stride && plan.segments == 1 && (!layout.is_rows || layout.outer_dims == 1);
   const auto stride_of = [&](const Strides& strides) {
-    return layout.rows ? strides.outer[0] : strides.channel;
+    return layout.is_rows ? strides.outer[0] : strides.channel;
   };
-  const int64_t span = layout.rows ? layout.C : layout.S;
-  const int64_t channels = layout.rows ? 1 : layout.C, positions = layout.N * channels * partition.pieces;
+  const int64_t span = layout.is_rows ? layout.channels : layout.inner;
+  const int64_t channels = layout.is_rows ? 1 : layout.channels,
+                positions = layout.outer * channels * plan.segments;
   const auto walk = [&]<bool kUnitStride>(int64_t begin, int64_t end) {
-    T in_buffer[3][kUnitStride ? 1 : kPiece], out_buffer[2][kUnitStride ? 1 : kPiece];
-    Spans<T> spans;
+    T in_buffer[3][kUnitStride ? 1 : kMaxSegment], out_buffer[2][kUnitStride ? 1 : kMaxSegment];
+    SpanGroup<T> spans;
     for (int i = 0; i < ins; ++i) spans.from_stride[i] = stride_of(in[i].strides);
     for (int i = 0; i < outs; ++i) spans.to_stride[i] = stride_of(out[i].strides);
     spans.streams = kUnitStride && streams;
     for (int64_t position = begin; position < end; position += spans.count) {
-      const int64_t first = position % partition.pieces * partition.piece;
-      const int64_t m = position / partition.pieces % channels, n = position / partition.pieces / channels;
-      const int64_t c = layout.rows ? first : m, s = layout.rows ? 0 : first;
-      const int64_t left = end - position, in_image = layout.rows ? left : channels - m;
+      const int64_t first = position % plan.segments * plan.segment_length;
+      const int64_t m = position / plan.segments % channels, n = position / plan.segments / channels;
+      const int64_t c = layout.is_rows ? first : m, s = layout.is_rows ? 0 : first;
+      const int64_t left = end - position, in_image = layout.is_rows ? left : channels - m;
       spans.count = !together ? 1 : left < in_image ? left : in_image;
-      spans.n = span - first < partition.piece ? span - first : partition.piece;
+      spans.n = span - first < plan.segment_length ? span - first : plan.segment_length;
       spans.c = c;
       T* written[2];
       for (int i = 0; i < ins; ++i) {
@@ -153,18 +153,20 @@ void for_each_span(const Args& args, const Operand<T>* in, int ins, const Operan
       for (int i = 0; i < outs; ++i)
         if (spans.to[i] != written[i]) out[i].write(written[i], spans.n, spans.to[i]);
     }
-    if (kUnitStride && streams) finish_streams();
+    if (kUnitStride && streams) fence_non_temporal();
   };
-  torch::stable::parallel_for(0, positions, grain_of(partition.piece), [&](int64_t begin, int64_t end) {
-    unit_stride ? walk.template operator()<true>(begin, end) : walk.template operator()<false>(begin, end);
-  });
+  torch::stable::parallel_for(0, positions, parallel_grain(plan.segment_length),
+                              [&](int64_t begin, int64_t end) {
+                                unit_stride ? walk.template operator()<true>(begin, end)
+                                            : walk.template operator()<false>(begin, end);
+                              });
 }
 
 // f.template operator()<T>() for a dtype.
 template <class F>
-void dispatch_type(ScalarType dtype, const F& f) {
-  dispatch_dtype<Half, BFloat16>(dtype, f);
+void dispatch_storage_type(ScalarType dtype, const F& f) {
+  fastvit::dispatch_storage_type<Half, BFloat16>(dtype, f);
 }
 
-}  // namespace FASTVIT_CAPABILITY
+}  // namespace FASTVIT_ISA
 }  // namespace fastvit
