@@ -41,14 +41,14 @@ FASTVIT_HOST_DEVICE auto dispatch_storage_type(ScalarType dtype, const F& f) {
   }
 }
 
-// f.template operator()<T, G>() for the dtypes of a LayerNorm's x and y: those of y are x's, or narrower than
+// f.template operator()<T, Y>() for the dtypes of a LayerNorm's x and y: those of y are x's, or narrower than
 // float.
 template <class Half, class BFloat16, class F>
 void dispatch_layer_norm_types(ScalarType x, ScalarType y, const F& f) {
   dispatch_storage_type<Half, BFloat16>(x, [&]<class T>() {
     if constexpr (std::is_same_v<T, float>)
-      dispatch_storage_type<Half, BFloat16>(y, [&]<class G>() {
-        if constexpr (sizeof(G) <= sizeof(T)) f.template operator()<T, G>();
+      dispatch_storage_type<Half, BFloat16>(y, [&]<class Y>() {
+        if constexpr (sizeof(Y) <= sizeof(T)) f.template operator()<T, Y>();
       });
     else
       f.template operator()<T, T>();

@@ -47,7 +47,7 @@ struct BackwardConstants {
       inverse_gamma[c] = A(1 / floored_gamma(args, c, args.from_output));
     }
     params.plan = plan_cpu_work(args.layout);
-    params.limit = std::sqrt(std::max(unpack_count(saved + 2 * C) - 1, 0.0));
+    params.xhat_limit = std::sqrt(std::max(unpack_count(saved + 2 * C) - 1, 0.0));
     params.scale = scale.data(), params.beta = beta.data(), params.inverse_gamma = inverse_gamma.data();
   }
 };

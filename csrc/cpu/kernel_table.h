@@ -44,7 +44,7 @@ struct CpuBnForwardParams : BnForwardArgs {
 
 struct CpuBnBackwardParams : BnBackwardArgs {  // of reduce and of backward
   CpuPlan plan = {};
-  double limit = 0;                                                        // of |xhat|
+  double xhat_limit = 0;                                                   // of |xhat|
   const void *scale = nullptr, *beta = nullptr, *inverse_gamma = nullptr;  // [C]
   // Of reduce, [slices][2][C]: sum dv, and sum dv * centred; see kernels/bn_gradient.h.
   double* partial = nullptr;

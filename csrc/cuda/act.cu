@@ -13,9 +13,13 @@
 
 namespace fastvit {
 
+struct ActParams : ActArgs {
+  LaunchPlan plan;
+};
+
 template <class T, bool kIsRows, int V, bool kBackward, bool kGated>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    act_kernel(const __grid_constant__ KernelParams<Planned<ActArgs>> kernel_params) {
+    act_kernel(const __grid_constant__ KernelParams<ActParams> kernel_params) {
   const auto& args = kernel_params.wait_and_get();
   using A = Accumulation<T>;
   constexpr int kOperands = (kBackward ? 3 : 2) + (kGated ? (kBackward ? 2 : 1) : 0);
@@ -27,9 +31,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   for_each_batch<kIsRows, V, U, kOperands, WalkOrder::ascending>(
       args.plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], dy[kBackward ? B::U : 1], gate[kGated ? B::U : 1];
-        batch.template load<kStreaming>(x, args.x, ActForwardStrides::x);
-        if constexpr (kBackward) batch.template load<kStreaming>(dy, args.dy, ActBackwardStrides::dy);
-        if constexpr (kGated) batch.template load<kStreaming>(gate, args.gate, kGate);
+        batch.template load<kEvictFirst>(x, args.x, ActForwardStrides::x);
+        if constexpr (kBackward) batch.template load<kEvictFirst>(dy, args.dy, ActBackwardStrides::dy);
+        if constexpr (kGated) batch.template load<kEvictFirst>(gate, args.gate, kGate);
 #pragma unroll
         for (int j = 0; j < B::U; ++j)
           dispatch_activation_for<T, true>(args.activation, [&]<class Fn>(Fn) {
@@ -78,7 +82,7 @@ void run_act(const ActArgs& args) {
                                           .merged_operands = 0,
                                           .min_waves = kMaxWaves}
                                 .plan(resident_blocks<T>(context, kernel_of));
-    launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, Planned<ActArgs>{args, plan});
+    launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, ActParams{{args}, plan});
   });
 }
 

@@ -13,12 +13,16 @@
 
 namespace fastvit {
 
-template <class T, bool kIsRows, int V, Variant kVariant>
+struct BnBackwardParams : BnBackwardArgs {
+  LaunchPlan plan;
+};
+
+template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    bn_backward_kernel(const __grid_constant__ KernelParams<Planned<BnBackwardArgs>> kernel_params) {
+    bn_backward_kernel(const __grid_constant__ KernelParams<BnBackwardParams> kernel_params) {
   const auto& args = kernel_params.wait_and_get();
   using A = Accumulation<T>;
-  constexpr bool kResidual = kVariant == Variant::residual;
+  constexpr bool kResidual = kVariant == GradientVariant::residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
   constexpr int K = kIsRows ? V : 1, kTile = kIsRows ? kMaxTile : 1;
   const BlockWork work(args.plan, blockIdx.x);
@@ -44,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   for_each_batch<kIsRows, V, U, kOperands, WalkOrder::ascending>(
       args.plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
-        inputs.template load<kNormal, BackwardStrides::residual>(batch, args);
+        inputs.template load<kNoHint, BackwardStrides::residual>(batch, args);
         write_gradients<kIsRows>(batch, inputs, constants, correction, args, limit);
       });
 }
@@ -56,7 +60,7 @@ void backend::bn_backward(const BnBackwardArgs& args) {
     const void* pointers[] = {args.input, args.dy, args.dx, args.residual, args.dresidual};
     const auto kernel_of = [&]<bool kIsRows, int V>() {
       return dispatch_variant(
-          args, [&]<Variant kVariant>() { return bn_backward_kernel<T, kIsRows, V, kVariant>; });
+          args, [&]<GradientVariant kVariant>() { return bn_backward_kernel<T, kIsRows, V, kVariant>; });
     };
     const LaunchPlan plan = LaunchPlanner{.layout = args.layout,
                                           .pointers = pointers,
@@ -65,7 +69,7 @@ void backend::bn_backward(const BnBackwardArgs& args) {
                                           .limits = context.limits,
                                           .merged_operands = 0}
                                 .plan(resident_blocks<T>(context, kernel_of));
-    launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, Planned<BnBackwardArgs>{args, plan});
+    launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, BnBackwardParams{{args}, plan});
   });
 }
 

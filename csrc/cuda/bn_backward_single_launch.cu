@@ -13,16 +13,17 @@
 namespace fastvit {
 
 template <class A>
-struct BnBackwardSingleLaunchParams : Planned<BnBackwardArgs> {
-  SliceResults<Sums<A>> partials;
+struct BnBackwardSingleLaunchParams : BnBackwardArgs {
+  LaunchPlan plan;
+  SliceResults<GradientSums<A>> slice_results;
 };
 
-template <class T, bool kIsRows, int V, Variant kVariant>
+template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnBackwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
   const auto& args = kernel_params.wait_and_get();
   using A = Accumulation<T>;
-  constexpr bool kResidual = kVariant == Variant::residual;
+  constexpr bool kResidual = kVariant == GradientVariant::residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;
   constexpr int K = kIsRows ? V : 1, kTile = kIsRows ? kMaxTile : 1;
   const LaunchPlan& plan = args.plan;
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   for_each_batch<kIsRows, V, U, kOperands, WalkOrder::descending>(
       plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
-        inputs.template load<kStreaming, BackwardStrides::residual>(batch, args);
+        inputs.template load<kEvictFirst, BackwardStrides::residual>(batch, args);
         cache.store(batch, 0, inputs.input);
         cache.store(batch, 1, inputs.dy);
         if constexpr (kResidual) cache.store(batch, 2, inputs.residual);
@@ -60,16 +61,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
         cache.advance(batch);
       });
 
-  __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(Sums<A>)];
-  Sums<A>* shared = reinterpret_cast<Sums<A>*>(bytes);
+  __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(GradientSums<A>)];
+  GradientSums<A>* shared = reinterpret_cast<GradientSums<A>*>(bytes);
   const int stride = merge_block(shared, running, plan, work);
   A* const sums = static_cast<A*>(args.local_sums);
-  merge_slices<true>(shared, stride, args.partials, plan, work, [&](int64_t c, Sums<A> total) {
-    if (kVariant != Variant::from_output) total.second *= saved_invstd<A>(args, c);
+  merge_slices<true>(shared, stride, args.slice_results, plan, work, [&](int64_t c, GradientSums<A> total) {
+    if (kVariant != GradientVariant::from_output) total.dv_second *= saved_invstd<A>(args, c);
     corrections[c - first] = StatisticsCorrection<A>::template of<kVariant>(args, c, total);
     if (work.slice == 0) {
-      sums[c] = total.first;
-      sums[C + c] = total.second;
+      sums[c] = total.dv;
+      sums[C + c] = total.dv_second;
     }
   });
   __syncthreads();
@@ -107,10 +108,10 @@ bool backend::bn_backward_single_launch(const BnBackwardArgs& args) {
                                           .merged_operands = cached_operands}
                                 .plan_single_launch();
     if (plan.vectors_in_shared == 0) return;
-    const MergeMemory<Sums<A>> slices(plan, context);
-    const BnBackwardSingleLaunchParams<A> params{{args, plan}, slices.partials()};
+    const MergeMemory<GradientSums<A>> merge_memory(plan, context);
+    const BnBackwardSingleLaunchParams<A> params{{args}, plan, merge_memory.slice_results()};
     dispatch_vector_kernel<T>(plan, [&]<bool kIsRows, int V>() {
-      const auto kernel = dispatch_variant(args, [&]<Variant kVariant>() {
+      const auto kernel = dispatch_variant(args, [&]<GradientVariant kVariant>() {
         return bn_backward_single_launch_kernel<T, kIsRows, V, kVariant>;
       });
       done = try_single_launch(kernel, plan, cached_operands, context, params);

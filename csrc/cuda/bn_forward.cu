@@ -11,7 +11,8 @@
 
 namespace fastvit {
 
-struct BnForwardParams : Planned<BnForwardArgs> {
+struct BnForwardParams : BnForwardArgs {
+  LaunchPlan plan;
   bool has_update_block;  // block 0 updates and saves for all channels, and normalises nothing
 };
 
@@ -84,9 +85,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kOneMoreB
   for_each_batch<kIsRows, V, kBatch, kOperands, WalkOrder::descending>(
       args.plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], residual[kResidual ? B::U : 1];
-        batch.template load<kStreaming>(x, args.x, ForwardStrides::x);
+        batch.template load<kEvictFirst>(x, args.x, ForwardStrides::x);
         if constexpr (kResidual)
-          batch.template load<kStreaming>(residual, args.residual, ForwardStrides::residual);
+          batch.template load<kEvictFirst>(residual, args.residual, ForwardStrides::residual);
         normalize_batch<kIsRows, kResidual>(args, batch, x, residual, affine);
         batch.store(x, args.y, ForwardStrides::y);
       });
@@ -110,7 +111,7 @@ void backend::bn_forward(const BnForwardArgs& args) {
                has_update_block = !args.saved_in && (empty || args.cumulative_average);
     const int64_t blocks = has_update_block + (empty ? 0 : plan.blocks());
     if (blocks == 0) return;
-    launch_planned<T>(plan, kernel_of, {blocks, context}, BnForwardParams{{args, plan}, has_update_block});
+    launch_planned<T>(plan, kernel_of, {blocks, context}, BnForwardParams{{args}, plan, has_update_block});
   });
 }
 

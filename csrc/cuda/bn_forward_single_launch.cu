@@ -13,8 +13,9 @@
 namespace fastvit {
 
 template <class A>
-struct BnForwardSingleLaunchParams : Planned<BnForwardArgs> {
-  SliceResults<PartialMoments<A>> partials;
+struct BnForwardSingleLaunchParams : BnForwardArgs {
+  LaunchPlan plan;
+  SliceResults<PartialMoments<A>> slice_results;
 };
 
 template <class T, bool kIsRows, int V, bool kResidual>
@@ -22,32 +23,32 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
     const __grid_constant__ KernelParams<BnForwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
   const auto& args = kernel_params.wait_and_get();
   using A = Accumulation<T>;
-  using Mine = ChunkedMoments<T, kIsRows, V>;
+  using ThreadMoments = ChunkedMoments<T, kIsRows, V>;
   constexpr int kOperands = kResidual ? 3 : 2;
   const LaunchPlan& plan = args.plan;
   const BlockWork work(plan, blockIdx.x);
   FASTVIT_DYNAMIC_SHARED(memory);
   SmemCache<T, V, 1> cache(memory);
-  Mine mine(plan, work, args.x);
+  ThreadMoments thread_moments(plan, work, args.x);
   for_each_batch<kIsRows, V, kBatch, kOperands, WalkOrder::ascending>(
       plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U];
-        batch.template load<kStreaming>(x, args.x, ForwardStrides::x);
+        batch.template load<kEvictFirst>(x, args.x, ForwardStrides::x);
         cache.store(batch, 0, x);
         cache.advance(batch);
-        mine.add(batch, x);
+        thread_moments.add(batch, x);
       });
 
   // Pivots are read before the blocks wait for each other; afterwards another block may overwrite them.
-  __shared__ A pivots[Mine::kTile];
-  __shared__ ChannelAffine<A> table[Mine::kTile];
+  __shared__ A pivots[ThreadMoments::kTile];
+  __shared__ ChannelAffine<A> table[ThreadMoments::kTile];
   const int64_t first = work.first_channel(plan);
-  __shared__ __align__(16) unsigned char bytes[kThreads * Mine::K * sizeof(PartialMoments<A>)];
+  __shared__ __align__(16) unsigned char bytes[kThreads * ThreadMoments::K * sizeof(PartialMoments<A>)];
   PartialMoments<A>* shared = reinterpret_cast<PartialMoments<A>*>(bytes);
-  mine.end(pivots, plan, work);
-  const int stride = merge_block(shared, mine.moments, plan, work);
+  thread_moments.finish(pivots, plan, work);
+  const int stride = merge_block(shared, thread_moments.moments, plan, work);
   const double count = args.layout.values_per_channel();
-  merge_slices<true>(shared, stride, args.partials, plan, work,
+  merge_slices<true>(shared, stride, args.slice_results, plan, work,
                      [&](int64_t c, const PartialMoments<A>& total) {
                        const Moments<A> all{count, pivots[c - first] + total.mean, total.m2};
                        const auto n = MeanInvstd<A>::from_moments(all, args.eps);
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
       plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], residual[kResidual ? B::U : 1];
         if constexpr (kResidual)
-          batch.template load<kStreaming>(residual, args.residual, ForwardStrides::residual);
+          batch.template load<kEvictFirst>(residual, args.residual, ForwardStrides::residual);
         cache.load(batch, 0, x);
         cache.advance(batch);
         normalize_batch<kIsRows, kResidual>(args, batch, x, residual, affine);
@@ -94,8 +95,8 @@ bool backend::bn_forward_single_launch(const BnForwardArgs& args) {
                                           .merged_operands = 1}
                                 .plan_single_launch();
     if (plan.vectors_in_shared == 0) return;
-    const MergeMemory<PartialMoments<A>> slices(plan, context);
-    const BnForwardSingleLaunchParams<A> params{{args, plan}, slices.partials()};
+    const MergeMemory<PartialMoments<A>> merge_memory(plan, context);
+    const BnForwardSingleLaunchParams<A> params{{args}, plan, merge_memory.slice_results()};
     dispatch_vector_kernel<T>(plan, [&]<bool kIsRows, int V>() {
       const auto kernel = args.residual ? bn_forward_single_launch_kernel<T, kIsRows, V, true>
                                         : bn_forward_single_launch_kernel<T, kIsRows, V, false>;

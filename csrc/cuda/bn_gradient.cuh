@@ -15,7 +15,7 @@
 
 namespace fastvit {
 
-enum class Variant { plain, residual, from_output };
+enum class GradientVariant { plain, residual, from_output };
 
 template <class A>
 __device__ __forceinline__ A saved_invstd(const BnBackwardArgs& args, int64_t c) {
@@ -25,21 +25,21 @@ template <class A>
 __device__ __forceinline__ A saved_count(const BnBackwardArgs& args) {
   return unpack_count<A>(static_cast<const A*>(args.saved) + 2 * args.layout.channels);
 }
-template <class A, Variant kVariant>
+template <class A, GradientVariant kVariant>
 __device__ __forceinline__ A xhat_limit_of(const BnBackwardArgs& args) {
-  return kVariant == Variant::from_output ? std::sqrt(max(saved_count<A>(args) - 1, A(0))) : A(0);
+  return kVariant == GradientVariant::from_output ? std::sqrt(max(saved_count<A>(args) - 1, A(0))) : A(0);
 }
 
 // The constants of one channel. `mean_or_inverse_gamma` is 1 / gamma where the input is y, and otherwise the
 // mean.
-template <class A, Variant kVariant>
+template <class A, GradientVariant kVariant>
 struct GradientConstants {
   A mean_or_inverse_gamma, scale, beta;
 
   __device__ __forceinline__ static GradientConstants of(const BnBackwardArgs& args, int64_t c) {
     const A beta = load_channel(args.bias, c, A(0));
     const A gamma = load_channel(args.weight, c, A(1));  // the floor applies to the inversion only
-    const A first = kVariant == Variant::from_output
+    const A first = kVariant == GradientVariant::from_output
                         ? A(1) / effective_gamma(gamma, beta, gamma_floor<A>(true, args.dtype))
                         : static_cast<const A*>(args.saved)[c];
     return {first, gamma * saved_invstd<A>(args, c), beta};
@@ -47,28 +47,29 @@ struct GradientConstants {
 };
 
 template <class A>
-struct Gradient {
-  A dv, centred;
+struct ElementGradient {
+  A dv, second_factor;
 };
 
-template <class Fn, Variant kVariant, class A>
-__device__ __forceinline__ Gradient<A> gradient(A input, A dy, A residual,
-                                                const GradientConstants<A, kVariant>& k, A param, A limit) {
-  if constexpr (kVariant == Variant::from_output) {
+template <class Fn, GradientVariant kVariant, class A>
+__device__ __forceinline__ ElementGradient<A> gradient_of(A input, A dy, A residual,
+                                                          const GradientConstants<A, kVariant>& k, A param,
+                                                          A limit) {
+  if constexpr (kVariant == GradientVariant::from_output) {
     return {Fn::backward_from_output(dy, input, param),
             recover_xhat(Fn::inverse(input, param), k.beta, k.mean_or_inverse_gamma, limit)};
   } else {
-    const A centred = input - k.mean_or_inverse_gamma;
-    A v = fma_rn(centred, k.scale, k.beta);
-    if constexpr (kVariant == Variant::residual) v = add_rn(v, residual);
-    return {Fn::backward(dy, v, param), centred};
+    const A centered = input - k.mean_or_inverse_gamma;
+    A v = fma_rn(centered, k.scale, k.beta);
+    if constexpr (kVariant == GradientVariant::residual) v = add_rn(v, residual);
+    return {Fn::backward(dy, v, param), centered};
   }
 }
 
 // The operands of a batch that are read: input, dy, and a residual that was added before the activation.
-template <class T, Variant kVariant, class B>
+template <class T, GradientVariant kVariant, class B>
 struct GradientInputs {
-  static constexpr bool kResidual = kVariant == Variant::residual;
+  static constexpr bool kResidual = kVariant == GradientVariant::residual;
   Vector<T, B::V> input[B::U], dy[B::U], residual[kResidual ? B::U : 1];
 
   // The residual is operand kOperand. Reduce and backward have the same places of input and dy.
@@ -85,14 +86,14 @@ struct GradientInputs {
 
 // Adds a batch to the thread's sums of dv and dv * centred; at(j) reads its j-th vector. The branch on the
 // activation is inside the loop over vectors, here and below, which takes fewer registers than outside.
-template <class T, bool kIsRows, Variant kVariant, class B, class A, int K, class At>
+template <class T, bool kIsRows, GradientVariant kVariant, class B, class A, int K, class At>
 __device__ __forceinline__ void accumulate_sums(KahanSums<A> (&running)[K], const B&,
                                                 const GradientConstants<A, kVariant> (&constants)[K],
                                                 const BnBackwardArgs& args, A limit, const At& at) {
-  Sums<A> sums[K];
+  GradientSums<A> sums[K];
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    dispatch_activation_for<T, kVariant != Variant::from_output>(args.activation, [&]<class Fn>(Fn) {
+    dispatch_activation_for<T, kVariant != GradientVariant::from_output>(args.activation, [&]<class Fn>(Fn) {
       const GradientInputs<T, kVariant, typename B::Single> inputs = at(j);
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
@@ -101,12 +102,12 @@ __device__ __forceinline__ void accumulate_sums(KahanSums<A> (&running)[K], cons
       if constexpr (inputs.kResidual) inputs.residual[0].unpack(r);
 #pragma unroll
       for (int k = 0; k < B::V; ++k) {  // elements past the end have dy = 0
-        const Gradient<A> t =
-            gradient<Fn, kVariant>(in[k], g[k], inputs.kResidual ? r[k] : A(0), constants[kIsRows ? k : 0],
-                                   A(args.activation_param), limit);
-        Sums<A>& sum = sums[kIsRows ? k : 0];
-        sum.first = add_rn(sum.first, t.dv);
-        sum.second = fma_rn(t.dv, t.centred, sum.second);
+        const ElementGradient<A> t =
+            gradient_of<Fn, kVariant>(in[k], g[k], inputs.kResidual ? r[k] : A(0), constants[kIsRows ? k : 0],
+                                      A(args.activation_param), limit);
+        GradientSums<A>& sum = sums[kIsRows ? k : 0];
+        sum.dv = add_rn(sum.dv, t.dv);
+        sum.dv_second = fma_rn(t.dv, t.second_factor, sum.dv_second);
       }
     });
 #pragma unroll
@@ -116,21 +117,21 @@ __device__ __forceinline__ void accumulate_sums(KahanSums<A> (&running)[K], cons
 // The terms of a channel's sums over all ranks: dx = scale * (dv - offset - slope * centred).
 template <class A>
 struct StatisticsCorrection {
-  A offset, slope;
+  A mean_dv, slope;
 
-  template <Variant kVariant>
+  template <GradientVariant kVariant>
   __device__ __forceinline__ static StatisticsCorrection of(const BnBackwardArgs& args, int64_t c,
-                                                            const Sums<A>& sums) {
+                                                            const GradientSums<A>& sums) {
     const A n = saved_count<A>(args);
     if (!(n > 0)) return {0, 0};
-    return {sums.first / n,
-            sums.second / n * (kVariant == Variant::from_output ? A(1) : saved_invstd<A>(args, c))};
+    return {sums.dv / n, sums.dv_second / n *
+                             (kVariant == GradientVariant::from_output ? A(1) : saved_invstd<A>(args, c))};
   }
 };
 
 // Writes a batch's dx and, where there is a residual, dresidual, which is dv; in `inputs` they take the place
 // of input and dy.
-template <bool kIsRows, Variant kVariant, class T, class B, class A, int K>
+template <bool kIsRows, GradientVariant kVariant, class T, class B, class A, int K>
 __device__ __forceinline__ void write_gradients(const B& batch, GradientInputs<T, kVariant, B>& inputs,
                                                 const GradientConstants<A, kVariant> (&constants)[K],
                                                 const StatisticsCorrection<A> (&correction)[K],
@@ -138,7 +139,7 @@ __device__ __forceinline__ void write_gradients(const B& batch, GradientInputs<T
   constexpr bool kResidual = GradientInputs<T, kVariant, B>::kResidual;
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    dispatch_activation_for<T, kVariant != Variant::from_output>(args.activation, [&]<class Fn>(Fn) {
+    dispatch_activation_for<T, kVariant != GradientVariant::from_output>(args.activation, [&]<class Fn>(Fn) {
       A in[B::V], g[B::V];
       [[maybe_unused]] A r[B::V];
       inputs.input[j].unpack(in);
@@ -147,10 +148,10 @@ __device__ __forceinline__ void write_gradients(const B& batch, GradientInputs<T
 #pragma unroll
       for (int k = 0; k < B::V; ++k) {
         const int i = kIsRows ? k : 0;
-        const Gradient<A> t = gradient<Fn, kVariant>(in[k], g[k], kResidual ? r[k] : A(0), constants[i],
-                                                     A(args.activation_param), limit);
-        const A rest = add_rn(t.dv, -correction[i].offset);
-        in[k] = constants[i].scale * fma_rn(-t.centred, correction[i].slope, rest);
+        const ElementGradient<A> t = gradient_of<Fn, kVariant>(in[k], g[k], kResidual ? r[k] : A(0),
+                                                               constants[i], A(args.activation_param), limit);
+        const A rest = add_rn(t.dv, -correction[i].mean_dv);
+        in[k] = constants[i].scale * fma_rn(-t.second_factor, correction[i].slope, rest);
         g[k] = t.dv;
       }
       inputs.input[j].pack(in);
@@ -163,9 +164,9 @@ __device__ __forceinline__ void write_gradients(const B& batch, GradientInputs<T
 // f.template operator()<kVariant>() for the op's variant.
 template <class F>
 auto dispatch_variant(const BnBackwardArgs& args, const F& f) {
-  if (args.from_output) return f.template operator()<Variant::from_output>();
-  if (args.residual) return f.template operator()<Variant::residual>();
-  return f.template operator()<Variant::plain>();
+  if (args.from_output) return f.template operator()<GradientVariant::from_output>();
+  if (args.residual) return f.template operator()<GradientVariant::residual>();
+  return f.template operator()<GradientVariant::plain>();
 }
 
 }  // namespace fastvit

@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_channel(const ChannelVector& to, int64_t c
 
 // V numbers from a multiple of V on: one switch, and wide loads where the memory is aligned for them.
 template <int V, class A>
-__device__ __forceinline__ void load_channel(const ChannelVector& from, int64_t c, A (&to)[V], A absent) {
+__device__ __forceinline__ void load_channels(const ChannelVector& from, int64_t c, A (&to)[V], A absent) {
   if (!from.data) {
 #pragma unroll
     for (int k = 0; k < V; ++k) to[k] = absent;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void load_channel(const ChannelVector& from, int64_t 
   }
   dispatch_storage_type(from.dtype, [&]<class S>() {
     const S* const at = static_cast<const S*>(from.data) + c;
-    constexpr int kWide = V < kVector<S> ? V : kVector<S>;
+    constexpr int kWide = V < kVectorWidth<S> ? V : kVectorWidth<S>;
     if constexpr (kWide * sizeof(S) >= 8) {
       if (reinterpret_cast<uintptr_t>(from.data) % 16 == 0) {
 #pragma unroll
@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_channel(const ChannelVector& from, int64_t 
           Vector<S, kWide> vector;
           vector.load(at + first);
 #pragma unroll
-          for (int k = 0; k < kWide; ++k) to[first + k] = A(Accumulation<S>(vector.at[k]));
+          for (int k = 0; k < kWide; ++k) to[first + k] = A(Accumulation<S>(vector.element[k]));
         }
         return;
       }

@@ -1,7 +1,7 @@
 // The statistics of one thread, for bn_stats and the on-chip forward.
 //
 // Values are summed in chunks of 32, relative to the first of the chunk: sum of d and of d * d, then
-// m2 = squares - sum * sum / n. The first value is one of the n, so at most a fraction of (n - 1) / n
+// m2 = sum_of_squares - sum * sum / n. The first value is one of the n, so at most a fraction of (n - 1) / n
 // cancels, which costs one or two digits for any first value. This takes four instructions per element; two
 // passes over registers take five. Squares of float overflow only if values differ by more than 1e18. Chunks
 // are merged by Chan's update, once per 32 values, with a reciprocal that is accurate to 2 ulp.
@@ -24,7 +24,7 @@ struct ChunkedMoments {  // rows: one channel per column; planes: one
   using A = Accumulation<T>;
   static constexpr int K = kIsRows ? V : 1;
   static constexpr int kTile = kIsRows ? kMaxTile : 1;
-  PartialMoments<A> moments[K];  // of the complete chunks; of all values after end()
+  PartialMoments<A> moments[K];  // of the complete chunks; of all values after finish()
 
   __device__ __forceinline__ ChunkedMoments(const LaunchPlan& plan, const BlockWork& work, const void* x) {
     static_assert(kTile <= kThreads);
@@ -38,12 +38,12 @@ struct ChunkedMoments {  // rows: one channel per column; planes: one
   template <class B>
   __device__ __forceinline__ void add(const B& batch, const Vector<T, B::V> (&x)[B::U]) {
     A value[B::V];
-    if (kOneBatch || chunk_count == 0) {
+    if (kChunkIsBatch || chunk_count == 0) {
       x[0].unpack(value);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        rebase(k, value[k]);
-        first[k] = value[k], sum[k] = squares[k] = 0;
+        move_pivot(k, value[k]);
+        chunk_pivot[k] = value[k], sum[k] = sum_of_squares[k] = 0;
       }
     }
 #pragma unroll
@@ -53,36 +53,36 @@ struct ChunkedMoments {  // rows: one channel per column; planes: one
 #pragma unroll
         for (int k = 0; k < B::V; ++k) {
           const int i = kIsRows ? k : 0;
-          const A d = value[k] - first[i];
+          const A d = value[k] - chunk_pivot[i];
           sum[i] += d;
-          squares[i] = fma_rn(d, d, squares[i]);
+          sum_of_squares[i] = fma_rn(d, d, sum_of_squares[i]);
         }
         chunk_count += kIsRows ? 1 : B::V;
       }
-    if (kOneBatch || chunk_count >= kChunkValues) close();
+    if (kChunkIsBatch || chunk_count >= kChunkValues) close_chunk();
   }
 
   // All threads call it after their last value; writes the pivots of the tile's channels to `pivots`.
-  __device__ __forceinline__ void end(A (&pivots)[kTile], const LaunchPlan& plan, const BlockWork& work) {
+  __device__ __forceinline__ void finish(A (&pivots)[kTile], const LaunchPlan& plan, const BlockWork& work) {
     if (int(threadIdx.x) < work.channels(plan)) {
       A value[1];
       pivot.unpack(value);
       pivots[threadIdx.x] = value[0];
     }
     __syncthreads();
-    if (chunk_count > 0) close();
+    if (chunk_count > 0) close_chunk();
     A mine[K];
     load_thread_constants<kIsRows, V>(mine, pivots, plan, work);
 #pragma unroll
-    for (int k = 0; k < K; ++k) rebase(k, mine[k]);
+    for (int k = 0; k < K; ++k) move_pivot(k, mine[k]);
   }
 
  private:
   // A batch of 16-bit planes has the values of a chunk, so chunks do not extend over batches.
-  static constexpr bool kOneBatch = !kIsRows && V * kBatch >= kChunkValues;
+  static constexpr bool kChunkIsBatch = !kIsRows && V * kBatch >= kChunkValues;
 
   // Merges the chunk into the values before it.
-  __device__ __forceinline__ void close() {
+  __device__ __forceinline__ void close_chunk() {
     const A n = A(chunk_count), one_over_n = approximate_quotient(A(1), n);
     const A count = moments[0].count, total = count + n, fraction = approximate_quotient(n, total),
             weight = count * fraction;
@@ -91,18 +91,19 @@ struct ChunkedMoments {  // rows: one channel per column; planes: one
       const A d = sum[k] * one_over_n, delta = add_rn(d, -moments[k].mean);
       moments[k].count = total;  // the same in all columns
       moments[k].mean = fma_rn(delta, fraction, moments[k].mean);
-      moments[k].m2 = add_rn(moments[k].m2, fma_rn(delta * delta, weight, fma_rn(-sum[k], d, squares[k])));
+      moments[k].m2 =
+          add_rn(moments[k].m2, fma_rn(delta * delta, weight, fma_rn(-sum[k], d, sum_of_squares[k])));
     }
     chunk_count = 0;
   }
 
   // The mean so far, relative to `to`; 0 without values.
-  __device__ __forceinline__ void rebase(int k, A to) {
+  __device__ __forceinline__ void move_pivot(int k, A to) {
     const A any = min(moments[0].count, A(1));  // a factor, as a condition becomes a branch
-    moments[k].mean = any * add_rn(moments[k].mean, add_rn(first[k], -to));
+    moments[k].mean = any * add_rn(moments[k].mean, add_rn(chunk_pivot[k], -to));
   }
 
-  A first[K] = {}, sum[K], squares[K];
+  A chunk_pivot[K] = {}, sum[K], sum_of_squares[K];
   int chunk_count = 0;  // values in the current chunk
   Vector<T, 1> pivot;   // the pivot of channel threadIdx.x of the tile
 };

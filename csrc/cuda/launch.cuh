@@ -85,9 +85,9 @@ class LaunchContext {
 template <class T, class F>
 void dispatch_kernel_of_plan(const LaunchPlan& plan, const F& f) {
   if (plan.is_rows)
-    plan.is_vectorized ? f.template operator()<true, kVector<T>>() : f.template operator()<true, 1>();
+    plan.is_vectorized ? f.template operator()<true, kVectorWidth<T>>() : f.template operator()<true, 1>();
   else
-    plan.is_vectorized ? f.template operator()<false, kVector<T>>() : f.template operator()<false, 1>();
+    plan.is_vectorized ? f.template operator()<false, kVectorWidth<T>>() : f.template operator()<false, 1>();
 }
 
 // One more block per multiprocessor, for launch bounds: with it the forwards are faster on sm_90, and the
@@ -118,12 +118,6 @@ auto resident_blocks(const LaunchContext& context, const KernelOf& kernel_of) {
     return blocks;
   };
 }
-
-// The arguments of an op's kernel, with the division of its work.
-template <class Args, class Division = LaunchPlan>
-struct Planned : Args {
-  Division plan;
-};
 
 // Declares `name` as the launch's dynamic shared memory.
 #ifndef FASTVIT_DYNAMIC_SHARED

@@ -58,23 +58,23 @@ inline unsigned* stream_semaphores(const LaunchContext& context) {
 template <class R>
 class MergeMemory {
  public:
-  MergeMemory(const LaunchPlan& plan, const LaunchContext& context, bool shared = false)
+  MergeMemory(const LaunchPlan& plan, const LaunchContext& context, bool has_exchange = false)
       : groups(plan),
-        words(plan.slices > 1 ? groups.semaphores(plan) : 0),
-        captured((plan.slices > 1 || shared) && capturing(context)),
+        semaphore_count(plan.slices > 1 ? groups.semaphores(plan) : 0),
+        captured((plan.slices > 1 || has_exchange) && capturing(context)),
         bytes(plan.slices > 1 ? int64_t(plan.slices) * plan.layout.channels * int64_t(sizeof(R)) : 0),
-        scratch(bytes + (captured ? (words + kExchangeCounters) * sizeof(unsigned) : 0)) {
-    if (plan.slices == 1 && !shared) return;
+        scratch(bytes + (captured ? (semaphore_count + kExchangeCounters) * sizeof(unsigned) : 0)) {
+    if (plan.slices == 1 && !has_exchange) return;
     if (captured) {
       semaphores = reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes);
-      STD_CUDA_CHECK(
-          cudaMemsetAsync(semaphores, 0, (words + kExchangeCounters) * sizeof(unsigned), context.stream));
+      STD_CUDA_CHECK(cudaMemsetAsync(semaphores, 0, (semaphore_count + kExchangeCounters) * sizeof(unsigned),
+                                     context.stream));
     } else {
       semaphores = stream_semaphores(context);
     }
-    exchange_counters = semaphores + words;
+    exchange_counters = semaphores + semaphore_count;
   }
-  SliceResults<R> partials() const { return {static_cast<R*>(scratch.data), semaphores, groups}; }
+  SliceResults<R> slice_results() const { return {static_cast<R*>(scratch.data), semaphores, groups}; }
 
  private:
   static bool capturing(const LaunchContext& context) {
@@ -83,7 +83,7 @@ class MergeMemory {
     return status != cudaStreamCaptureStatusNone;
   }
   MergeGroups groups;
-  int64_t words;  // semaphores of the tiles
+  int64_t semaphore_count;  // semaphores of the tiles
   bool captured;
   int64_t bytes;
   Scratch scratch;

@@ -75,7 +75,7 @@ struct TeamMember {  // this thread in its team
 // the 16-byte units of all vectors lie side by side, so that a warp's accesses have no bank conflicts.
 template <class A, int V>
 class ColumnTable {
-  static constexpr int kUnit = V < kVector<A> ? V : kVector<A>;
+  static constexpr int kUnit = V < kVectorWidth<A> ? V : kVectorWidth<A>;
   const ChannelVector& from;
   const A absent;
   A* const table;  // null: in global memory
@@ -97,18 +97,18 @@ class ColumnTable {
   __device__ __forceinline__ void fill() const {
     for (int vector = int(threadIdx.x); table && vector < vectors; vector += kThreads) {
       A values[V];
-      load_channel<V>(from, int64_t(vector) * V, values, absent);
+      load_channels<V>(from, int64_t(vector) * V, values, absent);
 #pragma unroll
       for (int k = 0; k < V; ++k) unit(vector, k)[k % kUnit] = values[k];
     }
   }
   __device__ __forceinline__ void get(int column, A (&to)[V]) const {
-    if (!table) return load_channel<V>(from, column, to, absent);
+    if (!table) return load_channels<V>(from, column, to, absent);
 #pragma unroll
     for (int first = 0; first < V; first += kUnit) {
       Vector<A, kUnit> vector = *reinterpret_cast<const Vector<A, kUnit>*>(unit(column / V, first));
 #pragma unroll
-      for (int k = 0; k < kUnit; ++k) to[first + k] = vector.at[k];
+      for (int k = 0; k < kUnit; ++k) to[first + k] = vector.element[k];
     }
   }
 };
@@ -144,11 +144,11 @@ __device__ __forceinline__ void sum_over_team(A (&v)[kNumbers], int lanes) {
 
 // f.template operator()<V, K>(plan). V: elements of a vector, as many as both types fit into 16 bytes, or 1
 // where rows do not begin at 16-byte boundaries. K: vectors of a lane, which holds one of kChoices columns.
-template <class T, class G, const int (&kChoices)[2], class F>
+template <class T, class Y, const int (&kChoices)[2], class F>
 void dispatch_row_plan(int64_t rows, int64_t columns, std::initializer_list<const void*> pointers,
                        const F& f) {
   using A = Accumulation<T>;
-  constexpr int V = kVector<T> < kVector<G> ? kVector<T> : kVector<G>;
+  constexpr int V = kVectorWidth<T> < kVectorWidth<Y> ? kVectorWidth<T> : kVectorWidth<Y>;
   bool aligned = columns % V == 0;
   for (const void* p : pointers) aligned = aligned && reinterpret_cast<uintptr_t>(p) % 16 == 0;
   if (!aligned) {

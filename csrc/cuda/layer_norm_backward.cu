@@ -13,7 +13,8 @@
 namespace fastvit {
 
 template <class A>
-struct LayerNormBackwardParams : Planned<LayerNormArgs, RowPlan> {
+struct LayerNormBackwardParams : LayerNormArgs {
+  RowPlan plan;
   A* partial;  // [blocks][2][columns]; null: no sums
 };
 
@@ -21,7 +22,7 @@ struct LayerNormBackwardParams : Planned<LayerNormArgs, RowPlan> {
 template <>
 constexpr int kBackwardColumns<__half>[2] = {16, 16};
 
-template <class T, class G, int V, int K>
+template <class T, class Y, int V, int K>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm_backward_kernel(
     const __grid_constant__ KernelParams<LayerNormBackwardParams<Accumulation<T>>> kernel_params) {
   const auto& args = kernel_params.wait_and_get();
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
 
   const A* const saved = static_cast<const A*>(args.saved);
   Vector<T, V> x[K];
-  Vector<G, V> dy[K];
+  Vector<Y, V> dy[K];
   A mean, invstd;
   const auto load = [&](int64_t row, int part) {
     const bool exists = row < plan.rows;
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
       x[j].clear(), dy[j].clear();
       if (exists) {
         x[j].load(static_cast<const T*>(args.x) + begin + column);
-        dy[j].load(static_cast<const G*>(args.dy) + begin + column);
+        dy[j].load(static_cast<const Y*>(args.dy) + begin + column);
       }
     });
   };
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
       mine.each(0, [&](int, int column) {
         const int64_t at = (row + step) * plan.columns + column;
         prefetch(static_cast<const T*>(args.x) + at);
-        prefetch(static_cast<const G*>(args.dy) + at);
+        prefetch(static_cast<const Y*>(args.dy) + at);
       });
     // f(j, column, x, dy, gamma) for the vectors of the row.
     const auto pass = [&](const auto& f) {
@@ -175,20 +176,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 void backend::layer_norm_backward(const LayerNormArgs& args) {
   const LaunchContext context(args.device);
   const int64_t numbers = 2 * args.columns;
-  dispatch_layer_norm_types<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {
+  dispatch_layer_norm_types<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class Y>() {
     using A = Accumulation<T>;
     if (args.rows == 0) {
       if (args.sums) STD_CUDA_CHECK(cudaMemsetAsync(args.sums, 0, numbers * sizeof(A), context.stream));
       return;
     }
     const std::initializer_list<const void*> pointers = {args.x, args.dy, args.dx};
-    dispatch_row_plan<T, G, kBackwardColumns<T>>(
+    dispatch_row_plan<T, Y, kBackwardColumns<T>>(
         args.rows, args.columns, pointers, [&]<int V, int K>(const RowPlan& plan) {
-          const auto kernel = layer_norm_backward_kernel<T, G, V, K>;
+          const auto kernel = layer_norm_backward_kernel<T, Y, V, K>;
           const LaunchConfig config =
               row_launch(context, kernel, plan, std::max(table_bytes<A>(plan), kThreads * K * V * sizeof(A)));
           const Scratch partial(args.sums ? config.blocks * numbers * sizeof(A) : 0);
-          const LayerNormBackwardParams<A> params{{args, plan}, static_cast<A*>(partial.data)};
+          const LayerNormBackwardParams<A> params{{args}, plan, static_cast<A*>(partial.data)};
           STD_CUDA_CHECK(launch(kernel, config, params));
           if (!args.sums) return;
           const SumRowsParams<A> sums{params.partial, static_cast<A*>(args.sums), config.blocks, numbers};

@@ -9,18 +9,22 @@
 
 namespace fastvit {
 
+struct LayerNormForwardParams : LayerNormArgs {
+  RowPlan plan;
+};
+
 // Blocks of a multiprocessor, which hide each other's latency. Values of half take more registers.
 template <class T>
 constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kOneMoreBlockOnSm90;
 
-template <class T, class G, int V, int K>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks<T>) layer_norm_forward_kernel(
-    const __grid_constant__ KernelParams<Planned<LayerNormArgs, RowPlan>> kernel_params) {
+template <class T, class Y, int V, int K>
+__global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
+    layer_norm_forward_kernel(const __grid_constant__ KernelParams<LayerNormForwardParams> kernel_params) {
   const auto& args = kernel_params.wait_and_get();
   using A = Accumulation<T>;
   const RowPlan& plan = args.plan;
   const T* const x = static_cast<const T*>(args.x);
-  G* const y = static_cast<G*>(args.y);
+  Y* const y = static_cast<Y*>(args.y);
   A* const saved = static_cast<A*>(args.saved);
   const TeamMember<V, K> mine(plan);
   const A n = A(plan.columns);
@@ -85,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>) layer_norm_forwar
       gamma.get(column, scale), beta.get(column, shift);
 #pragma unroll
       for (int k = 0; k < V; ++k) v[k] = fma_rn((v[k] - mean) * invstd, scale[k], shift[k]);
-      Vector<G, V> out;
+      Vector<Y, V> out;
       out.pack(v);
       if (exists) out.store(y + row * plan.columns + column);
     });
@@ -96,13 +100,13 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>) layer_norm_forwar
 void backend::layer_norm_forward(const LayerNormArgs& args) {
   const LaunchContext context(args.device);
   if (args.rows == 0) return;
-  dispatch_layer_norm_types<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {
+  dispatch_layer_norm_types<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class Y>() {
     using A = Accumulation<T>;
-    dispatch_row_plan<T, G, kForwardColumns>(
+    dispatch_row_plan<T, Y, kForwardColumns>(
         args.rows, args.columns, {args.x, args.y}, [&]<int V, int K>(const RowPlan& plan) {
-          const auto kernel = layer_norm_forward_kernel<T, G, V, K>;
+          const auto kernel = layer_norm_forward_kernel<T, Y, V, K>;
           STD_CUDA_CHECK(launch(kernel, row_launch(context, kernel, plan, 2 * table_bytes<A>(plan)),
-                                Planned<LayerNormArgs, RowPlan>{args, plan}));
+                                LayerNormForwardParams{{args}, plan}));
         });
   });
 }

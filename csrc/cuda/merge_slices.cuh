@@ -35,11 +35,11 @@ struct MergeGroups {
 };
 
 template <class A>
-struct Sums {
-  A first = 0, second = 0;
-  __device__ __forceinline__ void merge(const Sums& other) {
-    first += other.first;
-    second += other.second;
+struct GradientSums {
+  A dv = 0, dv_second = 0;
+  __device__ __forceinline__ void merge(const GradientSums& other) {
+    dv += other.dv;
+    dv_second += other.dv_second;
   }
 };
 
@@ -47,12 +47,12 @@ struct Sums {
 // error does not grow with the number of values.
 template <class A>
 struct KahanSums {
-  Sums<A> sums, compensation;
-  __device__ __forceinline__ void add(const Sums<A>& more) {
-    add(sums.first, compensation.first, more.first);
-    add(sums.second, compensation.second, more.second);
+  GradientSums<A> sums, compensation;
+  __device__ __forceinline__ void add(const GradientSums<A>& more) {
+    add(sums.dv, compensation.dv, more.dv);
+    add(sums.dv_second, compensation.dv_second, more.dv_second);
   }
-  __device__ __forceinline__ operator const Sums<A>&() const { return sums; }
+  __device__ __forceinline__ operator const GradientSums<A>&() const { return sums; }
 
  private:
   __device__ __forceinline__ static void add(A& sum, A& compensation, A more) {
@@ -202,7 +202,7 @@ __device__ __forceinline__ void await(unsigned* semaphore, unsigned blocks) {
 // so all must be resident. `shared` holds kThreads * K results, at first those of merge_block, `stride`
 // apart.
 template <bool kAllBlocksGetTotals = false, class R, class Write>
-__device__ __forceinline__ bool merge_slices(R* shared, int stride, const SliceResults<R>& partials,
+__device__ __forceinline__ bool merge_slices(R* shared, int stride, const SliceResults<R>& slice_results,
                                              const LaunchPlan& plan, const BlockWork& work,
                                              const Write& write) {
   const int channels = work.channels(plan), own = int(threadIdx.x);  // one channel per thread at most
@@ -211,16 +211,16 @@ __device__ __forceinline__ bool merge_slices(R* shared, int stride, const SliceR
     if (own < channels) write(first + own, shared[own * stride]);
     return true;
   }
-  R* const results = partials.results + first;
+  R* const results = slice_results.results + first;
   if (own < channels) results[work.slice * C + own] = shared[own * stride];
-  unsigned *const tile = partials.semaphores + work.tile, *const published = tile + plan.tiles;
-  const MergeGroups& groups = partials.groups;
+  unsigned *const tile = slice_results.semaphores + work.tile, *const published = tile + plan.tiles;
+  const MergeGroups& groups = slice_results.groups;
   bool last = true;
   if (groups.size > 1) {
     const unsigned group = work.slice / groups.size, begin = group * groups.size;
     const unsigned slices = min(groups.size, plan.slices - begin);
     R* const mine = results + begin * C;
-    last = arrives_last(partials.semaphores + 2 * plan.tiles + work.tile * groups.count + group, slices);
+    last = arrives_last(slice_results.semaphores + 2 * plan.tiles + work.tile * groups.count + group, slices);
     if (last)  // the group's result replaces that of its first slice
       merge_slice_results(shared, mine, slices, C, channels, [&](int g, const R& total) { mine[g] = total; });
   }

@@ -17,9 +17,9 @@ using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
 template <class T>
 using DeviceAtomic = cuda::atomic_ref<T, cuda::thread_scope_device>;
 
-// kStreaming loads with the hint .cs (evicted first), so that the kernel's output replaces this data in the
+// kEvictFirst loads with the hint .cs (evicted first), so that the kernel's output replaces this data in the
 // L2 cache, and not data that is still to be read.
-enum CacheHint { kNormal, kStreaming };
+enum CacheHint { kNoHint, kEvictFirst };
 
 #ifdef CUDA_HOST_EMULATION
 template <CacheHint kHint, class Words>
@@ -52,7 +52,7 @@ inline void load_two_words(uint64_t* from, uint64_t& first, uint64_t& second) {
 template <CacheHint kHint>
 __device__ __forceinline__ uint4 load_wide(const uint4* from) {
   uint4 value;
-  if constexpr (kHint == kStreaming)
+  if constexpr (kHint == kEvictFirst)
     asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(__cvta_generic_to_global(from))
@@ -71,7 +71,7 @@ __device__ __forceinline__ void store_wide(uint4* to, uint4 value) {
 }
 template <CacheHint kHint>
 __device__ __forceinline__ uint2 load_wide(const uint2* from) {
-  static_assert(kHint == kNormal, "streaming loads take 16 bytes or one element");
+  static_assert(kHint == kNoHint, "streaming loads take 16 bytes or one element");
   uint2 value;
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
                : "=r"(value.x), "=r"(value.y)

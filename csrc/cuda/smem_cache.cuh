@@ -52,7 +52,8 @@ inline size_t smem_cache_bytes(const LaunchPlan& plan, int operands) {
 // As dispatch_kernel_of_plan, for a plan with vectors in shared memory.
 template <class T, class F>
 void dispatch_vector_kernel(const LaunchPlan& plan, const F& f) {
-  plan.is_rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
+  plan.is_rows ? f.template operator()<true, kVectorWidth<T>>()
+               : f.template operator()<false, kVectorWidth<T>>();
 }
 
 // Launches an on-chip op; false where its blocks cannot all be resident at once, which slices need.

@@ -39,19 +39,19 @@ __device__ __forceinline__ double add_rn(double a, double b) {
 }
 
 template <class T>
-constexpr int kVector = 16 / int(sizeof(T));
+constexpr int kVectorWidth = 16 / int(sizeof(T));
 
-// Two numbers, rounded to nearest: the 16-bit types convert pairs with one instruction.
-__device__ __forceinline__ void convert(float a, float b, float* to) {
+// Two numbers, rounded to nearest: the 16-bit types round_pair pairs with one instruction.
+__device__ __forceinline__ void round_pair(float a, float b, float* to) {
   to[0] = a, to[1] = b;
 }
-__device__ __forceinline__ void convert(double a, double b, double* to) {
+__device__ __forceinline__ void round_pair(double a, double b, double* to) {
   to[0] = a, to[1] = b;
 }
-__device__ __forceinline__ void convert(float a, float b, __half* to) {
+__device__ __forceinline__ void round_pair(float a, float b, __half* to) {
   *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
 }
-__device__ __forceinline__ void convert(float a, float b, __nv_bfloat16* to) {
+__device__ __forceinline__ void round_pair(float a, float b, __nv_bfloat16* to) {
   *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
 }
 
@@ -59,11 +59,11 @@ template <class T, int V>
 struct __align__(sizeof(T) * V) Vector {
   using A = Accumulation<T>;
   using Words = std::conditional_t<sizeof(T) * V == 16, uint4, uint2>;
-  T at[V];
+  T element[V];
 
   __device__ __forceinline__ void unpack(A (&out)[V]) const {
     if constexpr (V > 1 && std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float
-      const unsigned* const words = reinterpret_cast<const unsigned*>(at);
+      const unsigned* const words = reinterpret_cast<const unsigned*>(element);
 #pragma unroll
       for (int k = 0; k < V; k += 2) {
         out[k] = __uint_as_float(words[k / 2] << 16);
@@ -71,37 +71,37 @@ struct __align__(sizeof(T) * V) Vector {
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < V; ++k) out[k] = A(at[k]);
+      for (int k = 0; k < V; ++k) out[k] = A(element[k]);
     }
   }
   __device__ __forceinline__ void pack(const A (&in)[V]) {
     if constexpr (V == 1) {
-      at[0] = T(in[0]);
+      element[0] = T(in[0]);
     } else {
 #pragma unroll
-      for (int k = 0; k < V; k += 2) convert(in[k], in[k + 1], at + k);
+      for (int k = 0; k < V; k += 2) round_pair(in[k], in[k + 1], element + k);
     }
   }
 
   // Global memory.
-  template <CacheHint kHint = kNormal>
+  template <CacheHint kHint = kNoHint>
   __device__ __forceinline__ void load(const T* p) {
     if constexpr (V == 1)
-      at[0] = *p;
+      element[0] = *p;
     else
-      *reinterpret_cast<Words*>(at) = load_wide<kHint>(reinterpret_cast<const Words*>(p));
+      *reinterpret_cast<Words*>(element) = load_wide<kHint>(reinterpret_cast<const Words*>(p));
   }
   __device__ __forceinline__ void store(T* p) const {
     if constexpr (V == 1)
-      *p = at[0];
+      *p = element[0];
     else
-      store_wide(reinterpret_cast<Words*>(p), *reinterpret_cast<const Words*>(at));
+      store_wide(reinterpret_cast<Words*>(p), *reinterpret_cast<const Words*>(element));
   }
   __device__ __forceinline__ void clear() {
     if constexpr (V == 1)
-      at[0] = T(0.f);
+      element[0] = T(0.f);
     else
-      *reinterpret_cast<Words*>(at) = Words{};
+      *reinterpret_cast<Words*>(element) = Words{};
   }
 };
 

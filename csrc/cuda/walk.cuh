@@ -31,7 +31,7 @@ struct Batch {
     return one;
   }
 
-  template <CacheHint kHint = kNormal, class T>
+  template <CacheHint kHint = kNoHint, class T>
   __device__ __forceinline__ void load(Vector<T, V> (&to)[U], const void* p, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j) {
@@ -56,17 +56,18 @@ struct Batch {
 };
 
 // Offsets of outer index n, all operands. Only plans without vectors have more than one outer dimension.
-template <bool kVector, int kOperands>
-__device__ __forceinline__ void outer_offsets(const WalkLayout& l, int64_t n, int64_t (&offset)[kOperands]) {
-  const bool simple = kVector || l.outer_dims <= 1;
+template <bool kVectorWidth, int kOperands>
+__device__ __forceinline__ void outer_offsets(const WalkLayout& layout, int64_t n,
+                                              int64_t (&offset)[kOperands]) {
+  const bool simple = kVectorWidth || layout.outer_dims <= 1;
 #pragma unroll
-  for (int k = 0; k < kOperands; ++k) offset[k] = simple ? n * l.strides[k].outer[0] : 0;
-  if constexpr (!kVector) {
+  for (int k = 0; k < kOperands; ++k) offset[k] = simple ? n * layout.strides[k].outer[0] : 0;
+  if constexpr (!kVectorWidth) {
 #pragma unroll 1
-    for (int d = simple ? -1 : l.outer_dims - 1; d >= 0; --d) {
-      const int64_t size = l.outer_size[d], next = n / size, i = n - next * size;
+    for (int d = simple ? -1 : layout.outer_dims - 1; d >= 0; --d) {
+      const int64_t size = layout.outer_size[d], next = n / size, i = n - next * size;
 #pragma unroll
-      for (int k = 0; k < kOperands; ++k) offset[k] += i * l.strides[k].outer[d];
+      for (int k = 0; k < kOperands; ++k) offset[k] += i * layout.strides[k].outer[d];
       n = next;
     }
   }
@@ -119,18 +120,19 @@ template <int V, int U, int kOperands, WalkOrder kOrder, class Body>
 __device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockWork& work, const void* p,
                                             const Body& body) {
   if (work.team >= plan.teams) return;
-  const WalkLayout& l = plan.layout;
+  const WalkLayout& layout = plan.layout;
   const int64_t step = int64_t(plan.slices) * plan.teams;
   for (int64_t i = int64_t(work.slice) * plan.teams + work.team; i < plan.units; i += step) {
     const int64_t unit = kOrder == WalkOrder::descending ? plan.units - 1 - i : i;
     const int64_t n = plan.segments == 1 ? unit : unit / plan.segments;
     const int64_t start = (unit - n * plan.segments) * plan.segment_length;
-    const int length = int(l.inner - start < plan.segment_length ? l.inner - start : plan.segment_length);
+    const int length =
+        int(layout.inner - start < plan.segment_length ? layout.inner - start : plan.segment_length);
     int64_t base[kOperands];
-    outer_offsets<(V > 1)>(l, n, base);
+    outer_offsets<(V > 1)>(layout, n, base);
 #pragma unroll
     for (int k = 0; k < kOperands; ++k)
-      base[k] += work.tile * l.strides[k].channel + start * l.strides[k].inner;
+      base[k] += work.tile * layout.strides[k].channel + start * layout.strides[k].inner;
 
     int head = 0, vectors = length;
     if constexpr (V > 1) {
@@ -156,7 +158,7 @@ __device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockW
 #pragma unroll
         for (int j = 0; j < batch.kOffsets; ++j)
           batch.offset[k][j] =
-              base[k] + (V > 1 ? head + vector * V : (vector + j * plan.team_size) * l.strides[k].inner);
+              base[k] + (V > 1 ? head + vector * V : (vector + j * plan.team_size) * layout.strides[k].inner);
       }
       body(batch);
     }
@@ -167,16 +169,16 @@ __device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockW
 template <int V, int U, int kOperands, WalkOrder kOrder, class Body>
 __device__ __forceinline__ void walk_rows(const LaunchPlan& plan, const BlockWork& work, const Body& body) {
   using Index = std::conditional_t<(V > 1), unsigned, int64_t>;  // 32 bits suffice: see LaunchPlanner::rows
-  const WalkLayout& l = plan.layout;
+  const WalkLayout& layout = plan.layout;
   auto column = Index(work.first_channel(plan) * plan.columns_per_channel + work.member * V);
   if (work.team >= plan.teams || column >= plan.columns) return;
   int64_t at_column[kOperands];
   int vector_stride[kOperands];
 #pragma unroll
   for (int k = 0; k < kOperands; ++k) {
-    at_column[k] = int64_t(column) * (V > 1 || plan.columns_per_channel > 1 ? 1 : l.strides[k].channel);
+    at_column[k] = int64_t(column) * (V > 1 || plan.columns_per_channel > 1 ? 1 : layout.strides[k].channel);
     vector_stride[k] =
-        (kOrder == WalkOrder::descending ? -plan.teams : plan.teams) * int(l.strides[k].outer[0] / V);
+        (kOrder == WalkOrder::descending ? -plan.teams : plan.teams) * int(layout.strides[k].outer[0] / V);
   }
   const unsigned rows = plan.teams * U;  // of a batch of the block
   const Index units = Index(plan.units), step = plan.slices * rows;
@@ -192,9 +194,9 @@ __device__ __forceinline__ void walk_rows(const LaunchPlan& plan, const BlockWor
       int64_t at_row[kOperands];
       if constexpr (V > 1) {
 #pragma unroll
-        for (int k = 0; k < kOperands; ++k) at_row[k] = uint64_t(row) * unsigned(l.strides[k].outer[0]);
+        for (int k = 0; k < kOperands; ++k) at_row[k] = uint64_t(row) * unsigned(layout.strides[k].outer[0]);
       } else {
-        outer_offsets<false>(l, row, at_row);
+        outer_offsets<false>(layout, row, at_row);
       }
 #pragma unroll
       for (int k = 0; k < kOperands; ++k) batch.offset[k][j] = at_row[k] + at_column[k];

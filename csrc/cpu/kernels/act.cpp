@@ -21,8 +21,9 @@ struct Kernel {
   using Fn = ActivationFunction<kActivation>;
 
   // y, or dx and dgate; dy and gate where they are operands.
-  template <class At>
-  static FASTVIT_HOST_DEVICE Results<A> results(At at, const T* x, const T* dy, const T* gate, A param) {
+  template <class Position>
+  static FASTVIT_HOST_DEVICE Results<A> results(Position at, const T* x, const T* dy, const T* gate,
+                                                A param) {
     const Simd<A> v = at.load(x);
     if constexpr (!kBackward) {
       const Simd<A> y = Fn::forward(v, param);

@@ -27,12 +27,12 @@ struct BnGradientConstants {
         scale(args.scale, c),
         beta(args.beta, c),
         inverse_gamma(args.inverse_gamma, c),
-        limit(A(args.limit)),
+        limit(A(args.xhat_limit)),
         param(A(args.activation_param)) {}
 
   // residual may be null.
-  template <bool kFromOutput, class Fn, class At, class T>
-  FASTVIT_HOST_DEVICE Gradient<A> at(At at, const T* input, const T* dy, const T* residual) const {
+  template <bool kFromOutput, class Fn, class Position, class T>
+  FASTVIT_HOST_DEVICE Gradient<A> at(Position at, const T* input, const T* dy, const T* residual) const {
     const Simd<A> in = at.load(input), g = at.load(dy);
     if constexpr (kFromOutput) {
       return {Fn::backward_from_output(g, in, param),

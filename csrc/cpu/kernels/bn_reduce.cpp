@@ -37,8 +37,8 @@ struct Kernel {
   struct Inputs {
     const T *input, *dy, *residual;
   };
-  template <class At>
-  static FASTVIT_HOST_DEVICE TermPair<A> terms(At at, const Inputs& in, const Constants& k) {
+  template <class Position>
+  static FASTVIT_HOST_DEVICE TermPair<A> terms(Position at, const Inputs& in, const Constants& k) {
     const Gradient<A> g = k.template at<kFromOutput, Fn>(at, in.input, in.dy, in.residual);
     return {g.dv, g.dv * g.centred};
   }

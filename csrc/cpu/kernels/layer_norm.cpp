@@ -18,16 +18,16 @@ namespace FASTVIT_ISA {
 namespace {
 
 // T: of x and dx. G: of y and dy. A: of the arithmetic.
-template <class T, class G, class A>
+template <class T, class Y, class A>
 struct Forward {
   struct Row {
     const T* x;
-    G* y;
+    Y* y;
     A mean, invstd;
   };
   static void write(const Row& row, int64_t n, NonTemporalRange streaming, const A* gamma, const A* beta) {
     const T* x = row.x;
-    G* y = row.y;
+    Y* y = row.y;
     const A mean = row.mean, invstd = row.invstd;
     for_each_vector<A>(
         n, streaming, [&](auto at) { return (at.load(x) - mean) * invstd * at.load(gamma) + at.load(beta); },
@@ -37,10 +37,10 @@ struct Forward {
   static void run(const CpuLayerNormForwardParams& args) {
     const int64_t n = args.columns;
     const T* x = static_cast<const T*>(args.x);
-    G* y = static_cast<G*>(args.y);
+    Y* y = static_cast<Y*>(args.y);
     const A *gamma = static_cast<const A*>(args.gamma), *beta = static_cast<const A*>(args.beta);
     A *mean = static_cast<A*>(args.saved), *invstd = mean + args.rows;
-    const bool streams = bypasses_cache<G>(args.rows * n);
+    const bool streams = bypasses_cache<Y>(args.rows * n);
     torch::stable::parallel_for(0, args.rows, parallel_grain(n), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         double center = 0, m2 = 0;
@@ -59,7 +59,7 @@ struct Forward {
   }
 };
 
-template <class T, class G, class A>
+template <class T, class Y, class A>
 struct Backward {
   static constexpr int L = kLanes<A>;
 
@@ -71,7 +71,7 @@ struct Backward {
 
   struct Row {
     const T* x;
-    const G* dy;
+    const Y* dy;
     T* dx;
     A mean, invstd;
   };
@@ -80,7 +80,7 @@ struct Backward {
   static void write(const Row& row, int64_t n, NonTemporalRange streaming, const A* gamma, A* bias,
                     A* weight) {
     const T* x = row.x;
-    const G* dy = row.dy;
+    const Y* dy = row.dy;
     T* dx = row.dx;
     const A mean = row.mean, invstd = row.invstd;
     const auto xhat = [&](auto at) -> Simd<A> { return (at.load(x) - mean) * invstd; };
@@ -107,7 +107,7 @@ struct Backward {
   static void slices(const CpuLayerNormBackwardParams& args) {
     const int64_t n = args.columns;
     const T* x = static_cast<const T*>(args.x);
-    const G* dy = static_cast<const G*>(args.dy);
+    const Y* dy = static_cast<const Y*>(args.dy);
     T* dx = static_cast<T*>(args.dx);
     const A* gamma = static_cast<const A*>(args.gamma);
     const A *mean = static_cast<const A*>(args.saved), *invstd = mean + args.rows;
@@ -146,12 +146,12 @@ struct Backward {
 
 void layer_norm_forward(const CpuLayerNormForwardParams& args) {
   dispatch_layer_norm_types<Half, BFloat16>(
-      args.dtype, args.output_dtype, [&]<class T, class G>() { Forward<T, G, Accumulation<T>>::run(args); });
+      args.dtype, args.output_dtype, [&]<class T, class Y>() { Forward<T, Y, Accumulation<T>>::run(args); });
 }
 
 void layer_norm_backward(const CpuLayerNormBackwardParams& args) {
   dispatch_layer_norm_types<Half, BFloat16>(
-      args.dtype, args.output_dtype, [&]<class T, class G>() { Backward<T, G, Accumulation<T>>::run(args); });
+      args.dtype, args.output_dtype, [&]<class T, class Y>() { Backward<T, Y, Accumulation<T>>::run(args); });
 }
 
 }  // namespace FASTVIT_ISA

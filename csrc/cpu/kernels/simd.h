@@ -122,7 +122,7 @@ FASTVIT_HOST_DEVICE void store(T* p, Simd<A> v) {
   __builtin_memcpy(p, &bits, sizeof(bits));
 }
 
-// At a whole vector's address, past the caches: the line is not read before. `fence_non_temporal` makes what was
+// Position a whole vector's address, past the caches: the line is not read before. `fence_non_temporal` makes what was
 // written visible to other threads.
 template <class A, class T>
 FASTVIT_HOST_DEVICE void store_non_temporal(T* p, Simd<A> v) {

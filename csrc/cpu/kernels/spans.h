@@ -55,8 +55,8 @@ struct ChannelConstant {
   Simd<A> value;
   ChannelConstant(const void* table_, int64_t c)
       : table(static_cast<const A*>(table_) + c), value(Simd<A>{} + (kIsRows ? A(0) : *table)) {}
-  template <class At>
-  FASTVIT_HOST_DEVICE Simd<A> at(At at) const {
+  template <class Position>
+  FASTVIT_HOST_DEVICE Simd<A> at(Position at) const {
     return kIsRows ? at.load(table) : value;
   }
 };
