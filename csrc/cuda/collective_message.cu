@@ -1,11 +1,9 @@
-// pack_message: a rank's message to a collective of torch.distributed: its moments or sums, and a tag.
-// merge_messages: the moments (by Chan's update) or sums of all ranks, from the messages that the
-// collective returns.
+// pack_message: a rank's message to a collective of torch.distributed: its moments (mean, M2, count) or sums.
+// merge_messages: the moments (by Chan's update) or sums of all ranks, from what the collective returns.
 //
 // Memory:   reads and writes each message once. Bound by latency.
-// Mapping:  a thread for each number of a message, or for each channel or sum of the result. When messages
-//           are merged, every block compares all tags. Blocks write NaN if one tag differs from this
-//           rank's.
+// Mapping:  a thread for each number of a message, or for each channel or sum of the result. To merge, every
+//           block compares the tags of all ranks, and writes NaN if one differs from this rank's.
 // Numerics: moments are merged in double and in the order of ranks. Sums are added by the collective.
 // Source:   Chan, Golub, LeVeque (1979), see moments.h.
 #include <torch/csrc/stable/library.h>
@@ -37,7 +35,8 @@ struct MessageArgs {
   // Numbers of a rank: moments [2C + 2] (mean[C], M2[C], a count of two numbers), or sums [2C].
   int64_t n;
   int64_t capacity;  // the largest n of the group's layers
-  int64_t ranks, own_rank;
+  int64_t ranks;     // how many there are
+  int64_t own_rank;
   int64_t layer, forward_index;  // of this rank's tag; below 2^24, so a float holds them
   const void* own_numbers;
 

@@ -75,7 +75,8 @@ __device__ __forceinline__ void receive_in_last_blocks(const LaunchPlan& plan, u
                  range_count, counters + 1});
 }
 
-// Receives a range of the channels of all ranks, and ends the exchange with the last range. All threads call.
+// Receives a range of channels from all ranks, and ends the exchange after the last range. All threads of the
+// block call. A: float or double, the type of the numbers.
 template <class A>
 class MessageReceiver {
   const Exchange& exchange;

@@ -1,9 +1,10 @@
-// exchange_merge: merges moments or sums that an op without `exchange` has computed with those of all ranks.
-// Moments by Chan's update, in the order of ranks; sums by addition.
+// exchange_merge: the moments (mean, M2 and count) or sums of all ranks, from those of this rank, which an op
+// without the argument `exchange` has computed. Moments are merged by Chan's update; sums are added.
 //
-// Memory:   writes and reads 16 bytes per two floats and rank (per number of double). Bound by latency.
-// Mapping:  one block, a thread per channel; the block sends the numbers of all channels, and then waits.
-// Numerics: merges in double and in the order of ranks, so all ranks get the same bits; see exchange.cuh.
+// Memory:   writes and reads 16 bytes for two floats (or a double) of each rank. Bound by latency.
+// Mapping:  one block, a thread per channel. It sends the numbers of all channels and then waits for those of
+//           the other ranks, see exchange.cuh.
+// Numerics: merges in double and in the order of ranks, so all ranks get the same bits.
 // Source:   Chan, Golub, LeVeque (1979), see moments.h.
 #include "exchange.cuh"
 

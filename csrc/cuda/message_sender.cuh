@@ -11,13 +11,14 @@ namespace fastvit {
 
 using peer::Exchange;
 
-// Reads `epoch` or `failed` of this rank's arena, which the block of the last range may write at the same
+// Reads `epoch` or `failed` of this rank's arena. The block that ends the exchange may write it at the same
 // time.
 __device__ __forceinline__ uint32_t load_arena_word(uint32_t& word) {
   return DeviceAtomic<uint32_t>(word).load(cuda::std::memory_order_relaxed);
 }
 
-// Sends this rank's message. After a fault it sends nothing. A: the type of the numbers.
+// Sends this rank's message: a header with the exchange's tag, and a pair of numbers for each channel.
+// After a fault it sends nothing. A: float or double, the type of the numbers.
 template <class A>
 class MessageSender {
   const Exchange& exchange;
@@ -39,7 +40,7 @@ class MessageSender {
     if (!load_arena_word(exchange.own_arena().failed))
       epoch = peer::next_epoch(load_arena_word(exchange.own_arena().epoch));
   }
-  // Sends pair i: the two numbers of channel i.
+  // Sends pair i, the two numbers of channel i: mean and M2, or the two sums.
   __device__ __forceinline__ void pair(int64_t i, A first, A second) const {
     if (epoch == 0) return;
     peer::Packet packets[peer::kPacketsPerPair<A>];
@@ -58,7 +59,7 @@ class MessageSender {
         store_packet(slot + i, header_packet(exchange.tag, i, epoch));
     });
   }
-  // Sends the header of moments, and as pair C the count of this rank's values.
+  // Sends the header of moments, and as pair C the count of this rank's values per channel.
   __device__ __forceinline__ void header(int64_t C, double count) const {
     header();
     if (blockIdx.x != 0 || threadIdx.x != 0) return;

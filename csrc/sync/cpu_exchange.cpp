@@ -148,7 +148,7 @@ void report_fault(FaultReport& report, const FaultReport& fault, A* result, int6
 template <class A>
 class CpuExchange {
  public:
-  // `result`, of moments or of the ranks' sums, may be `own_numbers`.
+  // `result` gets the merged numbers; it may be `own_numbers`.
   CpuExchange(const Exchange& exchange, const A* own_numbers, A* result, int64_t channels)
       : exchange_(exchange),
         own_numbers_(own_numbers),
@@ -172,7 +172,8 @@ class CpuExchange {
 
   // Waits for one slice of time, and merges the messages when all of them have arrived.
   void receive() {
-    uint64_t missing = (exchange_.world == 64 ? 0 : uint64_t(1) << exchange_.world) - 1;  // a bit per rank
+    // A bit for each rank whose header has not arrived.
+    uint64_t missing = (exchange_.world == 64 ? 0 : uint64_t(1) << exchange_.world) - 1;
     missing &= ~(uint64_t(1) << exchange_.rank);
     WaitSlice slice(exchange_.timeout_ns, exchange_.world);
     while (true) {
@@ -192,7 +193,7 @@ class CpuExchange {
       if (!slice.wait()) return;
     }
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    merge();  // ends before the next send, after which the peers reuse this slot
+    merge();  // reads this slot before the next send, after which the peers may overwrite it
     exchange_.own_arena().epoch = epoch_;
   }
 
@@ -242,8 +243,8 @@ class CpuExchange {
   }
 };
 
-// Calls f(own_numbers, merged, C) with the two parts of a result: its rows of sums. Moments are merged in
-// place, so both are the same. A result begins with this rank's numbers.
+// Calls f(own_numbers, merged, C) with two pointers into an op's result, which begins with this rank's
+// numbers. A result of sums has two rows. Moments are merged in place, so both pointers are the same.
 template <class F>
 void dispatch_result(const Tensor& result, NumberKind kind, const F& f) {
   const int64_t n = numbers_per_rank(result);
@@ -342,7 +343,7 @@ void exchange_wait(Tensor result, Tensor exchange) {
 }
 
 void exchange_abandon(Tensor exchange) {
-  // The layer's numbers are unknown here; two are a valid number of them.
+  // make_exchange checks a number of numbers, which plays no role here; 2 is always valid.
   const Exchange group_exchange =
       make_exchange("exchange_abandon", exchange, /*n=*/2, ScalarType::Float, kMoments);
   Arena& own_arena = group_exchange.own_arena();

@@ -21,7 +21,7 @@ Tensor exchange_merge(Tensor numbers, Tensor exchange);
 // `exchange` returned.
 void exchange_wait(Tensor result, Tensor exchange);
 
-// Abandons the exchange, and tells the peers.
+// Abandons the exchange that follows or is not complete, and tells the peers.
 void exchange_abandon(Tensor exchange);
 
 // Merges this rank's numbers with messages that a collective has brought: `[world - 1][words]` int32, in
