@@ -1,13 +1,11 @@
-// pack_message, merge_messages: the messages of a collective of torch.distributed, numbers and tags by which
-// ranks detect that they are in different exchanges; fastvit/sync/collective.py calls the ops.
+// pack_message: a rank's message to a collective of torch.distributed: its moments (mean, M2, count) or sums.
+// merge_messages: the moments (by Chan's update) or sums of all ranks, from what the collective returns.
 //
-// A message has `capacity` numbers, of which the first n are used, and two numbers {layer, forward_index} per tag; the
-// rest is 0. All messages have the same size, also in different layers. Forward a message has one tag, and
-// all_gather returns one message per rank. Backward it has one tag per rank, each rank writes its own, and
-// all_reduce returns one message with the sums and all tags.
-//
-// Memory   reads and writes each message once. Bound by latency.
-// Mapping  a thread per part; every block compares all tags, and writes numbers or NaN.
+// Memory:   reads and writes each message once. Bound by latency.
+// Mapping:  a thread for each number of a message, or for each channel or sum of the result. To merge, every
+//           block compares the tags of all ranks, and writes NaN if one differs from this rank's.
+// Numerics: moments are merged in double and in the order of ranks. Sums are added by the collective.
+// Source:   Chan, Golub, LeVeque (1979), see moments.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -24,121 +22,160 @@ namespace {
 
 using namespace peer;
 
-constexpr int64_t kTagNumbers = 2;
+// A tag is {layer, forward_index}, by which ranks see that they are in the same exchange.
+constexpr int64_t kNumbersPerTag = 2;
 
-struct Message {
+// A message has `capacity` numbers, of which the first n are used, and then its tags; the rest is 0. All
+// messages of a group have the same capacity, also in different layers.
+// Moments: a message has one tag, and all_gather returns the messages of all ranks.
+// Sums: a message has a tag for each rank; each rank writes its own, and all_reduce adds the messages, so
+// it returns one message with the sums and the tags of all ranks.
+struct MessageArgs {
   NumberKind kind;
-  int64_t n, capacity, ranks, rank;
-  int64_t layer, forward_index;  // below 2^24, so a float holds them
-  const void* numbers;           // this rank's
+  // Numbers of a rank: moments [2C + 2] (mean[C], M2[C], a count of two numbers), or sums [2C].
+  int64_t n;
+  int64_t capacity;  // the largest n of the group's layers
+  int64_t ranks;     // how many there are
+  int64_t own_rank;
+  int64_t layer, forward_index;  // of this rank's tag; below 2^24, so a float holds them
+  const void* own_numbers;
 
-  // The number of messages that the collective returns.
-  FASTVIT_HOST_DEVICE int64_t rows() const { return kind == kMoments ? ranks : 1; }
-  FASTVIT_HOST_DEVICE int64_t tags() const { return kind == kMoments ? 1 : ranks; }
-  FASTVIT_HOST_DEVICE int64_t width() const { return capacity + kTagNumbers * tags(); }
+  // How many messages the collective returns.
+  FASTVIT_HOST_DEVICE int64_t message_count() const { return kind == kMoments ? ranks : 1; }
+  FASTVIT_HOST_DEVICE int64_t tags_per_message() const { return kind == kMoments ? 1 : ranks; }
+  FASTVIT_HOST_DEVICE int64_t numbers_per_message() const {
+    return capacity + kNumbersPerTag * tags_per_message();
+  }
 };
 
-struct PackParams : Message {
+struct PackMessageParams : MessageArgs {
   void* message = nullptr;
 };
 
-// A is the type of the numbers, M that of the message.
+// A: the type of the op's numbers, float or double. M: the type of a message's numbers, at least as wide.
 template <class A, class M>
 __global__ void __launch_bounds__(kThreads)
-    pack_message_kernel(const __grid_constant__ KernelParams<PackParams> kernel_params) {
+    pack_message_kernel(const __grid_constant__ KernelParams<PackMessageParams> kernel_params) {
   const auto& args = kernel_params.wait_and_get();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= args.width()) return;
-  const int64_t mine = args.capacity + (args.kind == kMoments ? 0 : kTagNumbers * args.rank);
+  if (i >= args.numbers_per_message()) return;
+  const int64_t own_tag = args.capacity + (args.kind == kMoments ? 0 : kNumbersPerTag * args.own_rank);
   M value = 0;
-  if (i < args.n) value = M(static_cast<const A*>(args.numbers)[i]);
-  if (i == mine) value = M(args.layer);
-  if (i == mine + 1) value = M(args.forward_index);
+  if (i < args.n) value = M(static_cast<const A*>(args.own_numbers)[i]);
+  if (i == own_tag) value = M(args.layer);
+  if (i == own_tag + 1) value = M(args.forward_index);
   static_cast<M*>(args.message)[i] = value;
 }
 
-struct MergeParams : Message {
-  const void* messages = nullptr;  // [rows][width]
-  void* result = nullptr;          // moments, or two rows of sums: this rank's, and the group's
-  FaultReport* report = nullptr;
+struct MergeMessagesParams : MessageArgs {
+  const void* messages = nullptr;  // [message_count][numbers_per_message]
+  void* result = nullptr;          // moments [2C + 2], or sums [2][2C]: this rank's, and those of all ranks
+  FaultReport* report = nullptr;   // in host memory
 
   template <class M>
-  __device__ __forceinline__ const M* row(int64_t r) const {
-    return static_cast<const M*>(messages) + r * width();
+  __device__ __forceinline__ const M* message(int64_t i) const {
+    return static_cast<const M*>(messages) + i * numbers_per_message();
   }
+  // The tags of a collective's messages have no number of words.
   template <class M>
-  __device__ __forceinline__ Tag tag_of(int64_t of) const {
-    const M* const tag = row<M>(of / tags()) + capacity + of % tags() * kTagNumbers;
-    return {uint32_t(tag[0]), uint32_t(tag[1]), 0, kind};
+  __device__ __forceinline__ Tag tag_of(int64_t rank) const {
+    const M* const tag =
+        message<M>(rank / tags_per_message()) + capacity + rank % tags_per_message() * kNumbersPerTag;
+    return {.layer = uint32_t(tag[0]), .forward_index = uint32_t(tag[1]), .words = 0, .kind = kind};
   }
   __device__ __forceinline__ Tag own_tag() const {
-    return {uint32_t(layer), uint32_t(forward_index), 0, kind};
+    return {.layer = uint32_t(layer), .forward_index = uint32_t(forward_index), .words = 0, .kind = kind};
   }
 
-  FASTVIT_HOST_DEVICE int64_t parts() const { return kind == kMoments ? n / 2 : n; }
-  // Writes part i of the result: a channel of moments or, as the last part, the count; a number of sums.
+  // How many threads write the result: one for each channel and one for the count of moments, or one for
+  // each sum.
+  FASTVIT_HOST_DEVICE int64_t result_count() const { return kind == kMoments ? n / 2 : n; }
+
   template <class A, class M>
-  __device__ __forceinline__ void write(int64_t i, bool good) const {
-    A* const to = static_cast<A*>(result);
-    if (kind == kSums) {
-      to[i] = static_cast<const A*>(numbers)[i];
-      to[n + i] = good ? A(row<M>(0)[i]) : A(NAN);
-      return;
-    }
+  __device__ __forceinline__ void write_result(int64_t i, bool is_good) const {
+    if (kind == kSums)
+      write_sum<A, M>(i, is_good);
+    else
+      write_moments<A, M>(i, is_good);
+  }
+  template <class A, class M>
+  __device__ __forceinline__ void write_sum(int64_t i, bool is_good) const {
+    A* const sums = static_cast<A*>(result);
+    sums[i] = static_cast<const A*>(own_numbers)[i];
+    sums[n + i] = is_good ? A(message<M>(0)[i]) : A(NAN);
+  }
+  // Writes mean and M2 of channel i < C, or for i == C the count.
+  template <class A, class M>
+  __device__ __forceinline__ void write_moments(int64_t i, bool is_good) const {
+    A* const moments = static_cast<A*>(result);
     const int64_t C = n / 2 - 1;
     double count = 0, mean = 0, m2 = 0;
-    for (int64_t r = 0; r < ranks && good; ++r) {
-      const M* const from = row<M>(r);
-      const double theirs = unpack_count(from + 2 * C);
-      if (i < C) MergeWeights::of_counts(count, theirs).merge(mean, m2, from[i], from[C + i]);
-      count += theirs;
+    for (int64_t rank = 0; rank < ranks && is_good; ++rank) {
+      const M* const rank_moments = message<M>(rank);
+      const double rank_count = unpack_count(rank_moments + 2 * C);
+      if (i < C)
+        MergeWeights::of_counts(count, rank_count).merge(mean, m2, rank_moments[i], rank_moments[C + i]);
+      count += rank_count;
     }
     if (i == C) {
-      pack_count(to + 2 * C, good ? count : double(NAN));
+      pack_count(moments + 2 * C, is_good ? count : double(NAN));
     } else {
-      to[i] = good ? A(mean) : A(NAN);
-      to[C + i] = good ? A(m2) : A(NAN);
+      moments[i] = is_good ? A(mean) : A(NAN);
+      moments[C + i] = is_good ? A(m2) : A(NAN);
     }
   }
 };
 
+// A, M: as in pack_message_kernel.
 template <class A, class M>
 __global__ void __launch_bounds__(kThreads)
-    merge_messages_kernel(const __grid_constant__ KernelParams<MergeParams> kernel_params) {
+    merge_messages_kernel(const __grid_constant__ KernelParams<MergeMessagesParams> kernel_params) {
   const auto& args = kernel_params.wait_and_get();
   bool differs = false;
   for (int64_t rank = threadIdx.x; rank < args.ranks; rank += kThreads)
     differs |= !tags_match(args.template tag_of<M>(rank), args.own_tag());
-  const bool good = !__syncthreads_or(differs);
+  const bool is_good = !__syncthreads_or(differs);
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < args.parts()) args.template write<A, M>(i, good);
-  if (good || i != 0) return;
-  FaultReport report{kMismatch, uint32_t(args.rank), 0, 0, args.own_tag(), {}, 0};
-  for (int64_t of = args.ranks - 1; of >= 0; --of) {
-    const Tag theirs = args.template tag_of<M>(of);
-    if (!tags_match(theirs, report.own_tag)) report.peer = uint32_t(of), report.peer_tag = theirs;
+  if (i < args.result_count()) args.template write_result<A, M>(i, is_good);
+  if (is_good || i != 0) return;
+  FaultReport report{.fault = kMismatch,
+                     .rank = uint32_t(args.own_rank),
+                     .peer = 0,
+                     .epoch = 0,
+                     .own_tag = args.own_tag(),
+                     .peer_tag = {},
+                     .missing_ranks_mask = 0};
+  // The last assignment is that of the first rank whose tag differs.
+  for (int64_t rank = args.ranks - 1; rank >= 0; --rank) {
+    const Tag tag = args.template tag_of<M>(rank);
+    if (!tags_match(tag, report.own_tag)) report.peer = uint32_t(rank), report.peer_tag = tag;
   }
   write_fault_report(args.report, report);
 }
 
-Message message_of(const char* op, const Tensor& numbers, const ExchangeDescriptor& descriptor, bool wide) {
+MessageArgs check_message_args(const char* op, const Tensor& numbers, const ExchangeDescriptor& descriptor,
+                               bool float64_messages) {
   check_numbers(op, numbers);
-  const int64_t n = numbers.size(numbers.dim() - 1);
-  require(n <= descriptor.capacity && (wide || !is_double(numbers)), op, "numbers", "is ",
+  const int64_t n = numbers_per_rank(numbers);
+  require(n <= descriptor.capacity && (float64_messages || !is_float64(numbers)), op, "numbers", "is ",
           toString(numbers.scalar_type()), " ", PrintShape{numbers}, "; at most ", descriptor.capacity,
-          " numbers of ", wide ? "float64" : "float32", " expected");
-  return {number_kind_of(numbers),  n,
-          descriptor.capacity,      descriptor.world,
-          descriptor.rank,          descriptor.layer,
-          descriptor.forward_index, numbers.data_ptr()};
+          " numbers of ", float64_messages ? "float64" : "float32", " expected");
+  return {.kind = number_kind_of(numbers),
+          .n = n,
+          .capacity = descriptor.capacity,
+          .ranks = descriptor.world,
+          .own_rank = descriptor.rank,
+          .layer = descriptor.layer,
+          .forward_index = descriptor.forward_index,
+          .own_numbers = numbers.data_ptr()};
 }
 
 // f.template operator()<A, M>() for the types of the numbers and of the message.
 template <class F>
-void dispatch_message_types(const Tensor& numbers, bool wide, const F& f) {
-  if (is_double(numbers))
+void dispatch_message_types(const Tensor& numbers, bool float64_messages, const F& f) {
+  if (is_float64(numbers))
     f.template operator()<double, double>();
-  else if (wide)
+  else if (float64_messages)
     f.template operator()<float, double>();
   else
     f.template operator()<float, float>();
@@ -146,40 +183,41 @@ void dispatch_message_types(const Tensor& numbers, bool wide, const F& f) {
 
 }  // namespace
 
-Tensor pack_message(Tensor numbers, Tensor fields) {
-  const ExchangeDescriptor& descriptor = read_descriptor("pack_message", fields);
-  PackParams packing{message_of("pack_message", numbers, descriptor, descriptor.float64_messages)};
-  Tensor result = torch::stable::new_empty(
-      numbers, {packing.width()}, descriptor.float64_messages ? ScalarType::Double : ScalarType::Float);
-  packing.message = result.data_ptr();
+Tensor pack_message(Tensor numbers, Tensor exchange) {
+  const ExchangeDescriptor& descriptor = read_descriptor("pack_message", exchange);
+  const bool float64_messages = descriptor.float64_messages;
+  PackMessageParams params{check_message_args("pack_message", numbers, descriptor, float64_messages)};
+  Tensor message = torch::stable::new_empty(numbers, {params.numbers_per_message()},
+                                            float64_messages ? ScalarType::Double : ScalarType::Float);
+  params.message = message.data_ptr();
   const LaunchContext context(numbers.get_device_index());
-  dispatch_message_types(numbers, descriptor.float64_messages, [&]<class A, class M>() {
-    STD_CUDA_CHECK(
-        launch(pack_message_kernel<A, M>, {ceil_div(packing.width(), kThreads), context}, packing));
+  const int64_t blocks = ceil_div(params.numbers_per_message(), kThreads);
+  dispatch_message_types(numbers, float64_messages, [&]<class A, class M>() {
+    STD_CUDA_CHECK(launch(pack_message_kernel<A, M>, {.blocks = blocks, .context = context}, params));
   });
-  return result;
+  return message;
 }
 
-Tensor merge_messages(Tensor messages, Tensor numbers, Tensor fields) {
+Tensor merge_messages(Tensor messages, Tensor numbers, Tensor exchange) {
   const char* const op = "merge_messages";
-  const ExchangeDescriptor& descriptor = read_descriptor(op, fields);
-  const bool wide = is_double(messages);
-  MergeParams merging{message_of(op, numbers, descriptor, wide)};
-  const int64_t expected = merging.rows() * merging.width();
-  require((messages.scalar_type() == ScalarType::Float || wide) && messages.is_contiguous() &&
+  const ExchangeDescriptor& descriptor = read_descriptor(op, exchange);
+  const bool float64_messages = is_float64(messages);
+  MergeMessagesParams params{check_message_args(op, numbers, descriptor, float64_messages)};
+  const int64_t expected = params.message_count() * params.numbers_per_message();
+  require((messages.scalar_type() == ScalarType::Float || float64_messages) && messages.is_contiguous() &&
               messages.numel() == expected,
           op, "messages", "is ", toString(messages.scalar_type()), " ", PrintShape{messages}, "; ", expected,
           " numbers expected, the messages of ", descriptor.world, " ranks");
   check_device(op, "messages", messages, numbers);
   check_storage(op, "messages", messages);
   Tensor result = new_group_result(numbers);
-  merging.messages = messages.data_ptr();
-  merging.result = result.data_ptr();
-  merging.report = reinterpret_cast<FaultReport*>(descriptor.report);
+  params.messages = messages.data_ptr();
+  params.result = result.data_ptr();
+  params.report = reinterpret_cast<FaultReport*>(descriptor.report);
   const LaunchContext context(numbers.get_device_index());
-  dispatch_message_types(numbers, wide, [&]<class A, class M>() {
-    STD_CUDA_CHECK(
-        launch(merge_messages_kernel<A, M>, {ceil_div(merging.parts(), kThreads), context}, merging));
+  const int64_t blocks = ceil_div(params.result_count(), kThreads);
+  dispatch_message_types(numbers, float64_messages, [&]<class A, class M>() {
+    STD_CUDA_CHECK(launch(merge_messages_kernel<A, M>, {.blocks = blocks, .context = context}, params));
   });
   return result;
 }

@@ -1,6 +1,11 @@
-// exchange_merge: exchanges moments or sums that an op without `exchange` has computed.
-// Memory   writes and reads 16 bytes per two floats and rank. Bound by latency.
-// Mapping  one block, a thread per pair; it sends, then waits.
+// exchange_merge: the moments (mean, M2 and count) or sums of all ranks, from those of this rank, which an op
+// without the argument `exchange` has computed. Moments are merged by Chan's update; sums are added.
+//
+// Memory:   writes and reads 16 bytes for two floats (or a double) of each rank. Bound by latency.
+// Mapping:  one block, a thread per channel. It sends the numbers of all channels and then waits for those of
+//           the other ranks, see exchange.cuh.
+// Numerics: merges in double and in the order of ranks, so all ranks get the same bits.
+// Source:   Chan, Golub, LeVeque (1979), see moments.h.
 #include "exchange.cuh"
 
 #include "../sync/exchange_descriptor.h"
@@ -10,13 +15,14 @@
 namespace fastvit {
 namespace {
 
+// A: float or double, the type of the numbers.
 template <class A>
 struct ExchangeMergeParams {
   Exchange group_exchange;
-  const A* numbers;
-  A* result;  // moments [2C + 2], or sums [2][2C]
+  const A* numbers;  // this rank's moments [2C + 2], or sums [2C]
+  A* result;         // moments [2C + 2], or sums [2][2C]: this rank's, and those of all ranks
   int64_t C;
-  bool moments;
+  bool are_moments;
 };
 
 template <class A>
@@ -24,36 +30,40 @@ __global__ void __launch_bounds__(kThreads)
     exchange_merge_kernel(const __grid_constant__ KernelParams<ExchangeMergeParams<A>> kernel_params) {
   const auto& args = kernel_params.wait_and_get();
   const int64_t C = args.C;
-  const MessageSender<A> push(args.group_exchange);
+  const MessageSender<A> sender(args.group_exchange);
   for (int64_t c = threadIdx.x; c < C; c += kThreads) {
     const A first = args.numbers[c], second = args.numbers[C + c];
-    push.pair(c, first, second);
-    if (!args.moments) args.result[c] = first, args.result[C + c] = second;
+    sender.pair(c, first, second);
+    if (!args.are_moments) args.result[c] = first, args.result[C + c] = second;
   }
-  const ChannelRange all{0, int(C)};
-  if (args.moments) {
-    push.header(C, unpack_count(args.numbers + 2 * C));
-    receive_moments(args.group_exchange, all, args.result, C);
+  const ChannelRange all_channels{0, int(C)};
+  if (args.are_moments) {
+    sender.header(C, unpack_count(args.numbers + 2 * C));
+    receive_moments(args.group_exchange, all_channels, args.result, C);
   } else {
-    push.header();
-    receive_sums(args.group_exchange, all, args.result + 2 * C, C);
+    sender.header();
+    receive_sums(args.group_exchange, all_channels, args.result + 2 * C, C);
   }
 }
 
 }  // namespace
 
-Tensor cuda_exchange_merge(Tensor numbers, Tensor fields) {
+Tensor cuda_exchange_merge(Tensor numbers, Tensor exchange) {
   peer::check_numbers("exchange_merge", numbers);
   const peer::NumberKind kind = peer::number_kind_of(numbers);
-  const int64_t n = numbers.size(numbers.dim() - 1);
-  const Exchange exchange = peer::make_exchange("exchange_merge", fields, n, numbers.scalar_type(), kind);
-  const bool moments = kind == peer::kMoments;
+  const int64_t n = peer::numbers_per_rank(numbers);
+  const Exchange group_exchange =
+      peer::make_exchange("exchange_merge", exchange, n, numbers.scalar_type(), kind);
+  const bool are_moments = kind == peer::kMoments;
   Tensor result = peer::new_group_result(numbers);
   const LaunchContext context(numbers.get_device_index());
   dispatch_accumulation(numbers.scalar_type(), [&]<class A>() {
-    const ExchangeMergeParams<A> params{exchange, static_cast<const A*>(numbers.data_ptr()),
-                                        static_cast<A*>(result.data_ptr()), n / 2 - moments, moments};
-    STD_CUDA_CHECK(launch(exchange_merge_kernel<A>, {1, context}, params));
+    const ExchangeMergeParams<A> params{.group_exchange = group_exchange,
+                                        .numbers = static_cast<const A*>(numbers.data_ptr()),
+                                        .result = static_cast<A*>(result.data_ptr()),
+                                        .C = are_moments ? n / 2 - 1 : n / 2,
+                                        .are_moments = are_moments};
+    STD_CUDA_CHECK(launch(exchange_merge_kernel<A>, {.blocks = 1, .context = context}, params));
   });
   return result;
 }

@@ -1,11 +1,12 @@
 // Registers the CUDA implementations of the ops; ops.cpp has their schemas.
 #include "register_cuda.h"
 
-STABLE_TORCH_LIBRARY_IMPL(fastvit, CUDA, m) {
-  fastvit::implement_cuda(m);
+STABLE_TORCH_LIBRARY_IMPL(fastvit, CUDA, library) {
+  fastvit::implement_cuda(library);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {
-  m.impl("ipc_allocate", TORCH_BOX(&fastvit::ipc_allocate));
-  m.impl("ipc_open", TORCH_BOX(&fastvit::ipc_open));
+// The ops for shared memory take no CUDA tensor, so they are registered for every device.
+STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, library) {
+  library.impl("ipc_allocate", TORCH_BOX(&fastvit::ipc_allocate));
+  library.impl("ipc_open", TORCH_BOX(&fastvit::ipc_open));
 }

@@ -1,4 +1,5 @@
-// The ops that CUDA implements, for the library and for the builds of it that run without a GPU.
+// implement_cuda: registers the CUDA implementations of the ops. register_cuda.cu calls it for the library,
+// and the tests call it for a build that runs without a GPU.
 #pragma once
 
 #include "../register_ops.h"
@@ -6,12 +7,13 @@
 
 namespace fastvit {
 
+// Library: torch::stable's registrar of implementations for one dispatch key.
 template <class Library>
-void implement_cuda(Library& m) {
-  implement_ops(m);
-  m.impl("exchange_merge", TORCH_BOX(&cuda_exchange_merge));
-  m.impl("pack_message", TORCH_BOX(&pack_message));
-  m.impl("merge_messages", TORCH_BOX(&merge_messages));
+void implement_cuda(Library& library) {
+  implement_ops(library);
+  library.impl("exchange_merge", TORCH_BOX(&cuda_exchange_merge));
+  library.impl("pack_message", TORCH_BOX(&pack_message));
+  library.impl("merge_messages", TORCH_BOX(&merge_messages));
 }
 
 }  // namespace fastvit

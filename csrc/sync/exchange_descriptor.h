@@ -1,6 +1,9 @@
-// The ops' argument `exchange`: a group, as a row of int64 on the CPU, which ops only read. Faults are
-// written to a FaultReport. The fields here and of FaultReport and Arena must equal those in
-// fastvit/sync/protocol.py.
+// The ops' argument `exchange`: it describes a process group and the exchange that follows, as a row of
+// int64 on the CPU that ops only read. The fields of ExchangeDescriptor here, and of FaultReport and Arena
+// in protocol.h, must equal those in fastvit/sync/protocol.py.
+//
+// An exchange merges the numbers of all ranks: moments, `[2C + 2]` (mean[C], M2[C] and a count of two
+// numbers), or sums, `[1, 2C]` (two sums of each of C channels).
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,62 +16,71 @@
 namespace fastvit::peer {
 
 struct ExchangeDescriptor {
-  int64_t rank, world;
-  int64_t capacity;              // of a message: packets in peer memory, numbers in a collective
-  int64_t float64_messages;      // a collective's messages are float64
-  int64_t timeout_ns;            // Exchange
-  int64_t layer, forward_index;  // of the exchange that follows
-  int64_t report;                // address of a FaultReport
-  int64_t arenas[kMaxRanks];     // addresses, by rank
+  int64_t rank;              // this rank
+  int64_t world;             // the number of ranks
+  int64_t capacity;          // of a message: packets of 16 bytes in an arena, numbers in a collective
+  int64_t float64_messages;  // not 0: a collective's messages are float64
+  int64_t timeout_ns;        // how long an exchange in arenas may wait, see Exchange
+  int64_t layer,
+      forward_index;          // the members of a Tag, by which ranks see that they are in the same exchange
+  int64_t report;             // address of a FaultReport
+  int64_t arenas[kMaxRanks];  // addresses of the ranks' shared memory; a collective has none
 };
 
-// A multiple of the alignment, so that arenas may be consecutive.
+constexpr int64_t kFieldsBeforeArenas = offsetof(ExchangeDescriptor, arenas) / sizeof(int64_t);
+
+// The size of a rank's arena (its shared memory): a multiple of the alignment, so that arenas may be
+// consecutive.
 inline int64_t arena_bytes(int64_t world, int64_t capacity) {
   require(world >= 1 && world <= 1 << 12 && capacity >= 0 && capacity <= int64_t(1) << 31, "arena_bytes",
           "world", "is for ", world, " ranks and ", capacity, " packets; 1 to 2^12 and 0 to 2^31 expected");
-  const int64_t bytes = int64_t(sizeof(Arena)) + Inbox{world, capacity}.packets() * int64_t(sizeof(Packet));
+  const int64_t bytes =
+      int64_t(sizeof(Arena)) + InboxLayout{world, capacity}.packet_count() * int64_t(sizeof(Packet));
   return (bytes + alignof(Arena) - 1) / alignof(Arena) * alignof(Arena);
 }
 
-inline bool is_double(const Tensor& t) {
+inline bool is_float64(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double;
 }
 
-// This rank's numbers are moments, `[2C + 2]`, or sums, `[1, 2C]`. The op returns the group's moments, or two
-// rows of sums, this rank's and the group's.
 inline NumberKind number_kind_of(const Tensor& numbers) {
   return numbers.dim() == 1 ? kMoments : kSums;
 }
 
+// How many numbers each rank has: 2C + 2 of moments, 2C of sums.
+inline int64_t numbers_per_rank(const Tensor& numbers) {
+  return numbers.size(numbers.dim() - 1);
+}
+
 inline void check_numbers(const char* op, const Tensor& numbers) {
-  const int64_t n = numbers.dim() ? numbers.size(numbers.dim() - 1) : 0;
-  require((numbers.scalar_type() == ScalarType::Float || is_double(numbers)) && numbers.is_contiguous() &&
+  const int64_t n = numbers.dim() ? numbers_per_rank(numbers) : 0;
+  require((numbers.scalar_type() == ScalarType::Float || is_float64(numbers)) && numbers.is_contiguous() &&
               (numbers.dim() == 1 || (numbers.dim() == 2 && numbers.size(0) == 1)) && n >= 2 && n % 2 == 0,
           op, "numbers", "is ", toString(numbers.scalar_type()), " ", PrintShape{numbers},
           "; moments (2C + 2,) or sums (1, 2C) expected, contiguous, float32 or float64");
   check_storage(op, "numbers", numbers);
 }
 
-// A new tensor for the group's moments, or for two rows of sums.
+// A new tensor for an exchange's result: the moments of all ranks, `[2C + 2]`, or sums, `[2, 2C]`: this
+// rank's and those of all ranks.
 inline Tensor new_group_result(const Tensor& numbers) {
-  const int64_t n = numbers.size(numbers.dim() - 1);
+  const int64_t n = numbers_per_rank(numbers);
   return number_kind_of(numbers) == kMoments ? torch::stable::new_empty(numbers, {n})
                                              : torch::stable::new_empty(numbers, {2, n});
 }
 
-constexpr int64_t kFields = offsetof(ExchangeDescriptor, arenas) / sizeof(int64_t);
-
-inline const ExchangeDescriptor& read_descriptor(const char* op, const Tensor& fields) {
-  require(fields.scalar_type() == ScalarType::Long && fields.is_contiguous() && fields.is_cpu() &&
-              fields.numel() >= kFields,
-          op, "exchange", "is not a contiguous row of at least ", kFields, " int64 on the CPU");
-  check_storage(op, "exchange", fields);
-  const ExchangeDescriptor& descriptor = *static_cast<const ExchangeDescriptor*>(fields.data_ptr());
+inline const ExchangeDescriptor& read_descriptor(const char* op, const Tensor& exchange) {
+  require(exchange.scalar_type() == ScalarType::Long && exchange.is_contiguous() && exchange.is_cpu() &&
+              exchange.numel() >= kFieldsBeforeArenas,
+          op, "exchange", "is not a contiguous row of at least ", kFieldsBeforeArenas, " int64 on the CPU");
+  check_storage(op, "exchange", exchange);
+  const ExchangeDescriptor& descriptor = *static_cast<const ExchangeDescriptor*>(exchange.data_ptr());
   require(descriptor.world >= 1 && descriptor.rank >= 0 && descriptor.rank < descriptor.world &&
               descriptor.capacity > 0 &&
-              (fields.numel() == kFields || fields.numel() == kFields + descriptor.world),
+              (exchange.numel() == kFieldsBeforeArenas ||
+               exchange.numel() == kFieldsBeforeArenas + descriptor.world),
           op, "exchange", "has rank ", descriptor.rank, " of ", descriptor.world, ", capacity ",
-          descriptor.capacity, ", ", fields.numel(), " numbers");
+          descriptor.capacity, ", ", exchange.numel(), " numbers");
   // A collective has its capacity in numbers, and any number of ranks.
   require(descriptor.world <= kMaxElements && descriptor.capacity <= int64_t(1) << 31, op, "exchange",
           "is for ", descriptor.world, " ranks, capacity ", descriptor.capacity,
@@ -77,32 +89,36 @@ inline const ExchangeDescriptor& read_descriptor(const char* op, const Tensor& f
 }
 
 // The tag of a message of `n` numbers.
-inline Tag tag_of(const ExchangeDescriptor& descriptor, int64_t n, ScalarType dtype, NumberKind kind) {
-  const bool wide = dtype == ScalarType::Double;
-  return {uint32_t(descriptor.layer), uint32_t(descriptor.forward_index), uint32_t(wide ? 2 * n : n),
-          uint32_t(kind) | (wide ? uint32_t(kFloat64) : 0u)};
+inline Tag make_tag(const ExchangeDescriptor& descriptor, int64_t n, ScalarType dtype, NumberKind kind) {
+  const bool is_wide = dtype == ScalarType::Double;
+  return {.layer = uint32_t(descriptor.layer),
+          .forward_index = uint32_t(descriptor.forward_index),
+          .words = uint32_t(is_wide ? 2 * n : n),
+          .kind = uint32_t(kind) | (is_wide ? uint32_t(kFloat64) : 0u)};
 }
 
-// Checks `exchange` for `n` numbers of `dtype`, and returns its fields.
-inline Exchange make_exchange(const char* op, const Tensor& fields, int64_t n, ScalarType dtype,
+// Checks the op's argument `exchange` for `n` numbers of `dtype`, and returns it as a struct. Ranks must
+// share memory.
+inline Exchange make_exchange(const char* op, const Tensor& exchange, int64_t n, ScalarType dtype,
                               NumberKind kind) {
-  const ExchangeDescriptor& descriptor = read_descriptor(op, fields);
-  require(fields.numel() > kFields && descriptor.world <= kMaxRanks, op, "exchange", "has ", descriptor.world,
-          " ranks and no peer memory; at most ", kMaxRanks, " ranks with their arenas expected");
-  const Tag tag = tag_of(descriptor, n, dtype, kind);
+  const ExchangeDescriptor& descriptor = read_descriptor(op, exchange);
+  require(exchange.numel() > kFieldsBeforeArenas && descriptor.world <= kMaxRanks, op, "exchange", "has ",
+          descriptor.world, " ranks and no peer memory; at most ", kMaxRanks,
+          " ranks with their arenas expected");
+  const Tag tag = make_tag(descriptor, n, dtype, kind);
   require(n > 0 && n % 2 == 0 && tag.words / 2 <= descriptor.capacity, op, "exchange", "takes ",
           tag.words / 2, " packets of ", n, " numbers; 1 to ", descriptor.capacity,
           " expected, the capacity, and pairs");
-  Exchange exchange;
-  exchange.world = int(descriptor.world);
-  exchange.rank = int(descriptor.rank);
-  exchange.capacity = descriptor.capacity;
-  exchange.timeout_ns = uint64_t(descriptor.timeout_ns);
-  exchange.tag = tag;
-  exchange.report = reinterpret_cast<FaultReport*>(descriptor.report);
-  for (int64_t r = 0; r < descriptor.world; ++r)
-    exchange.arenas[r] = reinterpret_cast<Arena*>(descriptor.arenas[r]);
-  return exchange;
+  Exchange group_exchange;
+  group_exchange.world = int(descriptor.world);
+  group_exchange.rank = int(descriptor.rank);
+  group_exchange.capacity = descriptor.capacity;
+  group_exchange.timeout_ns = uint64_t(descriptor.timeout_ns);
+  group_exchange.tag = tag;
+  group_exchange.report = reinterpret_cast<FaultReport*>(descriptor.report);
+  for (int64_t rank = 0; rank < descriptor.world; ++rank)
+    group_exchange.arenas[rank] = reinterpret_cast<Arena*>(descriptor.arenas[rank]);
+  return group_exchange;
 }
 
 }  // namespace fastvit::peer
