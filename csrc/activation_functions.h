@@ -38,7 +38,7 @@ template <Activation>
 struct ActivationFunction;
 
 template <>
-struct ActivationFunction<Activation::identity> {
+struct ActivationFunction<Activation::identity> {  // y = v
   template <class V, class Scalar>
   static FASTVIT_HOST_DEVICE V forward(V v, Scalar) {
     return v;
@@ -142,7 +142,7 @@ struct ActivationFunction<Activation::gelu> {  // y = v * cdf(v), of the standar
   }
 };
 
-// y = v / 2 * (1 + tanh(u)) = v * sigmoid(2 u), with u = sqrt(2 / pi) * (v + 0.044715 v^3).
+// y = v / 2 * (1 + tanh(u)) = v * sigmoid(2 u), where u = sqrt(2 / pi) * (v + 0.044715 v^3).
 template <>
 struct ActivationFunction<Activation::gelu_tanh> {
   template <class V, class Scalar>
@@ -159,7 +159,7 @@ struct ActivationFunction<Activation::gelu_tanh> {
     return dy * (sigmoid_2u + sigmoid_2u * (Scalar(1) - sigmoid_2u) * v *
                                   (Scalar(kLinear) + Scalar(3 * kLinear * kCubicRatio) * square));
   }
-  // 2 u = kLinear * (v + kCubicRatio * v^3)
+  // The argument of the sigmoid is 2 u = kLinear * (v + kCubicRatio * v^3).
   static constexpr double kLinear = 1.59576912160573071176;  // 2 * sqrt(2 / pi)
   static constexpr double kCubicRatio = 0.044715;
 };

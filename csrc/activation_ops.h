@@ -26,13 +26,14 @@ void define_activations(Library& m) {
 }
 
 // The places of an op's tensors in WalkLayout::strides.
-struct ActForwardStrides {
+struct ActForwardStrides {  // of act_forward
   static constexpr int x = 0, y = 1, gate = 2;
 };
-struct ActBackwardStrides {
+struct ActBackwardStrides {  // of act_backward
   static constexpr int x = 0, dy = 1, dx = 2, gate = 3, dgate = 4;
 };
 
+// The arguments of the kernels.
 struct ActArgs {
   WalkLayout layout;
   ScalarType dtype;
@@ -50,7 +51,8 @@ void act_forward(const ActArgs& args);
 void act_backward(const ActArgs& args);
 }  // namespace backend
 
-// The arguments that both ops share, which end their schemas.
+// The arguments that both ops share. This struct and the next two read the arguments of a call in the order
+// of the schema (op_call.h).
 struct ActTail {
   OpCall& call;
   OptTensor gate = call.take<OptTensor>();
@@ -81,7 +83,7 @@ class ActOperands {
  public:
   explicit ActOperands(const Tensor& result) : result(result) {}
 
-  // Returns the tensor, or a copy with the strides of the result if no layout has its number of dimensions.
+  // Returns the tensor, or a copy with the strides of the result if it has more dimensions than a layout.
   Tensor prepare(const Tensor& tensor) {
     if (have_equal_strides(tensor, result)) return tensor;
     if (tensor.dim() <= kMaxDims) {
@@ -94,12 +96,12 @@ class ActOperands {
   }
   OptTensor prepare(const OptTensor& tensor) { return tensor ? OptTensor(prepare(*tensor)) : OptTensor(); }
 
-  // With equal strides the layout is one plane: (1, numel), where the first dimension is the channel.
+  // With equal strides the layout is one plane, that is consecutive elements of one channel.
   WalkLayout make_layout(std::initializer_list<const Tensor*> operands) const {
     if (!has_equal_strides) return make_walk_layout(/*channel_dim=*/result.dim() - 1, operands);
     const int64_t sizes[] = {1, result.numel()}, strides[] = {result.numel(), 1};
     const int64_t* const strides_of_operands[] = {strides, strides, strides, strides, strides};
-    return make_walk_layout(/*dims=*/2, sizes, /*channel_dim=*/0, kMaxOperands, strides_of_operands);
+    return make_walk_layout(/*num_dims=*/2, sizes, /*channel_dim=*/0, kMaxOperands, strides_of_operands);
   }
 };
 

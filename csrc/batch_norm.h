@@ -7,7 +7,7 @@
 // Tensors of several numbers per channel are packed into one, so that ranks exchange it in one message:
 //   moments  mean[C], M2[C], count: M2 is the sum of squared deviations; count takes two numbers (moments.h)
 //   saved    mean[C], invstd[C], count: the statistics that a forward applied, for its backward
-//   sums     sum dv[C], sum dv * xhat[C]: dv is the gradient before the activation
+//   sums     sum dv[C], sum dv * xhat[C]: dv is the gradient before the activation, xhat the normalized x
 #pragma once
 
 #include <tuple>
@@ -20,13 +20,14 @@
 namespace fastvit {
 
 // ------------------------------------------------------------------------------------------------- schemas
-// The arguments that all ops but bn_stats share; BnTail reads them.
+// The arguments that all ops but bn_stats share. BnTail reads them from a call.
 #define FASTVIT_BN_TAIL                                             \
   "Tensor? weight=None, Tensor? bias=None, Tensor? residual=None, " \
   "str activation='identity', float activation_param=0.01, int channel_dim=1"
 
 // bn_forward_inplace does not return x; its caller tells autograd of the write by mark_dirty(x).
 // torch.compile traces bn_forward with invertible=True instead, which writes the same y to a new tensor.
+// `input` of bn_reduce and bn_backward is x, or with from_output y, from which they recover x.
 template <class Library>
 void define_batch_norm(Library& m) {
   m.def("bn_stats(Tensor x, int channel_dim=1, Tensor? exchange=None) -> Tensor moments");
@@ -48,13 +49,13 @@ void define_batch_norm(Library& m) {
 
 // ------------------------------------------------------------------------------------ arguments of kernels
 // The places of an op's activations in WalkLayout::strides.
-struct ForwardStrides {
+struct ForwardStrides {  // of bn_stats, bn_forward, bn_forward_inplace and bn_apply
   static constexpr int x = 0, y = 1, residual = 2;
 };
-struct ReduceStrides {
+struct ReduceStrides {  // of bn_reduce
   static constexpr int input = 0, dy = 1, residual = 2;
 };
-struct BackwardStrides {
+struct BackwardStrides {  // of bn_backward
   static constexpr int input = 0, dy = 1, dx = 2, residual = 3, dresidual = 4;
 };
 
@@ -78,7 +79,7 @@ struct BnArgs {
   double activation_param;
 };
 
-// Of bn_forward, bn_forward_inplace and bn_apply.
+// The arguments of the kernels of bn_forward, bn_forward_inplace and bn_apply.
 struct BnForwardArgs : BnArgs {
   bool invertible = false;  // gamma_floor bounds |gamma| from below, so that x can be recovered from y
   const void* x = nullptr;
@@ -95,7 +96,7 @@ struct BnForwardArgs : BnArgs {
   void* saved = nullptr;  // [2C + 2], a result
 };
 
-// Of bn_reduce (ReduceStrides) and bn_backward (BackwardStrides).
+// The arguments of the kernels of bn_reduce and bn_backward.
 struct BnBackwardArgs : BnArgs {
   bool from_output = false;  // true: input is y, from which x is recovered; false: input is x
   const void* input = nullptr;
@@ -134,6 +135,7 @@ bool bn_backward_single_launch(const BnBackwardArgs& args);
 }  // namespace backend
 
 // -------------------------------------------------------------------------------------- arguments of calls
+// Each struct reads the arguments of a call in the order of the schema (op_call.h). They are not checked yet.
 struct BnTail {
   OpCall& call;
   OptTensor weight = call.take<OptTensor>(), bias = call.take<OptTensor>(), residual = call.take<OptTensor>();

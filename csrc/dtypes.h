@@ -1,7 +1,7 @@
 // The floating-point dtypes of tensors as C++ types, for host and device.
 //
-// A storage type T is that of a tensor's elements in memory: float, double, or one of 16 bits. Arithmetic and
-// sums are done in its accumulation type: double for double, else float.
+// A storage type T is the type of a tensor's elements in memory: float, double, or one of 16 bits. Arithmetic
+// and sums are done in its accumulation type: double for double, else float.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -14,9 +14,11 @@ namespace fastvit {
 
 using torch::headeronly::ScalarType;
 
+// The accumulation type of T.
 template <class T>
 using Accumulation = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+// The same for dtypes.
 inline ScalarType accumulation_type(ScalarType storage_type) {
   return storage_type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }

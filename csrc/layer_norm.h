@@ -22,8 +22,8 @@ void define_layer_norm(Library& m) {
       "-> (Tensor dx, Tensor sums)");
 }
 
-// x, y, dy and dx are contiguous, [rows][columns]. A forward does not use dy, dx and sums; a backward does
-// not use bias, eps and y.
+// The arguments of the kernels. x, y, dy and dx are contiguous, [rows][columns]. A forward does not use dy,
+// dx and sums; a backward does not use bias, eps and y.
 struct LayerNormArgs {
   int64_t rows, columns;
   ScalarType dtype;         // of x and dx
@@ -36,7 +36,9 @@ struct LayerNormArgs {
   void* saved;  // mean[rows], invstd[rows]
   const void* dy;
   void* dx;
-  void* sums;  // sum dy[columns], sum dy * xhat[columns]: the gradients of bias and weight; null: not needed
+  // sum dy[columns], sum dy * xhat[columns], with the normalized x, xhat: the gradients of bias and weight.
+  // Null: not needed.
+  void* sums;
 };
 
 namespace backend {
@@ -44,6 +46,7 @@ void layer_norm_forward(const LayerNormArgs& args);
 void layer_norm_backward(const LayerNormArgs& args);
 }  // namespace backend
 
+// The structs below read the arguments of a call in the order of the schema (op_call.h).
 struct LayerNormForwardCall : OpCall {
   Tensor x = take<Tensor>();
   OptTensor weight = take<OptTensor>(), bias = take<OptTensor>();

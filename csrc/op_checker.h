@@ -1,4 +1,4 @@
-// OpChecker: checks the arguments of an op. allocate and its variants: make the tensors of an op's results.
+// OpChecker: checks the arguments of an op. allocate, allocate_like, allocate_empty: make an op's results.
 //
 // The message of an error names the op and the argument, and says what the argument is and what is expected.
 // Most methods of OpChecker check one argument and return it in the form that kernels take (a pointer, a
@@ -57,12 +57,12 @@ inline void check_device(const char* op, const char* argument, const Tensor& ten
           PrintDevice{input}, " expected, where the other tensors are");
 }
 
-// The largest number of elements of a tensor, expanded or not. So a number of bytes, or the product with a
-// number of blocks or threads, fits in int64.
+// The largest number of elements of a tensor, expanded or not. The limit keeps products with it, such as a
+// number of bytes, within int64.
 constexpr int64_t kMaxElements = int64_t(1) << 48;
 
 // Checks that the storage of a tensor holds all of its elements. FSDP, for example, frees the storage of a
-// parameter and leaves its shape. Every tensor is checked before its memory is used.
+// parameter, whose shape then does not change. Every tensor is checked before its memory is used.
 inline void check_storage(const char* op, const char* argument, const Tensor& tensor) {
   const int64_t dims = tensor.dim(), *sizes = tensor.sizes().data(), *strides = tensor.strides().data();
   int64_t elements = 1;
@@ -78,8 +78,8 @@ inline void check_storage(const char* op, const char* argument, const Tensor& te
   int64_t bytes = 0;
   require(aoti_torch_get_storage_size(tensor.get(), &bytes) == 0, op, argument,
           "has no storage; a tensor that has its memory expected");
-  // The elements of the storage that lie behind the tensor's first element, less the distance from the first
-  // to the last element; negative if the last element is not in the storage.
+  // The number of elements in the storage after the tensor's first element. Each dimension takes from it the
+  // distance between its first and last element. A negative number means that the storage is too small.
   int64_t elements_left = bytes / int64_t(tensor.element_size()) - tensor.storage_offset() - 1;
   for (int64_t d = 0; d < dims && elements_left >= 0; ++d) {
     const int64_t steps = sizes[d] - 1;
@@ -187,7 +187,8 @@ class OpChecker {
     return {tensor->data_ptr(), tensor->scalar_type()};
   }
 
-  // Checks a contiguous tensor of `numbers` numbers in the accumulation type, such as moments or sums.
+  // Checks a contiguous tensor of `numbers` numbers, such as moments or sums. It has the accumulation type:
+  // double if the input is double, else float.
   const void* check_packed(const char* argument, const Tensor& tensor, int64_t numbers) const {
     check_defined(argument, tensor);
     const ScalarType expected = accumulation_type(input.scalar_type());
@@ -219,8 +220,8 @@ class OpChecker {
     return eps;
   }
 
-  // Returns the activation of a name. needs_inverse: backward gets y instead of x, so that the activation and
-  // its parameter must allow to recover x from y.
+  // Returns the activation of a name. needs_inverse: backward recovers x from y, so the activation with its
+  // parameter must be invertible.
   Activation check_activation(const std::string& name, double param, bool needs_inverse) const {
     const auto position = std::find(std::begin(kActivationNames), std::end(kActivationNames), name);
     if (position == std::end(kActivationNames)) {
@@ -238,7 +239,7 @@ class OpChecker {
     return activation;
   }
 
-  // Returns a new tensor in the accumulation type, such as for moments or sums.
+  // Returns a new tensor of the accumulation type, for moments, sums and the like.
   Tensor new_packed(int64_t numbers) const {
     return allocate(input, {numbers}, {1}, accumulation_type(input.scalar_type()));
   }
@@ -255,7 +256,7 @@ inline Tensor allocate_empty(const Tensor& x) {
 // Returns a new tensor with x's shape and dtype, and with the strides that torch.empty_like would choose.
 inline Tensor allocate_like(const Tensor& x) {
   const auto sizes = x.sizes(), strides = x.strides();
-  int64_t adjacent = 1;  // number of elements that lie side by side, by the dimensions found so far
+  int64_t adjacent = 1;  // how many elements the dimensions found so far place side by side
   for (size_t d = 0; d < sizes.size();) {
     const bool is_next = sizes[d] > 1 && strides[d] == adjacent;
     if (is_next) adjacent *= sizes[d];
@@ -276,6 +277,7 @@ inline WalkLayout make_walk_layout(int64_t channel_dim, std::initializer_list<co
   return make_walk_layout(int(first_operand.dim()), first_operand.sizes().data(), int(channel_dim), count,
                           strides);
 }
+
 inline const Tensor* pointer_or_null(const OptTensor& tensor) {
   return tensor ? &*tensor : nullptr;
 }

@@ -23,12 +23,12 @@ struct ExpConstants;
 template <>
 struct ExpConstants<float> {
   static constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-  // v + kRound has the integer nearest to v in its lowest bits.
+  // The lowest bits of v + kRound are the integer nearest to v.
   static constexpr float kRound = 0x1.8p23f;
-  static constexpr float kMinExp = -104;   // exp(v) is 0 for a smaller v
-  static constexpr float kMaxExp = 89;     // exp(v) is infinite for a larger v
-  static constexpr float kMinExpm1 = -30;  // expm1(v) is -1 for a smaller v
-  static constexpr int kFractionBits = 23, kExponentBias = 127;
+  static constexpr float kMinExp = -104;                         // exp(v) is 0 for a smaller v
+  static constexpr float kMaxExp = 89;                           // exp(v) is infinite for a larger v
+  static constexpr float kMinExpm1 = -30;                        // expm1(v) is -1 for a smaller v
+  static constexpr int kFractionBits = 23, kExponentBias = 127;  // of the IEEE format
 };
 template <>
 struct ExpConstants<double> {
