@@ -30,6 +30,7 @@ FASTVIT_HOST_DEVICE V polynomial(V t, Scalar c0, Scalars... higher_coefficients)
   return polynomial(t, higher_coefficients...) * t + c0;
 }
 
+// CUDA_HOST_EMULATION: the tests compile the CUDA kernels for a CPU.
 #if defined(__CUDACC__) || defined(CUDA_HOST_EMULATION)
 FASTVIT_HOST_DEVICE float exp2_approximate(float v) {
 #if defined(__CUDA_ARCH__)

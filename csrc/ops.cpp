@@ -25,7 +25,8 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   m.def("arena_bytes(int world, int capacity) -> int");
   // Sends this rank's numbers through the arenas, awaits those of all ranks and returns them merged.
   m.def("exchange_merge(Tensor numbers, Tensor exchange) -> Tensor");
-  // On a CPU, goes on to wait for an exchange that had not ended within its slice of time.
+  // On a CPU, goes on waiting for an exchange. exchange_merge and this op return after a slice of time even
+  // if messages are missing, so that Python can handle signals.
   m.def("exchange_wait(Tensor(a!) result, Tensor exchange) -> ()");
   // On a CPU, gives up the exchange and tells all other ranks to give it up.
   m.def("exchange_abandon(Tensor exchange) -> ()");
