@@ -1,4 +1,4 @@
-// FASTVIT_HOST_DEVICE: a function that runs on the host and, under nvcc, on the device too.
+// FASTVIT_HOST_DEVICE marks an inlined function that runs on the host and, under nvcc, on the device too.
 #pragma once
 
 #if defined(__CUDACC__)

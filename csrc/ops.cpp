@@ -1,5 +1,5 @@
-// Defines the ops, and registers their CPU implementations. Each family's header has its schemas;
-// fastvit/ops.py documents the ops.
+// Defines all ops of both libraries, _C.so and _cuda.so, and registers the implementations for CPUs. The
+// schemas of batch norm, LayerNorm and activations are in their headers; fastvit/ops.py documents these ops.
 #include "cpu/kernel_table.h"
 #include "register_ops.h"
 #include "sync/cpu_exchange.h"
@@ -8,17 +8,39 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   fastvit::define_batch_norm(m);
   fastvit::define_layer_norm(m);
   fastvit::define_activations(m);
+
+  // The instruction set of the CPU kernels, such as "avx512".
   m.def("cpu_capability() -> str");
+  // What the CUDA kernels were built for, or why they were not built, and a checksum of the sources.
   m.def("cuda_build() -> str");
-  // Exchanges between ranks: see fastvit/sync.
+
+  // Exchanges. In an exchange, every rank of a process group sends its `numbers` to all ranks, and all merge
+  // the numbers of all ranks.
+  //   numbers   The moments or the sums of all channels, as bn_stats and bn_reduce return them.
+  //   exchange  A tensor of int64 on the CPU that describes the exchange: this rank, the number of ranks,
+  //             their arenas, a time limit, and the tag of the messages (struct ExchangeDescriptor).
+  //   arena     The memory of a rank into which the other ranks write their messages.
+
+  // The bytes of an arena, for `world` ranks and messages of at most `capacity` packets of 16 bytes.
   m.def("arena_bytes(int world, int capacity) -> int");
+  // Sends this rank's numbers through the arenas, awaits those of all ranks and returns them merged.
   m.def("exchange_merge(Tensor numbers, Tensor exchange) -> Tensor");
+  // On a CPU, goes on waiting for an exchange. exchange_merge and this op return after a slice of time even
+  // if messages are missing, so that Python can handle signals.
   m.def("exchange_wait(Tensor(a!) result, Tensor exchange) -> ()");
+  // On a CPU, gives up the exchange and tells all other ranks to give it up.
   m.def("exchange_abandon(Tensor exchange) -> ()");
+  // Allocates GPU memory for an arena: the memory, and a handle by which other processes can open it.
   m.def("ipc_allocate(int bytes, int device) -> (Tensor, Tensor)");
+  // Opens another process's memory by its handle. Returns its address in this process.
   m.def("ipc_open(Tensor handle, int device) -> int");
+
+  // The other way, for ranks without arenas: a collective of torch.distributed carries the messages.
+  // On a CPU, merges this rank's numbers with the messages that it has received from the other ranks.
   m.def("merge_received(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
+  // On a GPU, returns the message with this rank's numbers, for an all_gather or an all_reduce.
   m.def("pack_message(Tensor numbers, Tensor exchange) -> Tensor");
+  // On a GPU, merges the messages that the all_gather or the all_reduce has returned.
   m.def("merge_messages(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
 }
 
@@ -33,11 +55,14 @@ STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
 static std::string cpu_capability() {
   return fastvit::kernel_table().name;
 }
-// Whole in the library's bytes, where tools/gpu_steps.py finds it without loading the library.
-[[gnu::used]] static const char build[] = FASTVIT_CUDA_BUILD;
+
+// The build defines FASTVIT_CUDA_BUILD, a string literal. [[gnu::used]] keeps it in one piece in the bytes of
+// the library, where tools/gpu_steps.py finds its checksum without loading the library.
+[[gnu::used]] static const char cuda_build_text[] = FASTVIT_CUDA_BUILD;
 static std::string cuda_build() {
-  return build;
+  return cuda_build_text;
 }
+
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {
   m.impl("cuda_build", TORCH_BOX(&cuda_build));
   m.impl("cpu_capability", TORCH_BOX(&cpu_capability));

@@ -1,5 +1,7 @@
-// fast_exp and reciprocal for 16 floats, by instructions that other sets lack: one scales by 2^n whatever n is,
-// and one approximates 1 / v to 14 bits, which a Newton step doubles.
+// fast_exp and reciprocal for 16 floats, by instructions of AVX-512.
+//
+// _mm512_scalef_ps multiplies by 2^n even where 2^n alone would overflow. _mm512_rcp14_ps approximates 1 / v
+// to 14 bits; a step of Newton's method doubles the number of correct bits.
 #pragma once
 
 #include <immintrin.h>
@@ -12,21 +14,22 @@ typedef float Float16Lanes __attribute__((vector_size(64)));
 
 FASTVIT_HOST_DEVICE Float16Lanes fast_exp(Float16Lanes v) {
   using Constants = ExpConstants<float>;
-  // a NaN stays one, as the second argument
-  v = Float16Lanes(_mm512_max_ps(_mm512_set1_ps(Constants::kLowest), __m512(v)));
-  v = Float16Lanes(_mm512_min_ps(_mm512_set1_ps(Constants::kHighest), __m512(v)));
-  const __m512 n = _mm512_roundscale_ps(__m512(v * Constants::kLog2E), 0);
-  const Float16Lanes whole(n);
-  const Float16Lanes r = (v - whole * Constants::kLn2High) - whole * Constants::kLn2Low;
-  return Float16Lanes(_mm512_scalef_ps(__m512(expm1_near_0(r) + 1.0f), n));
+  // _mm512_max_ps and _mm512_min_ps return their second argument if it is NaN, so NaN stays NaN.
+  v = Float16Lanes(_mm512_max_ps(_mm512_set1_ps(Constants::kMinExp), __m512(v)));
+  v = Float16Lanes(_mm512_min_ps(_mm512_set1_ps(Constants::kMaxExp), __m512(v)));
+  const __m512 exponent = _mm512_roundscale_ps(__m512(v * Constants::kLog2E), 0);  // 0: to nearest integers
+  const Float16Lanes whole(exponent);
+  const Float16Lanes remainder = (v - whole * Constants::kLn2High) - whole * Constants::kLn2Low;
+  return Float16Lanes(_mm512_scalef_ps(__m512(expm1_near_0(remainder) + 1.0f), exponent));
 }
 
+// Returns 1 / v. The unnamed argument is that of the other versions, which take the type of the elements.
 FASTVIT_HOST_DEVICE Float16Lanes reciprocal(Float16Lanes v, float) {
-  const __m512 first = _mm512_rcp14_ps(__m512(v));
-  const __m512 error = _mm512_fnmadd_ps(__m512(v), first, _mm512_set1_ps(1.0f));
-  // for 0, infinity and NaN the first is the result, and the error is NaN
-  const __mmask16 ordered = _mm512_cmp_ps_mask(error, error, _CMP_ORD_Q);
-  return Float16Lanes(_mm512_mask_fmadd_ps(first, ordered, error, first));
+  const __m512 estimate = _mm512_rcp14_ps(__m512(v));
+  const __m512 error = _mm512_fnmadd_ps(__m512(v), estimate, _mm512_set1_ps(1.0f));
+  // If v is 0, infinite or NaN, the error is NaN and the estimate is already the result.
+  const __mmask16 has_finite_error = _mm512_cmp_ps_mask(error, error, _CMP_ORD_Q);
+  return Float16Lanes(_mm512_mask_fmadd_ps(estimate, has_finite_error, error, estimate));
 }
 
 }  // namespace fastvit
