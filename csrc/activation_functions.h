@@ -10,8 +10,8 @@
 // the type Scalar and whose value is not used. Every branch selects one of two computed values, so the code
 // is the same for a scalar and for a vector.
 //
-// The gradient at a kink is torch's. At v = 0 it is the gradient for v < 0, so backward_from_output is
-// correct where slope * v underflows to 0. If v is NaN, y is NaN.
+// The gradient at a kink is torch's: at v = 0 that of the side v < 0. So y = 0 may also stand for a tiny
+// negative v, whose leaky_relu underflowed. If v is NaN, y is NaN.
 #pragma once
 
 #include "elementary_functions.h"
@@ -78,8 +78,8 @@ struct ActivationFunction<Activation::relu6> {  // y = min(max(v, 0), 6)
   }
   template <class V, class Scalar>
   static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar) {
-    const V positive = v <= Scalar(0) ? V{} : dy;
-    return v >= Scalar(6) ? V{} : positive;
+    const V dv_below_6 = v <= Scalar(0) ? V{} : dy;
+    return v >= Scalar(6) ? V{} : dv_below_6;
   }
 };
 
@@ -188,8 +188,8 @@ struct ActivationFunction<Activation::hardswish> {  // y = v * min(max(v + 3, 0)
   }
   template <class V, class Scalar>
   static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar) {
-    const V below_3 = v <= Scalar(-3) ? V{} : dy * (v * Scalar(1.0 / 3) + Scalar(0.5));
-    return v >= Scalar(3) ? dy : below_3;
+    const V dv_below_3 = v <= Scalar(-3) ? V{} : dy * (v * Scalar(1.0 / 3) + Scalar(0.5));
+    return v >= Scalar(3) ? dy : dv_below_3;
   }
 };
 

@@ -53,7 +53,7 @@ void act_backward(const ActArgs& args);
 
 // The arguments that both ops share. This struct and the next two read the arguments of a call in the order
 // of the schema (op_call.h).
-struct ActTail {
+struct ActSharedArguments {
   OpCall& call;
   OptTensor gate = call.take<OptTensor>();
   std::string activation = call.take<std::string>();
@@ -61,11 +61,11 @@ struct ActTail {
 };
 struct ActForwardCall : OpCall {
   Tensor x = take<Tensor>();
-  ActTail tail{*this};
+  ActSharedArguments shared{*this};
 };
 struct ActBackwardCall : OpCall {
   Tensor x = take<Tensor>(), dy = take<Tensor>();
-  ActTail tail{*this};
+  ActSharedArguments shared{*this};
 };
 
 // True if two tensors of one shape have equal strides. That of a dimension with one element does not matter.
@@ -83,7 +83,8 @@ class ActOperands {
  public:
   explicit ActOperands(const Tensor& result) : result(result) {}
 
-  // Returns the tensor, or a copy with the strides of the result if it has more dimensions than a layout.
+  // Copies a tensor only if its strides differ from the result's and it has more than kMaxDims dimensions.
+  // The copy has the result's strides.
   Tensor prepare(const Tensor& tensor) {
     if (have_equal_strides(tensor, result)) return tensor;
     if (tensor.dim() <= kMaxDims) {
@@ -96,7 +97,8 @@ class ActOperands {
   }
   OptTensor prepare(const OptTensor& tensor) { return tensor ? OptTensor(prepare(*tensor)) : OptTensor(); }
 
-  // With equal strides the layout is one plane, that is consecutive elements of one channel.
+  // An activation has no channels. With equal strides the layout is one plane: consecutive elements of one
+  // channel. Otherwise the last dimension serves as the channels.
   WalkLayout make_layout(std::initializer_list<const Tensor*> operands) const {
     if (!has_equal_strides) return make_walk_layout(/*channel_dim=*/result.dim() - 1, operands);
     const int64_t sizes[] = {1, result.numel()}, strides[] = {result.numel(), 1};
@@ -106,22 +108,23 @@ class ActOperands {
 };
 
 // Checks the shared arguments. Returns the arguments of a kernel, without its tensors.
-inline ActArgs check_act(const OpChecker& checker, const Tensor& x, const ActTail& tail) {
-  checker.check_same_as_input("gate", tail.gate);
+inline ActArgs check_act(const OpChecker& checker, const Tensor& x, const ActSharedArguments& shared) {
+  checker.check_same_as_input("gate", shared.gate);
   ActArgs args{};
   args.dtype = x.scalar_type();
   args.device = x.get_device_index();
-  args.activation = checker.check_activation(tail.activation, tail.activation_param, /*needs_inverse=*/false);
-  args.activation_param = tail.activation_param;
+  args.activation =
+      checker.check_activation(shared.activation, shared.activation_param, /*needs_inverse=*/false);
+  args.activation_param = shared.activation_param;
   return args;
 }
 
 inline Tensor act_forward(const ActForwardCall& call) {
-  ActArgs args = check_act(OpChecker("act_forward", "x", call.x), call.x, call.tail);
+  ActArgs args = check_act(OpChecker("act_forward", "x", call.x), call.x, call.shared);
   Tensor y = allocate_like(call.x);
   ActOperands operands(y);
   const Tensor x = operands.prepare(call.x);
-  const OptTensor gate = operands.prepare(call.tail.gate);
+  const OptTensor gate = operands.prepare(call.shared.gate);
   args.layout = operands.make_layout({&x, &y, pointer_or_null(gate)});
   args.x = x.data_ptr();
   args.gate = gate ? gate->data_ptr() : nullptr;
@@ -133,11 +136,12 @@ inline Tensor act_forward(const ActForwardCall& call) {
 inline std::tuple<Tensor, Tensor> act_backward(const ActBackwardCall& call) {
   const OpChecker checker("act_backward", "x", call.x);
   checker.check_same_as_input("dy", call.dy);
-  ActArgs args = check_act(checker, call.x, call.tail);
-  Tensor dx = allocate_like(call.x), dgate = call.tail.gate ? allocate_like(call.x) : allocate_empty(call.x);
+  ActArgs args = check_act(checker, call.x, call.shared);
+  Tensor dx = allocate_like(call.x),
+         dgate = call.shared.gate ? allocate_like(call.x) : allocate_empty(call.x);
   ActOperands operands(dx);
   const Tensor x = operands.prepare(call.x), dy = operands.prepare(call.dy);
-  const OptTensor gate = operands.prepare(call.tail.gate);
+  const OptTensor gate = operands.prepare(call.shared.gate);
   args.layout = operands.make_layout({&x, &dy, &dx, pointer_or_null(gate), gate ? &dgate : nullptr});
   args.x = x.data_ptr();
   args.dy = dy.data_ptr();

@@ -7,7 +7,7 @@
 // Tensors of several numbers per channel are packed into one, so that ranks exchange it in one message:
 //   moments  mean[C], M2[C], count: M2 is the sum of squared deviations; count takes two numbers (moments.h)
 //   saved    mean[C], invstd[C], count: the statistics that a forward applied, for its backward
-//   sums     sum dv[C], sum dv * xhat[C]: dv is the gradient before the activation, xhat the normalized x
+//   sums     sum dv[C], sum dv * xhat[C]: dv is the gradient of the activation's input, xhat the normalized x
 #pragma once
 
 #include <tuple>
@@ -20,8 +20,8 @@
 namespace fastvit {
 
 // ------------------------------------------------------------------------------------------------- schemas
-// The arguments that all ops but bn_stats share. BnTail reads them from a call.
-#define FASTVIT_BN_TAIL                                             \
+// The arguments that all ops but bn_stats share. BnSharedArguments reads them from a call.
+#define FASTVIT_BN_SHARED_ARGUMENTS                                 \
   "Tensor? weight=None, Tensor? bias=None, Tensor? residual=None, " \
   "str activation='identity', float activation_param=0.01, int channel_dim=1"
 
@@ -31,18 +31,18 @@ namespace fastvit {
 template <class Library>
 void define_batch_norm(Library& m) {
   m.def("bn_stats(Tensor x, int channel_dim=1, Tensor? exchange=None) -> Tensor moments");
-  m.def("bn_forward(Tensor x, " FASTVIT_BN_TAIL
+  m.def("bn_forward(Tensor x, " FASTVIT_BN_SHARED_ARGUMENTS
         ", Tensor? moments=None, Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, "
         "Tensor(c!)? num_batches_tracked=None, float? momentum=0.1, float eps=1e-05, bool training=True, "
         "bool invertible=False) -> (Tensor y, Tensor saved)");
-  m.def("bn_forward_inplace(Tensor(a!) x, " FASTVIT_BN_TAIL
+  m.def("bn_forward_inplace(Tensor(a!) x, " FASTVIT_BN_SHARED_ARGUMENTS
         ", Tensor? moments=None, Tensor(b!)? running_mean=None, Tensor(c!)? running_var=None, "
         "Tensor(d!)? num_batches_tracked=None, float? momentum=0.1, float eps=1e-05, bool training=True) "
         "-> Tensor saved");
-  m.def("bn_apply(Tensor x, Tensor saved, " FASTVIT_BN_TAIL ") -> Tensor y");
-  m.def("bn_reduce(Tensor input, Tensor dy, Tensor saved, " FASTVIT_BN_TAIL
+  m.def("bn_apply(Tensor x, Tensor saved, " FASTVIT_BN_SHARED_ARGUMENTS ") -> Tensor y");
+  m.def("bn_reduce(Tensor input, Tensor dy, Tensor saved, " FASTVIT_BN_SHARED_ARGUMENTS
         ", bool from_output=False, Tensor? exchange=None) -> Tensor sums");
-  m.def("bn_backward(Tensor input, Tensor dy, Tensor saved, " FASTVIT_BN_TAIL
+  m.def("bn_backward(Tensor input, Tensor dy, Tensor saved, " FASTVIT_BN_SHARED_ARGUMENTS
         ", bool from_output=False, Tensor? global_sums=None, bool training=True) "
         "-> (Tensor dx, Tensor dresidual, Tensor local_sums)");
 }
@@ -113,14 +113,16 @@ struct BnBackwardArgs : BnArgs {
 };
 
 // Returns the bounds of |gamma| from below for activations of `dtype`; 0 where nothing is inverted. float16
-// has a larger bound because its exponent is short. Types of 16 bits have no bound relative to |beta|: it
-// would be 2^7 roundings of beta, which would change y too much. The Python layer warns instead.
+// has a larger bound because its exponent is short. Types of 16 bits have no bound relative to |beta|:
+// 2^7 u |beta| is a large part of |beta| there, and such a gamma would change y. The Python layer warns.
 template <class A>
 FASTVIT_HOST_DEVICE GammaFloor<A> gamma_floor(bool invertible, ScalarType dtype) {
   if (!invertible) return {};
-  if (dtype == ScalarType::Double) return {A(1e-12), A(0x1p-46)};
-  if (dtype == ScalarType::Float) return {A(1e-7), A(0x1p-17)};
-  return {dtype == ScalarType::Half ? A(1e-4) : A(1e-7), 0};
+  if (dtype == ScalarType::Double)
+    return {.min_magnitude = A(1e-12), .beta_factor = A(0x1p-46)};  // 2^7 u, u = 2^-53
+  if (dtype == ScalarType::Float)
+    return {.min_magnitude = A(1e-7), .beta_factor = A(0x1p-17)};  // 2^7 u, u = 2^-24
+  return {.min_magnitude = dtype == ScalarType::Half ? A(1e-4) : A(1e-7), .beta_factor = 0};
 }
 
 namespace backend {
@@ -136,7 +138,7 @@ bool bn_backward_single_launch(const BnBackwardArgs& args);
 
 // -------------------------------------------------------------------------------------- arguments of calls
 // Each struct reads the arguments of a call in the order of the schema (op_call.h). They are not checked yet.
-struct BnTail {
+struct BnSharedArguments {
   OpCall& call;
   OptTensor weight = call.take<OptTensor>(), bias = call.take<OptTensor>(), residual = call.take<OptTensor>();
   std::string activation = call.take<std::string>();
@@ -152,7 +154,7 @@ struct BnStatsCall : OpCall {
 
 struct BnForwardInplaceCall : OpCall {
   Tensor x = take<Tensor>();
-  BnTail tail{*this};
+  BnSharedArguments shared{*this};
   OptTensor moments = take<OptTensor>(), running_mean = take<OptTensor>(), running_var = take<OptTensor>(),
             num_batches_tracked = take<OptTensor>();
   std::optional<double> momentum = take<std::optional<double>>();
@@ -165,13 +167,13 @@ struct BnForwardCall : BnForwardInplaceCall {
 
 struct BnApplyCall : OpCall {
   Tensor x = take<Tensor>(), saved = take<Tensor>();
-  BnTail tail{*this};
+  BnSharedArguments shared{*this};
 };
 
 // The arguments that bn_reduce and bn_backward share.
 struct BnGradientCall : OpCall {
   Tensor input = take<Tensor>(), dy = take<Tensor>(), saved = take<Tensor>();
-  BnTail tail{*this};
+  BnSharedArguments shared{*this};
   bool from_output = take<bool>();
 };
 struct BnReduceCall : BnGradientCall {
@@ -201,17 +203,17 @@ struct BnChecker : OpChecker {
   }
 
   // Returns the shared arguments, with an empty layout. needs_inverse: backward recovers x from y.
-  BnArgs check_tail(const BnTail& tail, bool needs_inverse) const {
-    require(!tail.residual || !needs_inverse, "residual",
+  BnArgs check_shared(const BnSharedArguments& shared, bool needs_inverse) const {
+    require(!shared.residual || !needs_inverse, "residual",
             "is given; None expected where x is recovered from y");
     return {.layout = {},
             .dtype = input.scalar_type(),
             .device = input.get_device_index(),
-            .weight = check_channel_vector("weight", tail.weight, C),
-            .bias = check_channel_vector("bias", tail.bias, C),
-            .residual = check_same_as_input("residual", tail.residual),
-            .activation = check_activation(tail.activation, tail.activation_param, needs_inverse),
-            .activation_param = tail.activation_param};
+            .weight = check_channel_vector("weight", shared.weight, C),
+            .bias = check_channel_vector("bias", shared.bias, C),
+            .residual = check_same_as_input("residual", shared.residual),
+            .activation = check_activation(shared.activation, shared.activation_param, needs_inverse),
+            .activation_param = shared.activation_param};
   }
 };
 
@@ -233,10 +235,10 @@ inline Tensor bn_stats(const BnStatsCall& call) {
   return compute_moments(checker, call.x, exchange ? &*exchange : nullptr);
 }
 
-// Returns the arguments of a forward's kernel, without its tensors of the activation's size and `saved`.
+// Returns the arguments of a forward's kernel. normalize_into adds layout, x, y and saved.
 inline BnForwardArgs check_forward(const BnChecker& checker, const BnForwardInplaceCall& call,
                                    bool invertible) {
-  BnForwardArgs args{checker.check_tail(call.tail, invertible)};
+  BnForwardArgs args{checker.check_shared(call.shared, invertible)};
   args.invertible = invertible;
   args.moments = checker.check_packed("moments", call.moments, 2 * checker.C + 2);
   args.running_mean = checker.check_channel_vector("running_mean", call.running_mean, checker.C);
@@ -262,7 +264,7 @@ inline BnForwardArgs check_forward(const BnChecker& checker, const BnForwardInpl
 inline Tensor normalize_into(const Tensor& y, const BnChecker& checker, const BnForwardInplaceCall& call,
                              BnForwardArgs args) {
   Tensor saved = checker.new_packed(2 * checker.C + 2);
-  args.layout = checker.make_layout({&call.x, &y, pointer_or_null(call.tail.residual)});
+  args.layout = checker.make_layout({&call.x, &y, pointer_or_null(call.shared.residual)});
   args.x = call.x.data_ptr();
   args.y = y.data_ptr();
   args.saved = saved.data_ptr();
@@ -277,24 +279,24 @@ inline Tensor normalize_into(const Tensor& y, const BnChecker& checker, const Bn
 }
 
 inline std::tuple<Tensor, Tensor> bn_forward(const BnForwardCall& call) {
-  const BnChecker checker("bn_forward", "x", call.x, call.tail.channel_dim);
+  const BnChecker checker("bn_forward", "x", call.x, call.shared.channel_dim);
   const BnForwardArgs args = check_forward(checker, call, call.invertible);
   Tensor y = allocate_like(call.x);
   return {y, normalize_into(y, checker, call, args)};
 }
 
 inline Tensor bn_forward_inplace(const BnForwardInplaceCall& call) {
-  const BnChecker checker("bn_forward_inplace", "x", call.x, call.tail.channel_dim);
+  const BnChecker checker("bn_forward_inplace", "x", call.x, call.shared.channel_dim);
   checker.check_writable();
   return normalize_into(call.x, checker, call, check_forward(checker, call, /*invertible=*/true));
 }
 
 inline Tensor bn_apply(const BnApplyCall& call) {
-  const BnChecker checker("bn_apply", "x", call.x, call.tail.channel_dim);
-  BnForwardArgs args{checker.check_tail(call.tail, /*needs_inverse=*/false)};
+  const BnChecker checker("bn_apply", "x", call.x, call.shared.channel_dim);
+  BnForwardArgs args{checker.check_shared(call.shared, /*needs_inverse=*/false)};
   args.saved_in = checker.check_saved(call.saved);
   Tensor y = allocate_like(call.x);
-  args.layout = checker.make_layout({&call.x, &y, pointer_or_null(call.tail.residual)});
+  args.layout = checker.make_layout({&call.x, &y, pointer_or_null(call.shared.residual)});
   args.x = call.x.data_ptr();
   args.y = y.data_ptr();
   backend::bn_forward(args);
@@ -303,7 +305,7 @@ inline Tensor bn_apply(const BnApplyCall& call) {
 
 // Returns the kernel arguments that bn_reduce and bn_backward share, without the layout.
 inline BnBackwardArgs check_gradient(const BnChecker& checker, const BnGradientCall& call) {
-  BnBackwardArgs args{checker.check_tail(call.tail, call.from_output)};
+  BnBackwardArgs args{checker.check_shared(call.shared, call.from_output)};
   args.from_output = call.from_output;
   args.input = call.input.data_ptr();
   args.dy = checker.check_same_as_input("dy", call.dy);
@@ -314,13 +316,13 @@ inline BnBackwardArgs check_gradient(const BnChecker& checker, const BnGradientC
 // Writes the sums of this rank to row 0 of `sums`, and with args.exchange those of all ranks to row 1.
 inline void reduce_into(const Tensor& sums, const BnChecker& checker, const BnGradientCall& call,
                         BnBackwardArgs args) {
-  args.layout = checker.make_layout({&call.input, &call.dy, pointer_or_null(call.tail.residual)});
+  args.layout = checker.make_layout({&call.input, &call.dy, pointer_or_null(call.shared.residual)});
   args.local_sums = sums.data_ptr();
   backend::bn_reduce(args);
 }
 
 inline Tensor bn_reduce(const BnReduceCall& call) {
-  const BnChecker checker("bn_reduce", "input", call.input, call.tail.channel_dim);
+  const BnChecker checker("bn_reduce", "input", call.input, call.shared.channel_dim);
   BnBackwardArgs args = check_gradient(checker, call);
   const int64_t numbers = 2 * checker.C;
   const auto exchange = checker.check_exchange(call.exchange, numbers, peer::kSums);
@@ -333,12 +335,12 @@ inline Tensor bn_reduce(const BnReduceCall& call) {
 // Returns dx, dresidual and local_sums. dresidual is empty without a residual. local_sums, the sums of this
 // rank, are computed in training without global_sums, and empty otherwise.
 inline std::tuple<Tensor, Tensor, Tensor> bn_backward(const BnBackwardCall& call) {
-  const BnChecker checker("bn_backward", "input", call.input, call.tail.channel_dim);
+  const BnChecker checker("bn_backward", "input", call.input, call.shared.channel_dim);
   BnBackwardArgs args = check_gradient(checker, call);
   args.global_sums = checker.check_packed("global_sums", call.global_sums, 2 * checker.C);
   checker.require(!call.global_sums || call.training, "global_sums",
                   "are given; None expected without training");
-  const OptTensor& residual = call.tail.residual;
+  const OptTensor& residual = call.shared.residual;
   const bool computes_sums = call.training && !call.global_sums;
   Tensor dx = allocate_like(call.input), local_sums = checker.new_packed(computes_sums ? 2 * checker.C : 0);
   Tensor dresidual = residual ? allocate_like(*residual) : allocate_empty(call.input);

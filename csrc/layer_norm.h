@@ -12,6 +12,7 @@
 
 namespace fastvit {
 
+// `parameters`: whether the gradients of weight and bias are needed.
 template <class Library>
 void define_layer_norm(Library& m) {
   m.def(
@@ -36,8 +37,9 @@ struct LayerNormArgs {
   void* saved;  // mean[rows], invstd[rows]
   const void* dy;
   void* dx;
-  // sum dy[columns], sum dy * xhat[columns], with the normalized x, xhat: the gradients of bias and weight.
-  // Null: not needed.
+  // The gradients of bias, sum dy [columns], and of weight, sum dy * xhat [columns]; xhat is the normalized
+  // x.
+  // Null if `parameters` is false: the gradients are not needed.
   void* sums;
 };
 
@@ -61,34 +63,35 @@ struct LayerNormBackwardCall : OpCall {
 };
 
 // Checks the shape of x and the dtype of y and dy. Returns the arguments of a kernel that follow from them.
-// dtype_argument: the argument that y_dtype comes from, for the message.
+// output_dtype: the dtype of y in a forward, of dy in a backward. dtype_argument: the argument that it comes
+// from, for the message.
 inline LayerNormArgs check_rows(const OpChecker& checker, const Tensor& x, const char* dtype_argument,
-                                ScalarType y_dtype) {
+                                ScalarType output_dtype) {
   const ScalarType dtype = x.scalar_type();
   checker.require(x.dim() >= 1 && x.size(x.dim() - 1) >= 1 && x.size(x.dim() - 1) <= 1 << 30, "x",
                   "has shape ", PrintShape{x}, "; 1 to 2^30 values in the last dimension expected");
-  const bool has_16_bits = y_dtype == ScalarType::Half || y_dtype == ScalarType::BFloat16;
-  checker.require(y_dtype == dtype || (dtype == ScalarType::Float && has_16_bits), dtype_argument, "is ",
-                  toString(y_dtype), "; ", toString(dtype), " expected, as x's",
+  const bool has_16_bits = output_dtype == ScalarType::Half || output_dtype == ScalarType::BFloat16;
+  checker.require(output_dtype == dtype || (dtype == ScalarType::Float && has_16_bits), dtype_argument, "is ",
+                  toString(output_dtype), "; ", toString(dtype), " expected, as x's",
                   dtype == ScalarType::Float ? ", or 16 bits" : "");
   LayerNormArgs args{};
   args.columns = x.size(x.dim() - 1);
   args.rows = x.numel() / args.columns;
   args.dtype = dtype;
-  args.output_dtype = y_dtype;
+  args.output_dtype = output_dtype;
   args.device = x.get_device_index();
   return args;
 }
 
 inline std::tuple<Tensor, Tensor> layer_norm_forward(const LayerNormForwardCall& call) {
   const OpChecker checker("layer_norm_forward", "x", call.x);
-  const ScalarType y_dtype = call.output_dtype.value_or(call.x.scalar_type());
-  LayerNormArgs args = check_rows(checker, call.x, "output_dtype", y_dtype);
+  const ScalarType output_dtype = call.output_dtype.value_or(call.x.scalar_type());
+  LayerNormArgs args = check_rows(checker, call.x, "output_dtype", output_dtype);
   args.weight = checker.check_channel_vector("weight", call.weight, args.columns);
   args.bias = checker.check_channel_vector("bias", call.bias, args.columns);
   args.eps = checker.check_eps(call.eps);
   const Tensor x = torch::stable::contiguous(call.x);
-  Tensor y = torch::stable::new_empty(x, x.sizes(), y_dtype), saved = checker.new_packed(2 * args.rows);
+  Tensor y = torch::stable::new_empty(x, x.sizes(), output_dtype), saved = checker.new_packed(2 * args.rows);
   args.x = x.data_ptr();
   args.y = y.data_ptr();
   args.saved = saved.data_ptr();

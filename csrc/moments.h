@@ -64,18 +64,19 @@ struct MergeWeights {
 template <class A>
 struct GammaFloor {
   A min_magnitude = 0;  // keeps 1 / gamma and gamma * xhat in the range of the storage type
-  // The rounding of y is relative to |beta| where |beta| is large, so the recovered xhat has an error of
-  // u * |beta| / |gamma|, where u is the relative error of a rounding. beta_factor = 2^7 u bounds it by 2^-7.
+  // Let u be the relative error of a rounding. If |beta| is large, the rounding of y makes an error of about
+  // u * |beta|, and the recovered xhat has an error of u * |beta| / |gamma|. beta_factor = 2^7 u keeps the
+  // error of xhat below 2^-7.
   A beta_factor = 0;
 };
 
 template <class A>
 FASTVIT_HOST_DEVICE A effective_gamma(A gamma, A beta, const GammaFloor<A>& floor) {
   const A magnitude = gamma < 0 ? -gamma : gamma;
-  const A floor_of_beta = floor.beta_factor * (beta < 0 ? -beta : beta);
-  const A min_magnitude = floor_of_beta > floor.min_magnitude ? floor_of_beta : floor.min_magnitude;
+  const A min_for_beta = floor.beta_factor * (beta < 0 ? -beta : beta);
+  const A bound = min_for_beta > floor.min_magnitude ? min_for_beta : floor.min_magnitude;
   // The comparison is false for a NaN, which stays NaN. copysign keeps the sign of a gamma of -0.
-  return magnitude < min_magnitude ? std::copysign(min_magnitude, gamma) : gamma;
+  return magnitude < bound ? std::copysign(bound, gamma) : gamma;
 }
 
 }  // namespace fastvit

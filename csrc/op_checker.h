@@ -63,17 +63,18 @@ constexpr int64_t kMaxElements = int64_t(1) << 48;
 
 // Checks that the storage of a tensor holds all of its elements. FSDP, for example, frees the storage of a
 // parameter, whose shape then does not change. Every tensor is checked before its memory is used.
-inline void check_storage(const char* op, const char* argument, const Tensor& tensor) {
+inline void check_storage_size(const char* op, const char* argument, const Tensor& tensor) {
   const int64_t dims = tensor.dim(), *sizes = tensor.sizes().data(), *strides = tensor.strides().data();
   int64_t elements = 1;
-  bool is_empty = false, is_countable = true;
+  bool is_empty = false, is_within_limit = true;
   for (int64_t d = 0; d < dims; ++d) {
     is_empty = is_empty || sizes[d] == 0;
     const int64_t size = std::max<int64_t>(sizes[d], 1);
-    is_countable = is_countable && size <= kMaxElements / elements;
-    if (is_countable) elements *= size;
+    is_within_limit = is_within_limit && size <= kMaxElements / elements;
+    if (is_within_limit) elements *= size;
   }
-  require(is_countable, op, argument, "has shape ", PrintShape{tensor}, "; at most 2^48 elements expected");
+  require(is_within_limit, op, argument, "has shape ", PrintShape{tensor},
+          "; at most 2^48 elements expected");
   if (is_empty) return;
   int64_t bytes = 0;
   require(aoti_torch_get_storage_size(tensor.get(), &bytes) == 0, op, argument,
@@ -117,7 +118,7 @@ class OpChecker {
       : op(op), input_name(input_name), input(input) {
     check_defined(input_name, input);
     check_floating(input_name, input);
-    check_storage(op, input_name, input);
+    check_storage_size(op, input_name, input);
   }
 
   template <class... Parts>
@@ -160,7 +161,7 @@ class OpChecker {
     for (int64_t d = 0; is_same && d < input.dim(); ++d) is_same = tensor.size(d) == input.size(d);
     require(is_same, argument, "has shape ", PrintShape{tensor}, "; ", PrintShape{input}, " expected");
     check_device(op, argument, tensor, input);
-    check_storage(op, argument, tensor);
+    check_storage_size(op, argument, tensor);
   }
   // Checks that a tensor has the input's shape, dtype and device.
   const void* check_same_as_input(const char* argument, const Tensor& tensor) const {
@@ -183,7 +184,7 @@ class OpChecker {
             "; (", numbers, ",) expected, one number per channel or column");
     require(tensor->is_contiguous(), argument, "is not contiguous; a contiguous tensor expected");
     check_device(op, argument, *tensor, input);
-    check_storage(op, argument, *tensor);
+    check_storage_size(op, argument, *tensor);
     return {tensor->data_ptr(), tensor->scalar_type()};
   }
 
@@ -198,7 +199,7 @@ class OpChecker {
             numbers, ",) expected");
     require(tensor.is_contiguous(), argument, "is not contiguous; a contiguous tensor expected");
     check_device(op, argument, tensor, input);
-    check_storage(op, argument, tensor);
+    check_storage_size(op, argument, tensor);
     return tensor.data_ptr();
   }
   const void* check_packed(const char* argument, const OptTensor& tensor, int64_t numbers) const {
@@ -211,10 +212,11 @@ class OpChecker {
     require(tensor->scalar_type() == ScalarType::Long && tensor->numel() == 1, argument, "is ",
             toString(tensor->scalar_type()), " ", PrintShape{*tensor}, "; one int64 number expected");
     check_device(op, argument, *tensor, input);
-    check_storage(op, argument, *tensor);
+    check_storage_size(op, argument, *tensor);
     return static_cast<int64_t*>(tensor->data_ptr());
   }
 
+  // 2^126 and its reciprocal are normal numbers of float32, in which kernels add eps to a variance.
   double check_eps(double eps) const {
     require(eps >= 0 && eps <= 0x1p126, "eps", "is ", eps, "; a number from 0 to 2**126 expected");
     return eps;
@@ -233,6 +235,7 @@ class OpChecker {
     const auto activation = Activation(position - std::begin(kActivationNames));
     require(!needs_inverse || is_invertible(activation), "activation", "is ", name,
             ", which cannot be inverted; in place it is identity, leaky_relu or elu");
+    // The inverse divides by the parameter. From 2^-126 to 2^126 its reciprocal is a normal number too.
     require(!needs_inverse || activation == Activation::identity || (param >= 0x1p-126 && param <= 0x1p126),
             "activation_param", "is ", param, "; > 0 expected for ", name,
             " in place, which is inverted, within float32");
@@ -256,13 +259,15 @@ inline Tensor allocate_empty(const Tensor& x) {
 // Returns a new tensor with x's shape and dtype, and with the strides that torch.empty_like would choose.
 inline Tensor allocate_like(const Tensor& x) {
   const auto sizes = x.sizes(), strides = x.strides();
-  int64_t adjacent = 1;  // how many elements the dimensions found so far place side by side
+  // The dimensions are found in the order of their strides, the fastest first. Those found so far cover
+  // `dense_elements` elements without a gap.
+  int64_t dense_elements = 1;
   for (size_t d = 0; d < sizes.size();) {
-    const bool is_next = sizes[d] > 1 && strides[d] == adjacent;
-    if (is_next) adjacent *= sizes[d];
-    d = is_next ? 0 : d + 1;
+    const bool is_next_slower = sizes[d] > 1 && strides[d] == dense_elements;
+    if (is_next_slower) dense_elements *= sizes[d];
+    d = is_next_slower ? 0 : d + 1;
   }
-  if (adjacent == x.numel()) return allocate(x, sizes, strides, x.scalar_type());
+  if (dense_elements == x.numel()) return allocate(x, sizes, strides, x.scalar_type());
   return torch::stable::empty_like(x);  // x has gaps or overlaps, or is empty
 }
 

@@ -18,7 +18,8 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   // the numbers of all ranks.
   //   numbers   The moments or the sums of all channels, as bn_stats and bn_reduce return them.
   //   exchange  A tensor of int64 on the CPU that describes the exchange: this rank, the number of ranks,
-  //             their arenas, a time limit, and the tag of the messages (struct ExchangeDescriptor).
+  //             their arenas, a time limit, and a tag, by which ranks see that all are in the same layer
+  //             (struct ExchangeDescriptor).
   //   arena     The memory of a rank into which the other ranks write their messages.
 
   // The bytes of an arena, for `world` ranks and messages of at most `capacity` packets of 16 bytes.
@@ -26,9 +27,10 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   // Sends this rank's numbers through the arenas, awaits those of all ranks and returns them merged.
   m.def("exchange_merge(Tensor numbers, Tensor exchange) -> Tensor");
   // On a CPU, goes on waiting for an exchange. exchange_merge and this op return after a slice of time even
-  // if messages are missing, so that Python can handle signals.
+  // if messages are missing, so that Python can handle signals; a report in `exchange` names the missing
+  // ranks. `result` is what exchange_merge returned.
   m.def("exchange_wait(Tensor(a!) result, Tensor exchange) -> ()");
-  // On a CPU, gives up the exchange and tells all other ranks to give it up.
+  // On a CPU, abandons the exchange, and tells all other ranks, whose exchange fails then.
   m.def("exchange_abandon(Tensor exchange) -> ()");
   // Allocates GPU memory for an arena: the memory, and a handle by which other processes can open it.
   m.def("ipc_allocate(int bytes, int device) -> (Tensor, Tensor)");
@@ -38,14 +40,15 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   // The other way, for ranks without arenas: a collective of torch.distributed carries the messages.
   // On a CPU, merges this rank's numbers with the messages that it has received from the other ranks.
   m.def("merge_received(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
-  // On a GPU, returns the message with this rank's numbers, for an all_gather or an all_reduce.
+  // On a GPU, returns the message with this rank's numbers: moments for an all_gather, sums for an
+  // all_reduce.
   m.def("pack_message(Tensor numbers, Tensor exchange) -> Tensor");
-  // On a GPU, merges the messages that the all_gather or the all_reduce has returned.
+  // On a GPU, merges what the collective has returned: the messages of all ranks, or their sum.
   m.def("merge_messages(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
-  fastvit::implement_ops(m);
+  fastvit::implement_common_ops(m);
   m.impl("exchange_merge", TORCH_BOX(&fastvit::exchange_merge));
   m.impl("exchange_wait", TORCH_BOX(&fastvit::exchange_wait));
   m.impl("exchange_abandon", TORCH_BOX(&fastvit::exchange_abandon));

@@ -64,14 +64,14 @@ FASTVIT_HOST_DEVICE V expm1_near_0(V v) {
 
 // v = exponent * ln 2 + remainder, per lane.
 template <class V>
-struct ReducedExponent {
+struct ReducedArgument {
   using Scalar = ElementOf<V>;
   using Constants = ExpConstants<Scalar>;
   using Integers = decltype(V{} < V{});  // a vector of as many integers, of the elements' size
   Integers exponent;
   V remainder;
 
-  explicit FASTVIT_HOST_DEVICE ReducedExponent(V v) {
+  explicit FASTVIT_HOST_DEVICE ReducedArgument(V v) {
     const V shifted = v * Constants::kLog2E + Constants::kRound;
     const V whole = shifted - Constants::kRound;
     exponent = Integers(shifted) - Integers(V{} + Constants::kRound);  // casts of vectors keep the bits
@@ -85,12 +85,12 @@ struct ReducedExponent {
 
 template <class V, class = decltype(V{}[0])>
 FASTVIT_HOST_DEVICE V fast_exp(V v) {
-  using Reduced = ReducedExponent<V>;
+  using Reduced = ReducedArgument<V>;
   using Constants = typename Reduced::Constants;
   v = v < Constants::kMinExp ? V{} + Constants::kMinExp : v;
   v = v > Constants::kMaxExp ? V{} + Constants::kMaxExp : v;
   const Reduced reduced(v);
-  // 2^exponent is two factors, since it may overflow, or be subnormal, where exp(v) does not.
+  // exp(v) may be a finite number, not 0, where power_of_2(exponent) is neither: 2^exponent is two factors.
   const typename Reduced::Integers half = reduced.exponent >> 1;
   return (expm1_near_0(reduced.remainder) + typename Reduced::Scalar(1)) * Reduced::power_of_2(half) *
          Reduced::power_of_2(reduced.exponent - half);
@@ -99,7 +99,7 @@ FASTVIT_HOST_DEVICE V fast_exp(V v) {
 // For v <= 0.
 template <class V, class = decltype(V{}[0])>
 FASTVIT_HOST_DEVICE V fast_expm1(V v) {
-  using Reduced = ReducedExponent<V>;
+  using Reduced = ReducedArgument<V>;
   using Constants = typename Reduced::Constants;
   v = v < Constants::kMinExpm1 ? V{} + Constants::kMinExpm1 : v;
   const Reduced reduced(v);

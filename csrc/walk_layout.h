@@ -94,9 +94,9 @@ struct MergedDims {
   }
 
  private:
-  // True if in every operand the last merged dimension's stride is the extent of dimension d. Then the two
-  // dimensions are one with the stride of d.
-  bool continues_with(const OperandDims& operand_dims, int d) const {
+  // True if in every operand the last merged dimension's stride equals the stride of dimension d times its
+  // size. Then the two dimensions are one dimension with the stride of d.
+  bool can_merge_with_last(const OperandDims& operand_dims, int d) const {
     if (count == 0) return false;
     for (int k = 0; k < operand_dims.num_operands; ++k)
       if (stride[k][count - 1] != operand_dims.strides[k][d] * operand_dims.sizes[d]) return false;
@@ -105,7 +105,7 @@ struct MergedDims {
 
   // Adds dimension d after the last merged dimension, or merges the two.
   void append(const OperandDims& operand_dims, int d) {
-    if (!continues_with(operand_dims, d)) size[count++] = 1;
+    if (!can_merge_with_last(operand_dims, d)) size[count++] = 1;
     size[count - 1] *= operand_dims.sizes[d];
     for (int k = 0; k < operand_dims.num_operands; ++k) stride[k][count - 1] = operand_dims.strides[k][d];
   }

@@ -20,7 +20,7 @@ struct ActParams : ActArgs {
 template <class T, bool kIsRows, int V, bool kBackward, bool kGated>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     act_kernel(const __grid_constant__ KernelParams<ActParams> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   using A = Accumulation<T>;
   constexpr int kOperands = (kBackward ? 3 : 2) + (kGated ? (kBackward ? 2 : 1) : 0);
   constexpr int kGate = kBackward ? ActBackwardStrides::gate : ActForwardStrides::gate;

@@ -20,7 +20,7 @@ struct BnBackwardParams : BnBackwardArgs {
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     bn_backward_kernel(const __grid_constant__ KernelParams<BnBackwardParams> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   using A = Accumulation<T>;
   constexpr bool kResidual = kVariant == GradientVariant::residual;
   constexpr int kOperands = kResidual ? 5 : 3, U = kResidual ? kBatch / 2 : kBatch;

@@ -65,7 +65,7 @@ __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
 template <class T, bool kIsRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kOneMoreBlockOnSm90)
     bn_forward_kernel(const __grid_constant__ KernelParams<BnForwardParams> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   using A = Accumulation<T>;
   if (args.has_update_block && blockIdx.x == 0) return update_and_save_all<A>(args);
   constexpr int kOperands = kResidual ? 3 : 2;

@@ -21,7 +21,7 @@ struct BnForwardSingleLaunchParams : BnForwardArgs {
 template <class T, bool kIsRows, int V, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnForwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   using A = Accumulation<T>;
   using ThreadMoments = ChunkedMoments<T, kIsRows, V>;
   constexpr int kOperands = kResidual ? 3 : 2;

@@ -24,7 +24,7 @@ struct BnReduceParams : BnBackwardArgs, ExchangeParams<kHasExchange> {
 template <class T, bool kHasExchange, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_kernel(
     const __grid_constant__ KernelParams<BnReduceParams<Accumulation<T>, kHasExchange>> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   using A = Accumulation<T>;
   constexpr bool kResidual = kVariant == GradientVariant::residual;
   constexpr int kOperands = kResidual ? 3 : 2, U = kResidual ? kBatch / 2 : kBatch, K = kIsRows ? V : 1;

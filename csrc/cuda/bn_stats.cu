@@ -24,7 +24,7 @@ struct BnStatsParams : BnStatsArgs, ExchangeParams<kHasExchange> {
 template <class T, bool kHasExchange, bool kIsRows, int V>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_kernel(
     const __grid_constant__ KernelParams<BnStatsParams<Accumulation<T>, kHasExchange>> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   using A = Accumulation<T>;
   using ThreadMoments = ChunkedMoments<T, kIsRows, V>;
   const BlockWork work(args.plan, blockIdx.x);

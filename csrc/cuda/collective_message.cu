@@ -56,7 +56,7 @@ struct PackMessageParams : MessageArgs {
 template <class A, class M>
 __global__ void __launch_bounds__(kThreads)
     pack_message_kernel(const __grid_constant__ KernelParams<PackMessageParams> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= args.numbers_per_message()) return;
   const int64_t own_tag = args.capacity + (args.kind == kMoments ? 0 : kNumbersPerTag * args.own_rank);
@@ -130,7 +130,7 @@ struct MergeMessagesParams : MessageArgs {
 template <class A, class M>
 __global__ void __launch_bounds__(kThreads)
     merge_messages_kernel(const __grid_constant__ KernelParams<MergeMessagesParams> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   bool differs = false;
   for (int64_t rank = threadIdx.x; rank < args.ranks; rank += kThreads)
     differs |= !tags_match(args.template tag_of<M>(rank), args.own_tag());
@@ -209,7 +209,7 @@ Tensor merge_messages(Tensor messages, Tensor numbers, Tensor exchange) {
           op, "messages", "is ", toString(messages.scalar_type()), " ", PrintShape{messages}, "; ", expected,
           " numbers expected, the messages of ", descriptor.world, " ranks");
   check_device(op, "messages", messages, numbers);
-  check_storage(op, "messages", messages);
+  check_storage_size(op, "messages", messages);
   Tensor result = new_group_result(numbers);
   params.messages = messages.data_ptr();
   params.result = result.data_ptr();

@@ -28,7 +28,7 @@ struct ExchangeMergeParams {
 template <class A>
 __global__ void __launch_bounds__(kThreads)
     exchange_merge_kernel(const __grid_constant__ KernelParams<ExchangeMergeParams<A>> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   const int64_t C = args.C;
   const MessageSender<A> sender(args.group_exchange);
   for (int64_t c = threadIdx.x; c < C; c += kThreads) {

@@ -44,7 +44,7 @@ int64_t ipc_open(Tensor handle, int64_t device_index) {
   require(handle.is_cpu() && handle.is_contiguous() && handle.scalar_type() == ScalarType::Byte &&
               handle.numel() == int64_t(sizeof(ipc_handle)),
           "ipc_open", "handle", "is not ", sizeof(ipc_handle), " bytes on the CPU, from ipc_allocate");
-  check_storage("ipc_open", "handle", handle);
+  check_storage_size("ipc_open", "handle", handle);
   std::memcpy(&ipc_handle, handle.data_ptr(), sizeof(ipc_handle));
   void* data = nullptr;
   STD_CUDA_CHECK(cudaIpcOpenMemHandle(&data, ipc_handle, cudaIpcMemLazyEnablePeerAccess));

@@ -137,7 +137,7 @@ class KernelParams {
   // Then the next kernel's blocks may occupy the multiprocessors that this grid leaves, and wait there. A
   // grid that waits for other ranks does not allow that: two waiting grids would leave no room for NCCL's
   // blocks.
-  __device__ __forceinline__ const Params& wait_and_get() const {
+  __device__ __forceinline__ const Params& get_after_previous_kernel() const {
     wait_for_previous_kernel();
     if constexpr (!requires { params.group_exchange; }) let_next_kernel_begin();
     return params;

@@ -25,7 +25,7 @@ constexpr int kBackwardColumns<__half>[2] = {16, 16};
 template <class T, class Y, int V, int K>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm_backward_kernel(
     const __grid_constant__ KernelParams<LayerNormBackwardParams<Accumulation<T>>> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   using A = Accumulation<T>;
   const RowPlan& plan = args.plan;
   const TeamMember<V, K> mine(plan);
@@ -149,7 +149,7 @@ struct SumRowsParams {
 template <class A>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     sum_rows_kernel(const __grid_constant__ KernelParams<SumRowsParams<A>> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   constexpr int kWarps = kThreads / 32, kRows = kThreads / kSumColumns;
   __shared__ A merged[kWarps][kSumColumns];
   const int at = int(threadIdx.x) % kSumColumns;

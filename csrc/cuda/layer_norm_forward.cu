@@ -20,7 +20,7 @@ constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kOneMoreBlo
 template <class T, class Y, int V, int K>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
     layer_norm_forward_kernel(const __grid_constant__ KernelParams<LayerNormForwardParams> kernel_params) {
-  const auto& args = kernel_params.wait_and_get();
+  const auto& args = kernel_params.get_after_previous_kernel();
   using A = Accumulation<T>;
   const RowPlan& plan = args.plan;
   const T* const x = static_cast<const T*>(args.x);

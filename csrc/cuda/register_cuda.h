@@ -10,7 +10,7 @@ namespace fastvit {
 // Library: torch::stable's registrar of implementations for one dispatch key.
 template <class Library>
 void implement_cuda(Library& library) {
-  implement_ops(library);
+  implement_common_ops(library);
   library.impl("exchange_merge", TORCH_BOX(&cuda_exchange_merge));
   library.impl("pack_message", TORCH_BOX(&pack_message));
   library.impl("merge_messages", TORCH_BOX(&merge_messages));

@@ -298,7 +298,7 @@ Tensor merge_received(Tensor messages, Tensor numbers, Tensor exchange) {
           op, "messages", "is ", toString(messages.scalar_type()), " ", PrintShape{messages}, "; Int (",
           descriptor.world - 1, ", ", kHeaderWords + own_tag.words,
           ") or wider expected, contiguous, of an even width");
-  check_storage(op, "messages", messages);
+  check_storage_size(op, "messages", messages);
   const auto message_of = [&](int64_t peer) {
     const int64_t row = peer > descriptor.rank ? peer - 1 : peer;  // this rank has no row
     return static_cast<const int32_t*>(messages.data_ptr()) + row * messages.size(1);
@@ -334,7 +334,7 @@ void exchange_wait(Tensor result, Tensor exchange) {
   const NumberKind kind = number_kind_of(result);
   require(result.is_contiguous() && (kind == kMoments || (result.dim() == 2 && result.size(0) == 2)),
           "exchange_wait", "result", "has shape ", PrintShape{result}, "; (2C + 2,) or (2, 2C) expected");
-  check_storage("exchange_wait", "result", result);
+  check_storage_size("exchange_wait", "result", result);
   const Exchange group_exchange =
       make_exchange("exchange_wait", exchange, numbers_per_rank(result), result.scalar_type(), kind);
   dispatch_result(result, kind, [&]<class A>(A* own_numbers, A* merged, int64_t C) {

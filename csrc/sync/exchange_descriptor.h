@@ -58,7 +58,7 @@ inline void check_numbers(const char* op, const Tensor& numbers) {
               (numbers.dim() == 1 || (numbers.dim() == 2 && numbers.size(0) == 1)) && n >= 2 && n % 2 == 0,
           op, "numbers", "is ", toString(numbers.scalar_type()), " ", PrintShape{numbers},
           "; moments (2C + 2,) or sums (1, 2C) expected, contiguous, float32 or float64");
-  check_storage(op, "numbers", numbers);
+  check_storage_size(op, "numbers", numbers);
 }
 
 // A new tensor for an exchange's result: the moments of all ranks, `[2C + 2]`, or sums, `[2, 2C]`: this
@@ -73,7 +73,7 @@ inline const ExchangeDescriptor& read_descriptor(const char* op, const Tensor& e
   require(exchange.scalar_type() == ScalarType::Long && exchange.is_contiguous() && exchange.is_cpu() &&
               exchange.numel() >= kFieldsBeforeArenas,
           op, "exchange", "is not a contiguous row of at least ", kFieldsBeforeArenas, " int64 on the CPU");
-  check_storage(op, "exchange", exchange);
+  check_storage_size(op, "exchange", exchange);
   const ExchangeDescriptor& descriptor = *static_cast<const ExchangeDescriptor*>(exchange.data_ptr());
   require(descriptor.world >= 1 && descriptor.rank >= 0 && descriptor.rank < descriptor.world &&
               descriptor.capacity > 0 &&
