@@ -1,9 +1,9 @@
-// The ops of batch norm on the CPU: the O(C) part, in double. It merges the results of slices (shares of a channel's
-// values that a kernel reduces apart), updates the running statistics, exchanges numbers between ranks, and computes
-// the constants per channel that the kernels read.
+// The ops of batch norm on the CPU: the O(C) part, in double. It merges the results of slices (shares of a
+// channel's values that a kernel reduces apart), updates the running statistics, exchanges numbers between
+// ranks, and computes the constants per channel that the kernels read.
 //
-// A is the accumulation type: double for tensors of double, else float. xhat is (x - mean) * invstd, and dv the
-// gradient before the activation.
+// A is the accumulation type: double for tensors of double, else float. xhat is (x - mean) * invstd, and dv
+// the gradient before the activation.
 #include <cmath>
 #include <limits>
 

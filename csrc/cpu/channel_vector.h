@@ -1,5 +1,5 @@
-// Reads and writes a ChannelVector, a parameter or buffer with one number per channel, as double. The ops of batch
-// norm and layer norm on the CPU share these functions.
+// Reads and writes a ChannelVector, a parameter or buffer with one number per channel, as double. The ops of
+// batch norm and layer norm on the CPU share these functions.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>

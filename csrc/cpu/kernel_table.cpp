@@ -13,8 +13,8 @@
 namespace fastvit {
 namespace {
 
-// The best instruction set of this CPU. The environment variable ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the
-// choice, as in torch.
+// The best instruction set of this CPU. The environment variable ATEN_CPU_CAPABILITY=default|avx2|avx512
+// lowers the choice, as in torch.
 std::string find_best_isa() {
 #if defined(__x86_64__)
   const char* requested = std::getenv("ATEN_CPU_CAPABILITY");
@@ -54,13 +54,16 @@ KernelTable select_kernel_table() {
                            "; build it on this machine, or with FASTVIT_CPU=all");
 }
 
-// A slice has at least this many values per channel, so that its results are small beside the values.
+// A task of a reduction sums a tile (a range of channels) over a slice (a range of rows, or of segments of
+// planes). A slice has at least this many values per channel, so that its results are small beside the
+// values.
 constexpr int64_t kMinValuesPerSlice = 1 << 8;
 constexpr int64_t kMinRowsPerSlice = 1 << 7;  // fewer suffice for rows: their results stay in the cache
 constexpr int64_t kMaxTasks = 256;
-// Planes with fewer elements are summed together with others of their channel.
+// Planes with fewer elements are summed together with other planes of their channel.
 constexpr int64_t kMinLengthSummedAlone = 512;
-// Rows are divided into tiles too if their slices give fewer tasks. Parts of rows are read less fast.
+// Rows are divided into tiles only if their slices give fewer tasks than this: parts of rows are read more
+// slowly.
 constexpr int64_t kMinRowTasks = 8;
 constexpr int64_t kMinRowTileChannels = 64;
 

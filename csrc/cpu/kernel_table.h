@@ -1,11 +1,14 @@
-// The interface between the ops' O(C) parts in csrc/cpu (compiled once) and the kernels in csrc/cpu/kernels (compiled
-// once per instruction set): the division of the work, the parameters of each kernel, and the table of kernels.
+// The interface between the ops' O(C) parts in csrc/cpu (compiled once) and the kernels in csrc/cpu/kernels
+// (compiled once per instruction set): the division of the work, the kernels' parameters, and the kernel
+// table.
 //
 // Parameters are plain structs, and the caller allocates every buffer. A kernel's file must not instantiate
-// templates of a library: the linker keeps one copy of each, perhaps one with instructions that a CPU lacks.
+// templates of a library: the linker keeps one copy of an instance, perhaps one with instructions that a CPU
+// lacks.
 //
-// WalkLayout views tensors as spans, runs of elements that a kernel processes in order. With planes (NCHW) a span is
-// one channel's plane of `inner` elements; with rows (channels_last, tokens) it is a row of all channels.
+// WalkLayout views tensors as spans, runs of elements that a kernel processes in order. With planes (NCHW) a
+// span is one channel's plane of `inner` elements; with rows (channels_last, tokens) it is a row of all
+// channels.
 #pragma once
 
 #include "../activation_ops.h"
@@ -17,15 +20,15 @@ namespace fastvit {
 // The length of the longest segment, in elements. It bounds the kernels' buffers on the stack.
 constexpr int64_t kMaxSegmentLength = 2048;
 
-// The division of a call's work. It depends only on shapes, so results do not depend on the number of threads. A
-// reduction is divided into tasks: each sums one slice of one tile.
+// The division of a call's work. It depends only on shapes, so results do not depend on the number of
+// threads. A task of a reduction sums the channels of one tile over one slice.
 struct CpuPlan {
-  int64_t segments;        // parts of each span
-  int64_t segment_length;  // elements of a segment; the last one of a span may be shorter
-  int64_t planes_at_once;  // short planes of a channel that a reduction sums together; 1: planes are long
-  int64_t units;           // what slices count: rows, or a segment of the planes of all channels
-  int64_t slices;          // a slice is a range of units, and has a result of its own for each channel
-  int64_t tiles;           // a tile is a range of channels
+  int64_t segments;        // number of segments into which a span is divided
+  int64_t segment_length;  // elements of a segment; the last segment of a span may be shorter
+  int64_t planes_at_once;  // number of a channel's planes that a reduction sums together; 1: planes are long
+  int64_t units;           // number of units: a unit is a row, or a segment of the plane of every channel
+  int64_t slices;          // number of slices: a slice is a range of units, with a result per channel
+  int64_t tiles;           // number of tiles: a tile is a range of channels
 };
 
 CpuPlan plan_cpu_work(const WalkLayout& layout);
@@ -46,16 +49,16 @@ struct CpuBnForwardParams : BnForwardArgs {
   const void *mean, *scale, *beta;  // [C]; scale is gamma * invstd
 };
 
-// For bn_reduce and bn_backward. dv is the gradient before the activation. second_factor is x - mean, or the xhat
-// that is recovered from y if the input is y.
+// For bn_reduce and bn_backward. dv is the gradient before the activation. second_factor is x - mean, or the
+// xhat that is recovered from y if the input is y.
 struct CpuBnBackwardParams : BnBackwardArgs {
   CpuPlan plan = {};
   double xhat_limit = 0;                                                   // the largest possible |xhat|
   const void *scale = nullptr, *beta = nullptr, *inverse_gamma = nullptr;  // [C]; scale is gamma * invstd
   // Result of bn_reduce, [slices][2][C]: sum dv and sum dv * second_factor.
   double* slice_sums = nullptr;
-  // For bn_backward, [C]: dx = scale * (dv - mean_dv - slope * second_factor). slope is the mean of dv * xhat, times
-  // invstd if second_factor is x - mean.
+  // For bn_backward, [C]: dx = scale * (dv - mean_dv - slope * second_factor). slope is the mean of dv *
+  // xhat, times invstd if second_factor is x - mean.
   const void *mean_dv = nullptr, *slope = nullptr;
 };
 
@@ -64,12 +67,12 @@ struct CpuLayerNormForwardParams : LayerNormArgs {
 };
 
 struct CpuLayerNormBackwardParams : LayerNormArgs {
-  int64_t slices;     // ranges of rows, each with its own sums over rows
+  int64_t slices;     // number of slices: a slice is a range of rows, with sums of its own
   const void* gamma;  // [columns]
   // The sums of dy and of dy * xhat; null if they are not needed (args.sums is null).
   int64_t padded_columns;  // columns, rounded up to whole SIMD vectors
-  void* chunk_sums;        // [slices][2][padded_columns]: over the last rows of the slice, at most 128
-  double* slice_sums;      // [slices][2][columns]
+  void* chunk_sums;        // [slices][2][padded_columns]: sums over at most 128 rows
+  double* slice_sums;      // [slices][2][columns]: sums of the chunk_sums of a slice
 };
 
 struct CpuActParams : ActArgs {

@@ -1,5 +1,5 @@
-// layer_norm_forward and layer_norm_backward on the CPU: gamma and beta in the accumulation type, and the sums over
-// rows, which the kernel leaves as one result per slice (a range of rows).
+// layer_norm_forward and layer_norm_backward on the CPU: gamma and beta in the accumulation type, and the
+// sums over rows, which the kernel leaves as one result per slice (a range of rows).
 #include <algorithm>
 
 #include "channel_vector.h"

@@ -1,15 +1,15 @@
-// act_forward: y = act(x) (* gate). act_backward: dx = dy (* gate) * act'(x), and with a gate dgate = dy * act(x).
+// act_forward: y = act(x) (* gate).
+// act_backward: dx = dy (* gate) * act'(x), and with a gate dgate = dy * act(x).
 //
-// Memory:   forward reads x (and gate) once and writes y once. Backward reads x, dy (and gate) once and writes
-//           dx (and dgate) once.
-// Mapping:  span by span (a plane of a channel, or a row) in the order of memory; each thread takes a contiguous
-//           range.
+// Memory:   forward reads x (and gate) once and writes y once.
+//           Backward reads x, dy (and gate) once and writes dx (and dgate) once.
+// Mapping:  spans (planes of a channel, or rows) in the order of memory; a thread takes a contiguous range.
 // Numerics: act' is computed from x, in the accumulation type; a result is rounded once, to the storage type.
 // Source:   Hendrycks and Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
 #include "spans.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each time with another name
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
 template <class A>

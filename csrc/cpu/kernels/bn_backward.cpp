@@ -1,15 +1,14 @@
-// bn_backward: dx = scale * (dv - mean(dv) - xhat * mean(dv * xhat)) and dresidual = dv, with scale = gamma * invstd
-// and dv the gradient before the activation. The means are over all ranks.
+// bn_backward: dx = scale * (dv - mean(dv) - xhat * mean(dv * xhat)) and dresidual = dv, with
+// scale = gamma * invstd and dv the gradient before the activation. The means are over all ranks.
 //
 // Memory:   reads x (or y), dy (and the residual) once; writes dx (and dresidual) once.
-// Mapping:  span by span (a plane of a channel, or a row) in the order of memory; each thread takes a contiguous
-//           range.
+// Mapping:  spans (planes of a channel, or rows) in the order of memory; a thread takes a contiguous range.
 // Needs:    from y, gamma != 0 and an invertible activation.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "bn_gradient.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each time with another name
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
 template <class A>
@@ -17,8 +16,8 @@ struct Results {
   Simd<A> dx, dv;
 };
 
-// T: storage type. A: accumulation type. kIsRows: the channels are the fastest dimension (channels_last, tokens),
-// and a span is a row; else a span is a plane of one channel. kFromOutput: `input` is y, else x.
+// T: storage type. A: accumulation type. kIsRows: a span is a row of all channels (channels_last, tokens),
+// else a plane of one channel (NCHW). kFromOutput: `input` is y, else x.
 template <class T, class A, bool kIsRows, bool kFromOutput, Activation kActivation>
 struct BnBackwardKernel {
   using ActFunction = ActivationFunction<kActivation>;

@@ -2,8 +2,7 @@
 // scale = gamma * invstd.
 //
 // Memory:   reads x (and the residual) once; writes y once, to a new tensor or over x.
-// Mapping:  span by span (a plane of a channel, or a row) in the order of memory; each thread takes a contiguous
-//           range.
+// Mapping:  spans (planes of a channel, or rows) in the order of memory; a thread takes a contiguous range.
 // Numerics: the mean is subtracted first, so a mean far larger than the deviation costs no digits.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
 #include <type_traits>
@@ -11,11 +10,11 @@
 #include "spans.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each time with another name
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
-// T: storage type. A: accumulation type. kIsRows: the channels are the fastest dimension (channels_last, tokens),
-// and a span is a row; else a span is a plane of one channel.
+// Normalizes the spans of a group. T: storage type. A: accumulation type. kIsRows: a span is a row of all
+// channels (channels_last, tokens), else a plane of one channel (NCHW).
 template <class T, class A, bool kIsRows, Activation kActivation>
 void process_group(const CpuBnForwardParams& args, const SpanGroup<T>& group) {
   const A activation_param = A(args.activation_param);

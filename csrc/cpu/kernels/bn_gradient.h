@@ -1,17 +1,19 @@
-// What bn_reduce and bn_backward compute alike for each element: dv, the gradient before the activation, and its
-// factor in the sum of dv * second_factor.
+// What bn_reduce and bn_backward compute alike for each element: dv, the gradient before the activation, and
+// its factor in the sum of dv * second_factor.
 //
-//   from x  second_factor = x - mean, which is xhat / invstd; v = second_factor * scale + beta (+ residual), with
-//           the bits of the forward pass, so that v is on the same side of a kink of act; dv = dy * act'(v).
+//   from x  second_factor = x - mean, which is xhat / invstd; v = second_factor * scale + beta (+ residual),
+//           with the bits of the forward pass, so that v is on the same side of a kink of act; dv = dy *
+//           act'(v).
 //   from y  second_factor = xhat, recovered from y; dv = dy * act'(v), also from y.
 //
-// Rows: the channels are the fastest dimension (channels_last, tokens). Planes: all other layouts, such as NCHW.
+// Rows: the channels are the fastest dimension (channels_last, tokens). Planes: all other layouts, such as
+// NCHW.
 #pragma once
 
 #include "spans.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each time with another name
+namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
 template <class A>  // the accumulation type
 struct SimdGradient {
@@ -33,8 +35,8 @@ struct BnGradientConstants {
         xhat_limit(A(args.xhat_limit)),
         activation_param(A(args.activation_param)) {}
 
-  // position: of a vector in the spans `input` (x, or y with kFromOutput), `dy` and `residual`, which may be null.
-  // T: storage type. FASTVIT_HOST_DEVICE: always inline.
+  // position: of a vector in the spans `input` (x, or y with kFromOutput), `dy` and `residual`, which may be
+  // null. T: storage type. FASTVIT_HOST_DEVICE: always inline.
   template <bool kFromOutput, class ActFunction, class Position, class T>
   FASTVIT_HOST_DEVICE SimdGradient<A> evaluate(Position position, const T* input, const T* dy,
                                                const T* residual) const {

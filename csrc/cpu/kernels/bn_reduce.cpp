@@ -1,25 +1,27 @@
-// bn_reduce: sum dv and sum dv * second_factor per channel, with dv the gradient before the activation. The second
-// factor is x - mean, or with from_output the xhat that is recovered from y (bn_gradient.h).
+// bn_reduce: sum dv and sum dv * second_factor per channel, with dv the gradient before the activation.
+// second_factor is x - mean, or with from_output the xhat that is recovered from y (bn_gradient.h).
 //
 // Memory:   reads x (or y), dy (and the residual) once; writes two doubles per slice and channel.
-// Mapping:  a task is a slice of the planes or rows of a range of channels, read in the order of memory.
-// Numerics: at most 2048 elements of a plane, or about 128 rows, are summed in the accumulation type; these sums
-//           are added in double, in a fixed order.
+// Mapping:  a task takes a range of channels in a slice (a range of planes or rows), in the order of memory.
+// Numerics: at most 2048 elements of a plane, or about 128 rows, are summed in the accumulation type; their
+//           sums are added in double, in a fixed order.
 // Needs:    from y, gamma != 0 and an invertible activation.
 // Source:   arXiv:1712.02616, section 3.
 #include "bn_gradient.h"
 #include "sums.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each time with another name
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
-// Adds the sums of a group of planes, or with is_first sets them; see sum_planes in sums.h.
+// Adds the terms of a group of planes to sums[first_sum], sums[first_sum + 1], ..., one for each channel.
+// With is_first it sets these sums instead.
 template <class A, class T>
 using SumPlaneGroup = void (*)(const CpuBnBackwardParams& args, const SpanGroup<T>& group, int first_sum,
                                bool is_first, TermPair<A>* sums);
 
-// Calls sum_group by pointer, and so is compiled once for all activations. T: storage type. A: accumulation type.
+// T: storage type. A: accumulation type. sum_group is called by pointer, so that this function is compiled
+// once for all activations.
 template <class A, class T>
 void reduce_planes(const CpuBnBackwardParams& args, const Task& task, double* sum_dv, double* sum_dv_second,
                    SumPlaneGroup<A, T> sum_group) {
@@ -33,8 +35,8 @@ void reduce_planes(const CpuBnBackwardParams& args, const Task& task, double* su
                 });
 }
 
-// kIsRows: the channels are the fastest dimension (channels_last, tokens), else planes (NCHW). kFromOutput: `input`
-// is y, else x.
+// kIsRows: a span is a row of all channels (channels_last, tokens), else a plane of one channel (NCHW).
+// kFromOutput: `input` is y, else x.
 template <class T, class A, bool kIsRows, bool kFromOutput, Activation kActivation>
 struct BnReduceKernel {
   using ActFunction = ActivationFunction<kActivation>;

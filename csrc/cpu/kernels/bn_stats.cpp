@@ -1,19 +1,20 @@
 // bn_stats: mean and M2 (the sum of squared deviations from the mean) of each channel.
 //
 // Memory:   reads x once; writes two doubles per slice and channel.
-// Mapping:  a task is a slice of the planes or rows of a range of channels, read in the order of memory.
-// Numerics: deviations of a run of planes, or of a chunk of rows, from the mean of its first values are summed and
-//           squared (pivoted_moments.h). The moments of the runs are merged in double, in order (moments.h).
+// Mapping:  a task takes a range of channels in a slice (a range of planes or rows), in the order of memory.
+// Numerics: the values of a few planes, or of about 128 rows, are taken relative to the mean of the first of
+//           them, summed and squared (pivoted_moments.h). Their moments are merged in double, in order
+//           (moments.h).
 // Source:   Chan, Golub and LeVeque (1979).
 #include "../../moments.h"
 #include "pivoted_moments.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each time with another name
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
-// T: storage type. A: accumulation type. Rows: the channels are the fastest dimension (channels_last, tokens).
-// Planes: all other layouts, such as NCHW.
+// T: storage type. A: accumulation type. Planes: a span is a plane of one channel (NCHW). Rows: a span is a
+// row of all channels (channels_last, tokens).
 template <class T, class A>
 struct BnStatsKernel {
   static constexpr int kRowsAtOnce = 4;
@@ -56,7 +57,8 @@ struct BnStatsKernel {
 
   // mean, m2: of the task's channels.
   static void compute_row_moments(const StridedOperand<T>& x, const Task& task, double* mean, double* m2) {
-    const int64_t first_channel = task.first_channel, length = task.end_channel - first_channel;
+    const int64_t first_unit = task.first_unit, end_unit = task.end_unit, first_channel = task.first_channel,
+                  length = task.end_channel - first_channel;
     constexpr int64_t kMaxPivotRows = 8;  // the pivot of a chunk is the mean of its first rows
     T buffer[kMaxSegmentLength];
     const T* rows[kRowsAtOnce];
@@ -67,8 +69,8 @@ struct BnStatsKernel {
       rows[k] = x.gather(x.address(row, first_channel, 0), length, buffer);
       if (k == 0) prefetcher.set_row(rows[0]);
     };
-    for (int64_t begin = task.first_unit, end; begin < task.end_unit; begin = end) {
-      end = find_chunk_end(begin, task.end_unit);
+    for (int64_t begin = first_unit, end; begin < end_unit; begin = end) {
+      end = find_chunk_end(begin, end_unit);
       const int64_t pivot_end = minimum(begin + kMaxPivotRows, end);
       sums.sum(length, begin, pivot_end, x.has_unit_stride(length), load_row,
                [&](auto position, int k) { return TermPair<A>{position.load(rows[k]), Simd<A>{}}; });
@@ -78,7 +80,7 @@ struct BnStatsKernel {
         return compute_deviation_terms<A>(position.load(rows[k]), position.load(pivots));
       });
       const double count = double(end - begin), inverse_count = 1 / count;
-      const MergeWeights weights = MergeWeights::of_counts(double(begin - task.first_unit), count);
+      const MergeWeights weights = MergeWeights::of_counts(double(begin - first_unit), count);
       sums.for_each_channel(length, [&](int64_t c, A deviations, A squares) {
         const MeanM2 moments = moments_from_pivot_sums(pivots[c], inverse_count, deviations, squares);
         weights.merge(mean[c], m2[c], moments.mean, moments.m2);

@@ -1,11 +1,13 @@
-// layer_norm_forward: y = (x - mean) * invstd * gamma + beta for each row, in the dtype of y. layer_norm_backward:
-// dx = invstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gamma; per column, sum dy and sum dy * xhat.
+// layer_norm_forward: y = (x - mean) * invstd * gamma + beta, with the mean and invstd of each row.
+// layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma, with the means of
+// each row; and for each column sum dy and sum dy * xhat.
 //
-// Memory:   forward reads x once and writes y once; backward reads x and dy once and writes dx once. A row stays
-//           in the L1 cache between the passes over it.
+// Memory:   forward reads x, writes y; backward reads x and dy, writes dx. The second pass over a row is from
+//           L1.
 // Mapping:  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
-// Numerics: moments as in bn_stats; segments of a row are merged in double. A column's sums over 128 rows are in
-//           the accumulation type; these sums are added in double, in a fixed order.
+// Numerics: a row's deviations from the mean of its first values are summed and squared, segments merge in
+//           double. A column's sums over 128 rows are in the accumulation type, and are added in double, in
+//           fixed order.
 // Source:   Ba, Kiros and Hinton, arXiv:1607.06450; moments: Chan, Golub and LeVeque (1979).
 #include <cmath>
 
@@ -14,7 +16,7 @@
 #include "spans.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each time with another name
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
 // T: storage type of x and dx. Y: storage type of y and dy. A: accumulation type.
@@ -69,8 +71,8 @@ template <class T, class Y, class A>
 struct LayerNormBackward {
   static constexpr int L = kLanes<A>;
 
-  // The index at which a vector of a row is added to the columns' sums. The last vector of a row may overlap the
-  // one before, and has L sums of its own.
+  // The index at which a vector of a row is added to the columns' sums. The last vector of a row may overlap
+  // the one before, and has L sums of its own.
   static int64_t sum_index(FullVector<A> position) { return position.i; }
   static int64_t sum_index(LastVector<A> position) { return position.length / L * L; }
   static FASTVIT_HOST_DEVICE void add(A* sums, Simd<A> terms) {  // always inline
@@ -83,8 +85,8 @@ struct LayerNormBackward {
     T* dx;
     A mean, invstd;
   };
-  // Writes a row of dx, and with kHasSums adds to the columns' sums of dy and of dy * xhat. non_temporal: the part
-  // of dx that is stored past the caches.
+  // Writes a row of dx, and with kHasSums adds to the columns' sums of dy and of dy * xhat. non_temporal: the
+  // part of dx that is stored past the caches.
   template <bool kHasSums>
   static void process_row(const Row& row, int64_t columns, NonTemporalRange non_temporal, const A* gamma,
                           A* sum_dy, A* sum_dy_xhat) {

@@ -9,13 +9,14 @@
 #include "sums.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each time with another name
+namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
 struct MeanM2 {
   double mean, m2;
 };
 
-// The moments of `1 / inverse_count` values, from the sums of their deviations from the pivot and of the squares.
+// Computes the moments of `count` values from the sums of their deviations from the pivot and of the squares.
+// inverse_count: 1 / count.
 template <class A>
 FASTVIT_HOST_DEVICE MeanM2 moments_from_pivot_sums(A pivot, double inverse_count, double deviations,
                                                    double squares) {

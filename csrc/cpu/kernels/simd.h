@@ -1,11 +1,11 @@
-// SIMD registers (here: vectors) of the accumulation type, loads and stores that convert between a storage type
-// and the accumulation type, and the positions at which a vector lies in a span.
+// SIMD registers (here: vectors) of the accumulation type, loads and stores that convert between a storage
+// type and the accumulation type, and the positions at which a vector lies in a span.
 //
-// A vector is a GCC/Clang vector extension as wide as the registers of the instruction set. setup.py compiles the
-// kernels once per instruction set, each time with another FASTVIT_ISA; this namespace keeps the linker from
-// mixing the copies. A is the accumulation type (float or double), T the storage type (A, Half or BFloat16).
-// FASTVIT_HOST_DEVICE means "always inline" on a CPU. A span is a run of elements that a kernel processes in
-// order, such as one channel of an NCHW image.
+// A vector is a GCC/Clang vector extension as wide as the registers of the instruction set. setup.py compiles
+// the kernels once per instruction set, each time with another FASTVIT_ISA; this namespace keeps the linker
+// from mixing the copies. A is the accumulation type (float or double), T the storage type (A, Half or
+// BFloat16). FASTVIT_HOST_DEVICE means "always inline" on a CPU. A span is a run of elements that a kernel
+// processes in order, such as one channel of an NCHW image.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -98,8 +98,8 @@ FASTVIT_HOST_DEVICE FloatVector load(const Half* source) {
 #endif
 }
 
-// RoundToStorage<T, A>::round(values) rounds to the nearest values of T, ties to even, and returns a vector with
-// the bits of T. A quiet NaN stays NaN.
+// RoundToStorage<T, A>::round(values) rounds to the nearest values of T, ties to even, and returns a vector
+// with the bits of T. A quiet NaN stays NaN.
 template <class T, class A>
 struct RoundToStorage {  // T is A
   static FASTVIT_HOST_DEVICE Simd<A> round(Simd<A> values) { return values; }
@@ -107,20 +107,20 @@ struct RoundToStorage {  // T is A
 template <>
 struct RoundToStorage<BFloat16, float> {
   static FASTVIT_HOST_DEVICE Uint16Vector round(FloatVector values) {
-    // Adding half a unit of the upper 16 bits, or one less if they are even, makes their truncation round. The
-    // bits of a NaN are only truncated, as the sum could be an infinity.
+    // Adding 0x7fff, or 0x8000 if the upper 16 bits are odd, makes a truncation to them round to nearest
+    // even. A NaN is only truncated, as the sum could be an infinity.
     const Uint32Vector bits = reinterpret_cast<Uint32Vector>(values),
-                       half_unit = 0x7fffu + ((bits >> 16) & 1u);
+                       increment = 0x7fffu + ((bits >> 16) & 1u);
 #if defined(__AVX512F__)
     const __mmask16 is_number = _mm512_cmp_ps_mask(__m512(values), __m512(values), _CMP_ORD_Q);
     const __m512i rounded =
-        _mm512_mask_add_epi32(__m512i(bits), is_number, __m512i(bits), __m512i(half_unit));
+        _mm512_mask_add_epi32(__m512i(bits), is_number, __m512i(bits), __m512i(increment));
     // The numbers 1, 3, 5, ... of the upper words, two in each lane.
     const Uint32Vector upper_words = {0x30001,  0x70005,  0xb0009,  0xf000d,
                                       0x130011, 0x170015, 0x1b0019, 0x1f001d};
     return Uint16Vector(_mm512_castsi512_si256(_mm512_permutexvar_epi16(__m512i(upper_words), rounded)));
 #else
-    const Uint32Vector rounded = bits + (half_unit & Uint32Vector(values == values));
+    const Uint32Vector rounded = bits + (increment & Uint32Vector(values == values));
 #if defined(__AVX2__)
     const __m256i words = _mm256_srai_epi32(__m256i(rounded), 16);  // signed, so that packing saturates none
     return Uint16Vector(_mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
@@ -151,8 +151,8 @@ FASTVIT_HOST_DEVICE void store(T* target, Simd<A> values) {
   __builtin_memcpy(target, &bits, sizeof(bits));
 }
 
-// Stores a vector past the caches, so that the cache line is not read first. `target` is aligned to the vector's
-// bytes in memory. fence_non_temporal makes all such stores of a thread visible to other threads.
+// Stores a vector past the caches, so that the cache line is not read first. `target` is aligned to the
+// vector's bytes in memory. fence_non_temporal makes all such stores of a thread visible to other threads.
 template <class A, class T>
 FASTVIT_HOST_DEVICE void store_non_temporal(T* target, Simd<A> values) {
   const auto bits = RoundToStorage<T, A>::round(values);
@@ -176,8 +176,8 @@ inline void fence_non_temporal() {
 #endif
 }
 
-// load_partial loads `count` < kLanes<A> elements at `source` into the last lanes, and 0 into the other lanes.
-// store_partial stores the last `count` lanes. Neither accesses memory beside those elements.
+// load_partial loads `count` < kLanes<A> elements at `source` into the last lanes, and 0 into the other
+// lanes. store_partial stores the last `count` lanes. Neither accesses memory beside those elements.
 template <class A, class T>
 FASTVIT_HOST_DEVICE Simd<A> load_partial(const T* source, int count) {
   T padded[kLanes<A>] = {};
@@ -218,7 +218,7 @@ FASTVIT_HOST_DEVICE void store_partial<float>(float* target, FloatVector values,
 }
 #endif
 
-// The integers that are as wide as A; the compiler's shuffles and comparisons need them.
+// A vector of integers as wide as A, as the compiler's shuffles and comparisons need it.
 template <class A>
 struct LaneIndices;
 template <>
@@ -282,8 +282,8 @@ struct NonTemporalVector : FullVector<A> {
     FASTVIT_ISA::store_non_temporal<A>(span + this->i, values);
   }
 };
-// LastVector: the last kLanes<A> elements of a span of `length` elements, which may overlap the vector before. A
-// span shorter than a vector is in the last lanes, after zeros.
+// LastVector: the last kLanes<A> elements of a span of `length` elements, which may overlap the vector
+// before. A span shorter than a vector is in the last lanes, after zeros.
 template <class A>
 struct LastVector {
   int64_t length;
@@ -299,9 +299,9 @@ struct LastVector {
   }
 };
 
-// The vectors of a result's span that are stored past the caches: the FullVectors from element `first` on, which
-// is the first vector-aligned one. A span below 1 KiB is stored so only if it consists of aligned vectors:
-// stores of parts of a cache line past the caches are slow.
+// The vectors of a result's span that are stored past the caches: the FullVectors from element `first` on,
+// which is the first vector-aligned one. A span below 1 KiB is stored so only if it consists of aligned
+// vectors: stores of parts of a cache line past the caches are slow.
 struct NonTemporalRange {
   bool is_used = false;
   int64_t first = 0;
@@ -315,8 +315,8 @@ struct NonTemporalRange {
   }
 };
 
-// Calls write(position, compute(position)) for the vectors of a span of `length` elements. The written span may
-// be one that compute reads, unless non_temporal is used.
+// Calls write(position, compute(position)) for the vectors of a span of `length` elements. The written span
+// may be one that compute reads, unless non_temporal is used.
 template <class A, class Compute, class Write>
 FASTVIT_HOST_DEVICE void for_each_vector(int64_t length, NonTemporalRange non_temporal,
                                          const Compute& compute, const Write& write) {

@@ -1,11 +1,12 @@
 // Walks the tensors of an op span by span, whatever their strides, and selects a kernel by dtype.
 //
 // A span is a run of elements that a kernel processes in order. WalkLayout has two kinds of walk:
-//   planes  NCHW, and all layouts whose fastest dimension is not the channel: a span is one channel's plane, its
-//           `inner` elements. There are outer * channels spans.
-//   rows    channels_last, tokens, (N, C): a span is a row, one element of each channel. There are `outer` spans.
-// A long span is processed in segments of at most kMaxSegmentLength elements.
-// T: storage type of the tensors. A: accumulation type. FASTVIT_HOST_DEVICE: always inline.
+//   planes  NCHW, and all layouts whose fastest dimension is not the channel: a span is one channel's plane,
+//           its `inner` elements. There are outer * channels spans.
+//   rows    channels_last, tokens, (N, C): a span is a row, one element of each channel. There are `outer`
+//           spans.
+// A long span is processed in segments of at most kMaxSegmentLength elements. T: storage type of the tensors.
+// A: accumulation type. FASTVIT_HOST_DEVICE: always inline.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -15,15 +16,16 @@
 #include "simd.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each time with another name
+namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
-// std::min would be instantiated outside this namespace, where the linker mixes instruction sets.
+// Not std::min: the linker keeps one instance of it, perhaps one that was compiled for another instruction
+// set.
 FASTVIT_HOST_DEVICE int64_t minimum(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
-// A tensor as the walk sees it. A span whose elements lie side by side is used where it lies; any other span is
-// gathered into a buffer on the stack, and scattered from one.
+// A tensor as the walk sees it. A span whose elements lie side by side is used where it lies; any other span
+// is gathered into a buffer on the stack, and scattered from one.
 template <class T>
 struct StridedOperand {
   T* data;
@@ -49,7 +51,8 @@ struct StridedOperand {
     return offset;
   }
   T* address(int64_t n, int64_t channel, int64_t inner) const {
-    return data + (outer_offset(n) + channel * strides.channel + inner * strides.inner);
+    const int64_t outer = outer_offset(n);
+    return data + (outer + channel * strides.channel + inner * strides.inner);
   }
   bool has_unit_stride(int64_t length) const { return span_stride == 1 || length == 1; }
   // Returns the span itself if its elements lie side by side, else a copy of them in `buffer`.
@@ -64,14 +67,14 @@ struct StridedOperand {
 };
 
 template <class T>
-bool have_unit_strides(const StridedOperand<T>* operands, int operand_count) {
+bool all_have_unit_stride(const StridedOperand<T>* operands, int operand_count) {
   for (int i = 0; i < operand_count; ++i)
     if (operands[i].span_stride != 1) return false;
   return true;
 }
 
-// A constant per channel, such as the mean, as the elements of a span need it: the same number for all elements
-// of a plane, and the next numbers of the table for the elements of a row.
+// A constant per channel, such as the mean, as the elements of a span need it: the same number for all
+// elements of a plane, and the next numbers of the table for the elements of a row.
 template <class A, bool kIsRows>
 struct ChannelConstant {
   const A* table;
@@ -112,9 +115,9 @@ inline int64_t parallel_grain(int64_t length) {
   return length > 0 && kMinElementsPerThread > length ? kMinElementsPerThread / length : 1;
 }
 
-// Whether a result of that many elements is stored past the caches. 32 MiB or more are no longer in the caches
-// when the next op reads them. Stores past the caches do not read the cache line first: in float32 with long
-// spans an op takes 0.73 to 0.84 of the time.
+// Whether a result of that many elements is stored past the caches, by non-temporal stores. A result of 32
+// MiB or more has left the caches when the next op reads it. Non-temporal stores do not read the cache line
+// first: in float32 with long spans an op takes 0.73 to 0.84 of the time.
 template <class T>
 bool bypasses_cache(int64_t elements) {
   constexpr int64_t kMinBytes = 32 << 20;
@@ -125,9 +128,9 @@ bool bypasses_cache(int64_t elements) {
 // planes of consecutive channels, or consecutive rows, or one span, or one segment of a span.
 template <class T>
 struct SpanGroup {
-  const T* in_data[3];                  // the first span of each tensor that is read
-  T* out_data[2];                       // and of each tensor that is written
-  int64_t in_stride[3], out_stride[2];  // from span to span
+  const T* in_data[3];                  // the first span in each tensor that is read
+  T* out_data[2];                       // the first span in each tensor that is written
+  int64_t in_stride[3], out_stride[2];  // from a span to the next one
   int64_t spans, length, first_channel;
   bool bypasses_cache;  // results are stored past the caches
 
@@ -136,7 +139,7 @@ struct SpanGroup {
 };
 
 // The stride from a span to the next one of a group.
-inline int64_t group_stride(const WalkLayout& layout, const Strides& strides) {
+inline int64_t get_group_stride(const WalkLayout& layout, const Strides& strides) {
   return layout.is_rows ? strides.outer[0] : strides.channel;
 }
 
@@ -169,11 +172,11 @@ class SpanWalk {
         in_count(in_count),
         out_count(out_count),
         body(body),
-        is_in_place(have_unit_strides(in, in_count) && have_unit_strides(out, out_count)),
+        is_in_place(all_have_unit_stride(in, in_count) && all_have_unit_stride(out, out_count)),
         span_length(args.layout.is_rows ? args.layout.channels : args.layout.inner),
         channels(args.layout.is_rows ? 1 : args.layout.channels) {
     const WalkLayout& layout = args.layout;
-    // A result over an operand is in the cache, where the operand was read.
+    // A result in place is not stored past the caches: the operand's cache lines were read already.
     stores_past_cache = is_in_place && out_count == 1 && bypasses_cache<T>(layout.numel());
     for (int i = 0; i < in_count; ++i) stores_past_cache = stores_past_cache && in[i].data != out[0].data;
     may_group = is_in_place && args.plan.segments == 1 && (!layout.is_rows || layout.outer_dims == 1);
@@ -189,14 +192,14 @@ class SpanWalk {
  private:
   SpanGroup<T> make_group() const {
     SpanGroup<T> group;
-    for (int i = 0; i < in_count; ++i) group.in_stride[i] = group_stride(args.layout, in[i].strides);
-    for (int i = 0; i < out_count; ++i) group.out_stride[i] = group_stride(args.layout, out[i].strides);
+    for (int i = 0; i < in_count; ++i) group.in_stride[i] = get_group_stride(args.layout, in[i].strides);
+    for (int i = 0; i < out_count; ++i) group.out_stride[i] = get_group_stride(args.layout, out[i].strides);
     group.bypasses_cache = stores_past_cache;
     return group;
   }
 
-  // Finds the place of segment `index` of all segments, and sets the size of the group that begins there and does
-  // not reach segment `end`.
+  // Finds where the segment with that index begins, and sets the group to the spans from there on that end
+  // before segment `end`.
   FASTVIT_HOST_DEVICE Place locate(int64_t index, int64_t end, SpanGroup<T>& group) const {
     const CpuPlan& plan = args.plan;
     const bool is_rows = args.layout.is_rows;
@@ -238,15 +241,15 @@ class SpanWalk {
   }
 };
 
-// Calls body(args, group) for all spans of the tensors `in`, which are read, and `out`, which are written, in the
-// order of memory. Each thread takes a contiguous range.
+// Calls body(args, group) for all spans of the tensors `in`, which are read, and `out`, which are written, in
+// the order of memory. Each thread takes a contiguous range.
 template <class T, class Args>
 void for_each_span(const Args& args, const StridedOperand<T>* in, int in_count, const StridedOperand<T>* out,
                    int out_count, SpanBody<T, Args> body) {
   SpanWalk<T, Args>(args, in, in_count, out, out_count, body).run();
 }
 
-// Calls f.template operator()<T>() for the storage type of a dtype, with this namespace's 16-bit types.
+// Calls function.template operator()<T>() for the storage type T of a dtype.
 template <class Function>
 void dispatch_storage_type(ScalarType dtype, const Function& function) {
   fastvit::dispatch_storage_type<Half, BFloat16>(dtype, function);

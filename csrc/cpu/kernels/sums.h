@@ -1,19 +1,18 @@
 // Two sums per channel over terms of the elements: the common part of bn_stats and bn_reduce.
 //
-// At most kMaxSegmentLength elements of a plane, or about kChunkRows rows, are summed in the accumulation type A,
-// lane by lane of a SIMD register. The caller adds these results in double.
-// planes: layouts such as NCHW, in which a channel's elements lie side by side. rows: layouts such as
-// channels_last and tokens, in which the channels of a position do. T: storage type of the tensors.
-// FASTVIT_HOST_DEVICE: always inline.
+// At most kMaxSegmentLength elements of a plane, or about kChunkRows rows, are summed in the accumulation
+// type A, lane by lane of a SIMD register. The caller adds these results in double. planes: layouts such as
+// NCHW, in which a channel's elements lie side by side. rows: layouts such as channels_last and tokens, in
+// which the channels of a position do. T: storage type of the tensors. FASTVIT_HOST_DEVICE: always inline.
 #pragma once
 
 #include "spans.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each time with another name
+namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
-// What the elements of a vector add to the two sums of their channels, or the two sums themselves. bn_stats sums
-// (d, d * d) with d = x - pivot; bn_reduce sums (dv, dv * second_factor) of the gradients dv.
+// What the elements of a vector add to the two sums of their channels, or the two sums themselves. bn_stats
+// sums (d, d * d) with d = x - pivot; bn_reduce sums (dv, dv * second_factor) of the gradients dv.
 template <class A>
 struct TermPair {
   Simd<A> first, second;
@@ -25,8 +24,8 @@ struct TermPair {
   }
 };
 
-// Sums compute_terms(position) over the vectors of a span. kAccumulators independent sums hide the latency of an
-// addition.
+// Sums compute_terms(position) over the vectors of a span. kAccumulators independent sums hide the latency of
+// an addition.
 template <class A, int kAccumulators, class ComputeTerms>
 FASTVIT_HOST_DEVICE TermPair<A> sum_span(int64_t length, const ComputeTerms& compute_terms) {
   constexpr int L = kLanes<A>;
@@ -55,26 +54,36 @@ FASTVIT_HOST_DEVICE TermPair<A> sum_span(int64_t length, const ComputeTerms& com
   return sums[0];
 }
 
-// Gives a reduction of planes the spans that it reads.
-template <class T>
-class SpanReader {
-  const StridedOperand<T>* const operands;
-  const int operand_count;
+// Sums the planes of a task, in the order of memory. Long planes are summed segment by segment. Of short
+// planes, plan.planes_at_once of a channel are summed together, for up to kMaxChannelsAtOnce channels side by
+// side. - sum(args, group, k, is_first, sums) adds the terms of a group's spans to sums[k], sums[k + 1], ...,
+// or sets these
+//   sums if is_first.
+// - finish(k, channel, sums, unit, count) takes the sums of a channel, which were sums[k], over `count`
+// elements from
+//   `unit` on.
+// A segment is a part of a plane, or the whole plane; a unit is a segment of every channel's plane.
+//
+// Kept in one function: with the two loops in functions of their own, bn_stats of small planes takes up to a
+// seventh longer in float32.
+constexpr int kMaxChannelsAtOnce = 64;
+template <class A, class T, class Args, class Sum, class Finish>
+void sum_planes(const Args& args, const StridedOperand<T>* operands, int operand_count, const Task& task,
+                const Sum& sum, const Finish& finish) {
+  const auto [slice, first_unit, end_unit, first_channel, end_channel] = task;
+  const WalkLayout& layout = args.layout;
+  const CpuPlan& plan = args.plan;
   T buffers[3][kMaxSegmentLength];
-
- public:
-  const bool has_unit_strides;  // no span is copied, so planes of several channels can be read as one group
+  TermPair<A> sums[kMaxChannelsAtOnce];
   SpanGroup<T> group;
-
-  SpanReader(const StridedOperand<T>* operands, int operand_count)
-      : operands(operands),
-        operand_count(operand_count),
-        has_unit_strides(have_unit_strides(operands, operand_count)) {
-    for (int i = 0; i < operand_count; ++i) group.in_stride[i] = operands[i].strides.channel;
+  bool has_unit_strides = true;
+  for (int i = 0; i < operand_count; ++i) {
+    has_unit_strides = has_unit_strides && operands[i].span_stride == 1;
+    group.in_stride[i] = operands[i].strides.channel;
   }
-
-  // Sets the group to the planes of `spans` channels, of which it takes `length` elements from element `inner` on.
-  FASTVIT_HOST_DEVICE void read(int64_t n, int64_t channel, int64_t inner, int64_t length, int64_t spans) {
+  // Sets the group to the planes of `spans` channels, and in them to `length` elements from element `inner`
+  // on.
+  const auto read = [&](int64_t n, int64_t channel, int64_t inner, int64_t length, int64_t spans) {
     group.length = length;
     group.first_channel = channel;
     group.spans = spans;
@@ -82,66 +91,32 @@ class SpanReader {
       T* const span = operands[i].address(n, channel, inner);
       group.in_data[i] = has_unit_strides ? span : operands[i].gather(span, length, buffers[i]);
     }
-  }
-};
-
-// sum_long_planes and sum_short_planes sum a task's planes, in the order of memory, by two callbacks:
-//   sum(args, group, k, is_first, sums)  sums each span of a group into sums[k], sums[k + 1], ...; with is_first
-//                                        it sets these sums, else it adds to them.
-//   finish(k, channel, sums, unit, count)  takes the sums of a channel over `count` elements from `unit` on. Its
-//                                          sums were sums[k], with k < kMaxChannelsAtOnce.
-// A unit is a segment of every channel's plane; a segment is a part of a plane, or the whole plane.
-constexpr int kMaxChannelsAtOnce = 64;
-
-// Sums every segment by itself.
-template <class A, class T, class Args, class Sum, class Finish>
-FASTVIT_HOST_DEVICE void sum_long_planes(const Args& args, SpanReader<T>& reader, const Task& task,
-                                         const Sum& sum, const Finish& finish) {
-  const CpuPlan& plan = args.plan;
-  TermPair<A> sums;
-  for (int64_t begin = task.first_unit, end; begin < task.end_unit; begin = end) {
-    const int64_t n = begin / plan.segments;
-    end = minimum((n + 1) * plan.segments, task.end_unit);
-    for (int64_t channel = task.first_channel; channel < task.end_channel; ++channel)
-      for (int64_t unit = begin; unit < end; ++unit) {
-        const int64_t inner = (unit - n * plan.segments) * plan.segment_length;
-        const int64_t length = minimum(args.layout.inner - inner, plan.segment_length);
-        reader.read(n, channel, inner, length, /*spans=*/1);
-        sum(args, reader.group, /*k=*/0, /*is_first=*/true, &sums);
-        finish(/*k=*/0, channel, sums, unit, length);
-      }
-  }
-}
-
-// Sums plan.planes_at_once planes of a channel, for up to kMaxChannelsAtOnce channels side by side.
-template <class A, class T, class Args, class Sum, class Finish>
-FASTVIT_HOST_DEVICE void sum_short_planes(const Args& args, SpanReader<T>& reader, const Task& task,
-                                          const Sum& sum, const Finish& finish) {
-  TermPair<A> sums[kMaxChannelsAtOnce];
-  const int64_t inner = args.layout.inner;
-  for (int64_t begin = task.first_unit, end; begin < task.end_unit; begin = end) {
-    end = minimum(begin + args.plan.planes_at_once, task.end_unit);
-    for (int64_t c = task.first_channel; c < task.end_channel; c += kMaxChannelsAtOnce) {
-      const int channels = int(minimum(kMaxChannelsAtOnce, task.end_channel - c)),
-                spans = reader.has_unit_strides ? channels : 1;
+  };
+  for (int64_t begin = first_unit, end; begin < end_unit; begin = end) {
+    if (plan.planes_at_once == 1) {  // long planes
+      const int64_t n = begin / plan.segments;
+      end = minimum((n + 1) * plan.segments, end_unit);
+      for (int64_t c = first_channel; c < end_channel; ++c)
+        for (int64_t unit = begin; unit < end; ++unit) {
+          const int64_t inner = (unit - n * plan.segments) * plan.segment_length;
+          read(n, c, inner, minimum(layout.inner - inner, plan.segment_length), /*spans=*/1);
+          sum(args, group, /*k=*/0, /*is_first=*/true, sums);
+          finish(/*k=*/0, c, sums[0], unit, group.length);
+        }
+      continue;
+    }
+    end = minimum(begin + plan.planes_at_once, end_unit);
+    for (int64_t c = first_channel; c < end_channel; c += kMaxChannelsAtOnce) {
+      const int channels = int(c + kMaxChannelsAtOnce < end_channel ? kMaxChannelsAtOnce : end_channel - c),
+                spans = has_unit_strides ? channels : 1;
       for (int64_t n = begin; n < end; ++n)
         for (int k = 0; k < channels; k += spans) {
-          reader.read(n, c + k, /*inner=*/0, inner, spans);
-          sum(args, reader.group, k, /*is_first=*/n == begin, sums);
+          read(n, c + k, /*inner=*/0, layout.inner, spans);
+          sum(args, group, k, /*is_first=*/n == begin, sums);
         }
-      for (int k = 0; k < channels; ++k) finish(k, c + k, sums[k], begin, (end - begin) * inner);
+      for (int k = 0; k < channels; ++k) finish(k, c + k, sums[k], begin, (end - begin) * layout.inner);
     }
   }
-}
-
-template <class A, class T, class Args, class Sum, class Finish>
-void sum_planes(const Args& args, const StridedOperand<T>* operands, int operand_count, const Task& task,
-                const Sum& sum, const Finish& finish) {
-  SpanReader<T> reader(operands, operand_count);
-  if (args.plan.planes_at_once == 1)
-    sum_long_planes<A>(args, reader, task, sum, finish);
-  else
-    sum_short_planes<A>(args, reader, task, sum, finish);
 }
 
 // Rows that are summed in the accumulation type. A chunk of rows has up to 3/2 as many.
@@ -153,16 +128,16 @@ inline int64_t find_chunk_end(int64_t begin, int64_t end) {
   return chunks > 1 ? begin + rows / chunks : end;
 }
 
-// Prefetches rows. kRowsAtOnce rows are read side by side, but the processor's prefetcher follows only one stream
-// of addresses.
+// Prefetches rows: kRowsAtOnce rows are read at the same time, but the processor's prefetcher follows only
+// one stream of addresses.
 template <class T, int kRowsAtOnce>
 struct RowPrefetcher {
   const StridedOperand<T>& operand;
   int64_t length;           // of a row
   const T* next = nullptr;  // what is prefetched while the first vector is summed
 
-  // row: the first of the rows that are read now. Rows that do not lie side by side prefetch themselves, which
-  // does nothing.
+  // row: the first of the rows that are summed now. If rows do not lie side by side, prefetch(position)
+  // repeats what is read anyway.
   void set_row(const T* row) {
     constexpr int64_t kElementsAhead = 4096 / int64_t(sizeof(T));
     const bool side_by_side = operand.layout->outer_dims == 1 && operand.strides.outer[0] == length;
@@ -178,9 +153,10 @@ struct RowPrefetcher {
   FASTVIT_HOST_DEVICE void prefetch(LastVector<A>) const {}
 };
 
-// The two sums of up to kMaxSegmentLength channels over a chunk of rows. kRowsAtOnce rows are added to the table
-// of sums at once, so that the table is loaded and stored once for all of them. Sums of a few channels over all
-// rows would fit into registers and need no table, but would read memory out of order, which is slower.
+// The two sums of up to kMaxSegmentLength channels over a chunk of rows. kRowsAtOnce rows are added to the
+// table of sums at once, so that the table is loaded and stored once for all of them. Sums of a few channels
+// over all rows would fit into registers and need no table, but would read memory out of order, which is
+// slower.
 template <class A, int kRowsAtOnce>
 struct RowSums {
   static constexpr int L = kLanes<A>;
@@ -188,8 +164,9 @@ struct RowSums {
   alignas(64) A first_sums[kMaxSegmentLength + L];
   alignas(64) A second_sums[kMaxSegmentLength + L];
 
-  // Sums rows [begin, end) of `length` channels. load_row(k, row) is called for kRowsAtOnce rows (for one, if the
-  // rows share a buffer because their elements do not lie side by side), then compute_terms(position, k).
+  // Sums rows [begin, end) of `length` channels: calls load_row(k, row) for kRowsAtOnce rows, then
+  // compute_terms(position, k) for the vectors of each. Without a unit stride it takes rows one by one, as
+  // load_row copies each to the same buffer.
   template <class LoadRow, class ComputeTerms>
   FASTVIT_HOST_DEVICE void sum(int64_t length, int64_t begin, int64_t end, bool has_unit_stride,
                                const LoadRow& load_row, const ComputeTerms& compute_terms) {
