@@ -1,14 +1,12 @@
 // The interface between the ops' O(C) parts in csrc/cpu (compiled once) and the kernels in csrc/cpu/kernels
-// (compiled once per instruction set): the division of the work, the kernels' parameters, and the kernel
-// table.
+// (compiled once per instruction set): the division of the work, the kernels' parameters, the kernel table.
 //
 // Parameters are plain structs, and the caller allocates every buffer. A kernel's file must not instantiate
-// templates of a library: the linker keeps one copy of an instance, perhaps one with instructions that a CPU
+// templates of a library: the linker keeps one copy of an instance, perhaps with instructions that a CPU
 // lacks.
 //
-// WalkLayout views tensors as spans, runs of elements that a kernel processes in order. With planes (NCHW) a
-// span is one channel's plane of `inner` elements; with rows (channels_last, tokens) it is a row of all
-// channels.
+// WalkLayout views tensors as spans, runs of elements that a kernel processes in order. A span is the plane
+// of one channel, `inner` elements (NCHW), or a row of all channels (channels_last, tokens: is_rows).
 #pragma once
 
 #include "../activation_ops.h"

@@ -1,13 +1,12 @@
 // What bn_reduce and bn_backward compute alike for each element: dv, the gradient before the activation, and
 // its factor in the sum of dv * second_factor.
 //
-//   from x  second_factor = x - mean, which is xhat / invstd; v = second_factor * scale + beta (+ residual),
-//           with the bits of the forward pass, so that v is on the same side of a kink of act; dv = dy *
-//           act'(v).
-//   from y  second_factor = xhat, recovered from y; dv = dy * act'(v), also from y.
+//   from x  second_factor = x - mean, which is xhat / invstd. v = second_factor * scale + beta (+ residual),
+//           with the bits of the forward pass, so that v is on the same side of a kink of act.
+//           dv = dy * act'(v).
+//   from y  second_factor = xhat, recovered from y. dv = dy * act'(v), computed from y.
 //
-// Rows: the channels are the fastest dimension (channels_last, tokens). Planes: all other layouts, such as
-// NCHW.
+// Rows are layouts with the channel as fastest dimension (channels_last, tokens); planes are others (NCHW).
 #pragma once
 
 #include "spans.h"

@@ -2,9 +2,8 @@
 //
 // Memory:   reads x once; writes two doubles per slice and channel.
 // Mapping:  a task takes a range of channels in a slice (a range of planes or rows), in the order of memory.
-// Numerics: the values of a few planes, or of about 128 rows, are taken relative to the mean of the first of
-//           them, summed and squared (pivoted_moments.h). Their moments are merged in double, in order
-//           (moments.h).
+// Numerics: deviations of a few planes' or 128 rows' values from the mean of the first values are summed and
+//           squared (pivoted_moments.h). The resulting moments are merged in double, in order (moments.h).
 // Source:   Chan, Golub and LeVeque (1979).
 #include "../../moments.h"
 #include "pivoted_moments.h"

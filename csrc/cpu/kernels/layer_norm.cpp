@@ -1,13 +1,11 @@
-// layer_norm_forward: y = (x - mean) * invstd * gamma + beta, with the mean and invstd of each row.
-// layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma, with the means of
-// each row; and for each column sum dy and sum dy * xhat.
+// layer_norm_forward, per row: y = (x - mean) * invstd * gamma + beta.
+// layer_norm_backward, per row: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)), with g = dy * gamma;
+// and per column: sum dy, sum dy * xhat.
 //
-// Memory:   forward reads x, writes y; backward reads x and dy, writes dx. The second pass over a row is from
-//           L1.
+// Memory:   forward reads x, writes y; backward reads x and dy, writes dx. Later passes over a row hit L1.
 // Mapping:  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
-// Numerics: a row's deviations from the mean of its first values are summed and squared, segments merge in
-//           double. A column's sums over 128 rows are in the accumulation type, and are added in double, in
-//           fixed order.
+// Numerics: a row's moments as in bn_stats. A column's sums over 128 rows are in the accumulation type, and
+//           are added in double, in a fixed order.
 // Source:   Ba, Kiros and Hinton, arXiv:1607.06450; moments: Chan, Golub and LeVeque (1979).
 #include <cmath>
 

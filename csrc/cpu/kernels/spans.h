@@ -3,10 +3,9 @@
 // A span is a run of elements that a kernel processes in order. WalkLayout has two kinds of walk:
 //   planes  NCHW, and all layouts whose fastest dimension is not the channel: a span is one channel's plane,
 //           its `inner` elements. There are outer * channels spans.
-//   rows    channels_last, tokens, (N, C): a span is a row, one element of each channel. There are `outer`
-//           spans.
-// A long span is processed in segments of at most kMaxSegmentLength elements. T: storage type of the tensors.
-// A: accumulation type. FASTVIT_HOST_DEVICE: always inline.
+//   rows    channels_last, tokens, (N, C): a span is a row, one element of each channel. There are `outer`.
+// A long span is processed in segments of at most kMaxSegmentLength elements.
+// T: storage type of the tensors. A: accumulation type. FASTVIT_HOST_DEVICE: always inline.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -18,8 +17,7 @@
 namespace fastvit {
 namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
-// Not std::min: the linker keeps one instance of it, perhaps one that was compiled for another instruction
-// set.
+// Not std::min: the linker keeps one instance of it, perhaps that of another instruction set.
 FASTVIT_HOST_DEVICE int64_t minimum(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
@@ -50,6 +48,7 @@ struct StridedOperand {
     }
     return offset;
   }
+  // The address of an element: at the n-th index of the outer dimensions, in a channel's plane at `inner`.
   T* address(int64_t n, int64_t channel, int64_t inner) const {
     const int64_t outer = outer_offset(n);
     return data + (outer + channel * strides.channel + inner * strides.inner);
@@ -154,9 +153,10 @@ class SpanWalk {
   const StridedOperand<T>*const in, *const out;
   const int in_count, out_count;
   const SpanBody<T, Args> body;
-  const bool is_in_place;  // in no tensor is a span copied
-  const int64_t span_length, channels;
-  bool stores_past_cache, may_group;
+  const bool is_in_place;                      // in no tensor is a span copied
+  const int64_t span_length, spans_per_outer;  // spans_per_outer: a plane per channel, or one row
+  bool stores_past_cache;
+  bool may_group;  // spans follow each other at a fixed stride, so several are one group
 
   struct Place {             // where a segment begins
     int64_t n;               // index of the outer dimensions
@@ -174,7 +174,7 @@ class SpanWalk {
         body(body),
         is_in_place(all_have_unit_stride(in, in_count) && all_have_unit_stride(out, out_count)),
         span_length(args.layout.is_rows ? args.layout.channels : args.layout.inner),
-        channels(args.layout.is_rows ? 1 : args.layout.channels) {
+        spans_per_outer(args.layout.is_rows ? 1 : args.layout.channels) {
     const WalkLayout& layout = args.layout;
     // A result in place is not stored past the caches: the operand's cache lines were read already.
     stores_past_cache = is_in_place && out_count == 1 && bypasses_cache<T>(layout.numel());
@@ -183,7 +183,7 @@ class SpanWalk {
   }
 
   void run() const {
-    torch::stable::parallel_for(0, args.layout.outer * channels * args.plan.segments,
+    torch::stable::parallel_for(0, args.layout.outer * spans_per_outer * args.plan.segments,
                                 parallel_grain(args.plan.segment_length), [&](int64_t begin, int64_t end) {
                                   is_in_place ? walk_in_place(begin, end) : walk_buffered(begin, end);
                                 });
@@ -204,8 +204,8 @@ class SpanWalk {
     const CpuPlan& plan = args.plan;
     const bool is_rows = args.layout.is_rows;
     const int64_t first = index % plan.segments * plan.segment_length;
-    const int64_t channel = index / plan.segments % channels, n = index / plan.segments / channels;
-    group.spans = !may_group ? 1 : is_rows ? end - index : minimum(end - index, channels - channel);
+    const int64_t span = index / plan.segments, channel = span % spans_per_outer, n = span / spans_per_outer;
+    group.spans = !may_group ? 1 : is_rows ? end - index : minimum(end - index, spans_per_outer - channel);
     group.length = minimum(span_length - first, plan.segment_length);
     group.first_channel = is_rows ? first : channel;
     return {n, group.first_channel, is_rows ? 0 : first};

@@ -1,9 +1,10 @@
 // Two sums per channel over terms of the elements: the common part of bn_stats and bn_reduce.
 //
-// At most kMaxSegmentLength elements of a plane, or about kChunkRows rows, are summed in the accumulation
-// type A, lane by lane of a SIMD register. The caller adds these results in double. planes: layouts such as
-// NCHW, in which a channel's elements lie side by side. rows: layouts such as channels_last and tokens, in
-// which the channels of a position do. T: storage type of the tensors. FASTVIT_HOST_DEVICE: always inline.
+// Planes are layouts such as NCHW, in which a channel's elements lie side by side. Rows are layouts such as
+// channels_last and tokens, in which all channels of a position lie side by side. At most kMaxSegmentLength
+// elements of a plane, or about kChunkRows rows, are summed in the accumulation type A, lane by lane of a
+// SIMD register. The caller adds these results in double.
+// T: storage type of the tensors. FASTVIT_HOST_DEVICE: always inline.
 #pragma once
 
 #include "spans.h"
@@ -29,8 +30,8 @@ struct TermPair {
 template <class A, int kAccumulators, class ComputeTerms>
 FASTVIT_HOST_DEVICE TermPair<A> sum_span(int64_t length, const ComputeTerms& compute_terms) {
   constexpr int L = kLanes<A>;
-  if constexpr (kAccumulators >
-                1)  // for a short span, merging the accumulators takes longer than the latency
+  if constexpr (kAccumulators > 1)
+    // For a short span, merging the accumulators takes longer than the latency.
     if (length < 2 * kAccumulators * L) return sum_span<A, 1>(length, compute_terms);
   TermPair<A> sums[kAccumulators] = {};
   const auto add = [&](int k, const TermPair<A>& terms) {
@@ -54,15 +55,14 @@ FASTVIT_HOST_DEVICE TermPair<A> sum_span(int64_t length, const ComputeTerms& com
   return sums[0];
 }
 
-// Sums the planes of a task, in the order of memory. Long planes are summed segment by segment. Of short
-// planes, plan.planes_at_once of a channel are summed together, for up to kMaxChannelsAtOnce channels side by
-// side. - sum(args, group, k, is_first, sums) adds the terms of a group's spans to sums[k], sums[k + 1], ...,
-// or sets these
-//   sums if is_first.
-// - finish(k, channel, sums, unit, count) takes the sums of a channel, which were sums[k], over `count`
-// elements from
-//   `unit` on.
-// A segment is a part of a plane, or the whole plane; a unit is a segment of every channel's plane.
+// Sums the planes of a task (a range of channels and of units), in the order of memory. A unit is a segment
+// of every channel's plane, and a segment a part of a plane, or the whole plane. Long planes are summed
+// segment by segment. Short planes are summed plan.planes_at_once to a channel, for kMaxChannelsAtOnce
+// channels side by side.
+//
+// sum(args, group, k, is_first, sums) adds the terms of a group's spans to sums[k], sums[k + 1], ..., one for
+// each channel; with is_first it sets these sums. finish(k, channel, sums, unit, count) takes the sums of a
+// channel, which were sums[k], over `count` elements from `unit` on.
 //
 // Kept in one function: with the two loops in functions of their own, bn_stats of small planes takes up to a
 // seventh longer in float32.
