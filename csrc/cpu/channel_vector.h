@@ -1,4 +1,5 @@
-// What the O(C) part of the ops on the CPU has in common: parameters as numbers, in double.
+// Reads and writes a ChannelVector, a parameter or buffer with one number per channel, as double. The ops of
+// batch norm and layer norm on the CPU share these functions.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -10,20 +11,22 @@
 
 namespace fastvit {
 
-inline double load_channel(const ChannelVector& t, int64_t c, double absent) {
-  if (!t.data) return absent;
-  return dispatch_storage_type<c10::Half, c10::BFloat16>(
-      t.dtype, [&]<class T>() { return double(Accumulation<T>(static_cast<const T*>(t.data)[c])); });
+// value_if_null: what a parameter that was not given counts as.
+inline double load_channel(const ChannelVector& vector, int64_t channel, double value_if_null) {
+  if (!vector.data) return value_if_null;
+  return dispatch_storage_type<c10::Half, c10::BFloat16>(vector.dtype, [&]<class T>() {
+    return double(Accumulation<T>(static_cast<const T*>(vector.data)[channel]));
+  });
 }
 
-inline void store_channel(const ChannelVector& t, int64_t c, double value) {
+inline void store_channel(const ChannelVector& vector, int64_t channel, double value) {
   dispatch_storage_type<c10::Half, c10::BFloat16>(
-      t.dtype, [&]<class T>() { static_cast<T*>(t.data)[c] = T(Accumulation<T>(value)); });
+      vector.dtype, [&]<class T>() { static_cast<T*>(vector.data)[channel] = T(Accumulation<T>(value)); });
 }
 
-// gamma, with a floor where x is recovered from y.
-inline double floored_gamma(const BnArgs& args, int64_t c, bool invertible) {
-  return effective_gamma(load_channel(args.weight, c, 1), load_channel(args.bias, c, 0),
+// gamma. If x is to be recovered from y (invertible), |gamma| is raised to a floor, as that divides by gamma.
+inline double floored_gamma(const BnArgs& args, int64_t channel, bool invertible) {
+  return effective_gamma(load_channel(args.weight, channel, 1), load_channel(args.bias, channel, 0),
                          gamma_floor<double>(invertible, args.dtype));
 }
 

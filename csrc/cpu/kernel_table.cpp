@@ -1,4 +1,4 @@
-// Chooses the kernels of the best instruction set, and divides their work.
+// Chooses the kernels for the best instruction set of this CPU, and divides the work of a call.
 #include "kernel_table.h"
 
 #include <algorithm>
@@ -13,19 +13,21 @@
 namespace fastvit {
 namespace {
 
-// The best instruction set of this CPU; ATEN_CPU_CAPABILITY=default|avx2|avx512 lowers the choice, as in
-// torch.
-std::string best_isa() {
+// The best instruction set of this CPU. The environment variable ATEN_CPU_CAPABILITY=default|avx2|avx512
+// lowers the choice, as in torch.
+std::string find_best_isa() {
 #if defined(__x86_64__)
   const char* requested = std::getenv("ATEN_CPU_CAPABILITY");
   const std::string highest = requested ? requested : "avx512";
-  unsigned eax, ebx, ecx, edx;  // older clangs do not know f16c by name
-  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && ecx & bit_F16C;
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && highest == "avx512") return "avx512";
-  if (avx2 && highest != "default") return "avx2";
+  // Older clangs do not know "f16c" in __builtin_cpu_supports.
+  unsigned eax, ebx, ecx, edx;
+  const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && ecx & bit_F16C;
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c;
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512dq");
+  if (has_avx512 && highest == "avx512") return "avx512";
+  if (has_avx2 && highest != "default") return "avx2";
 #endif
   return "baseline";
 }
@@ -36,9 +38,9 @@ std::string best_isa() {
         isa::layer_norm_backward, isa::act                                                           \
   }
 
-// setup.py defines FASTVIT_HAS_* for the instruction sets that it compiles.
+// setup.py defines FASTVIT_HAS_* for the instruction sets for which it compiles the kernels.
 KernelTable select_kernel_table() {
-  const std::string isa = best_isa();
+  const std::string isa = find_best_isa();
 #if defined(FASTVIT_HAS_AVX512)
   if (isa == "avx512") return FASTVIT_KERNEL_TABLE(avx512);
 #endif
@@ -52,11 +54,18 @@ KernelTable select_kernel_table() {
                            "; build it on this machine, or with FASTVIT_CPU=all");
 }
 
-constexpr int64_t kMinValuesPerSlice = 1 << 8;  // so that partial results are far smaller than the activation
-constexpr int64_t kMinRowsPerSlice = 1 << 7;    // for rows, whose partial results stay in the cache
+// A task of a reduction sums a tile (a range of channels) over a slice (a range of rows, or of segments of
+// planes). A slice has at least this many values per channel, so that its results are small beside the
+// values.
+constexpr int64_t kMinValuesPerSlice = 1 << 8;
+constexpr int64_t kMinRowsPerSlice = 1 << 7;  // fewer suffice for rows: their results stay in the cache
 constexpr int64_t kMaxTasks = 256;
-constexpr int64_t kMinLengthSummedAlone = 512;  // elements of a plane that is summed by itself
-constexpr int64_t kEnoughTasks = 8;             // with fewer, rows are divided into tiles too, read less fast
+// Planes with fewer elements are summed together with other planes of their channel.
+constexpr int64_t kMinLengthSummedAlone = 512;
+// Rows are divided into tiles only if their slices give fewer tasks than this: parts of rows are read more
+// slowly.
+constexpr int64_t kMinRowTasks = 8;
+constexpr int64_t kMinRowTileChannels = 64;
 
 }  // namespace
 
@@ -66,22 +75,26 @@ const KernelTable& kernel_table() {
 }
 
 CpuPlan plan_cpu_work(const WalkLayout& layout) {
-  const int64_t span = layout.is_rows ? layout.channels : layout.inner;
-  CpuPlan p{};
-  p.segments = std::max<int64_t>(1, ceil_div(span, kMaxSegment));
-  p.segment_length = std::min<int64_t>(kMaxSegment, ceil_div(ceil_div(span, p.segments), 16) * 16);
-  p.segments = std::max<int64_t>(1, ceil_div(span, std::max<int64_t>(p.segment_length, 1)));
-  p.planes_at_once =
-      layout.inner < kMinLengthSummedAlone ? kMaxSegment / std::max<int64_t>(layout.inner, 1) : 1;
-  p.units = layout.is_rows ? layout.outer : layout.outer * p.segments;
-  const int64_t tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kMinTaskElements), 1, kMaxTasks);
-  const int64_t partials =
+  const int64_t span_length = layout.is_rows ? layout.channels : layout.inner;
+  CpuPlan plan{};
+  plan.segments = std::max<int64_t>(1, ceil_div(span_length, kMaxSegmentLength));
+  // Segments of equal length, a multiple of 16 so that SIMD vectors stay aligned.
+  plan.segment_length =
+      std::min<int64_t>(kMaxSegmentLength, ceil_div(ceil_div(span_length, plan.segments), 16) * 16);
+  plan.segments = std::max<int64_t>(1, ceil_div(span_length, std::max<int64_t>(plan.segment_length, 1)));
+  plan.planes_at_once =
+      layout.inner < kMinLengthSummedAlone ? kMaxSegmentLength / std::max<int64_t>(layout.inner, 1) : 1;
+  plan.units = layout.is_rows ? layout.outer : layout.outer * plan.segments;
+  const int64_t max_tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kMinTaskElements), 1, kMaxTasks);
+  const int64_t max_slices =
       layout.values_per_channel() / (layout.is_rows ? kMinRowsPerSlice : kMinValuesPerSlice);
-  p.slices = std::clamp<int64_t>(std::min({p.units, tasks, partials}), 1, kMaxSlices);
-  const int64_t wanted = layout.is_rows ? std::min(tasks, kEnoughTasks) : tasks;
-  p.tiles = std::clamp<int64_t>(ceil_div(wanted, p.slices), 1, std::max<int64_t>(layout.channels, 1));
-  if (layout.is_rows) p.tiles = std::max(std::min(p.tiles, ceil_div(layout.channels, 64)), p.segments);
-  return p;
+  plan.slices = std::clamp<int64_t>(std::min({plan.units, max_tasks, max_slices}), 1, kMaxSlices);
+  const int64_t tasks = layout.is_rows ? std::min(max_tasks, kMinRowTasks) : max_tasks;
+  plan.tiles = std::clamp<int64_t>(ceil_div(tasks, plan.slices), 1, std::max<int64_t>(layout.channels, 1));
+  if (layout.is_rows)  // a tile of a row is at most one segment
+    plan.tiles =
+        std::max(std::min(plan.tiles, ceil_div(layout.channels, kMinRowTileChannels)), plan.segments);
+  return plan;
 }
 
 }  // namespace fastvit

@@ -1,8 +1,12 @@
-// The interface between the ops' O(C) parts, compiled once, and the kernels, compiled once per instruction
-// set.
+// The interface between the ops' O(C) parts in csrc/cpu (compiled once) and the kernels in csrc/cpu/kernels
+// (compiled once per instruction set): the division of the work, the kernels' parameters, the kernel table.
 //
-// Parameters are plain structs, and the caller allocates every buffer: the kernels' files must not
-// instantiate library templates, which the linker could share between instruction sets.
+// Parameters are plain structs, and the caller allocates every buffer. A kernel's file must not instantiate
+// templates of a library: the linker keeps one copy of an instance, perhaps with instructions that a CPU
+// lacks.
+//
+// WalkLayout views tensors as spans, runs of elements that a kernel processes in order. A span is the plane
+// of one channel, `inner` elements (NCHW), or a row of all channels (channels_last, tokens: is_rows).
 #pragma once
 
 #include "../activation_ops.h"
@@ -11,45 +15,49 @@
 
 namespace fastvit {
 
-constexpr int kMaxSegment =
-    2048;  // longest run of elements processed at once; bounds the buffers on the stack
+// The length of the longest segment, in elements. It bounds the kernels' buffers on the stack.
+constexpr int64_t kMaxSegmentLength = 2048;
 
-// The division of spans into pieces, and of reductions into tasks. It depends only on shapes, so results do
-// not depend on the number of threads.
+// The division of a call's work. It depends only on shapes, so results do not depend on the number of
+// threads. A task of a reduction sums the channels of one tile over one slice.
 struct CpuPlan {
-  int64_t segments;        // pieces per span
-  int64_t segment_length;  // elements per piece (the last may be shorter)
-  int64_t planes_at_once;  // short ones that a reduction sums together; 1 where planes are long
-  int64_t units;           // planes: N * pieces of each channel; rows: N
-  int64_t slices;          // a slice is a range of steps, with one partial result per channel
-  int64_t tiles;           // a tile is a range of channels; a task is a (slice, tile)
+  int64_t segments;        // number of segments into which a span is divided
+  int64_t segment_length;  // elements of a segment; the last segment of a span may be shorter
+  int64_t planes_at_once;  // number of a channel's planes that a reduction sums together; 1: planes are long
+  int64_t units;           // number of units: a unit is a row, or a segment of the plane of every channel
+  int64_t slices;          // number of slices: a slice is a range of units, with a result per channel
+  int64_t tiles;           // number of tiles: a tile is a range of channels
 };
 
 CpuPlan plan_cpu_work(const WalkLayout& layout);
 
-constexpr int64_t kMinTaskElements = 1 << 16;  // fewest elements that are worth a task
+constexpr int64_t kMinTaskElements = 1 << 16;  // for fewer elements a task is not worth its start
 constexpr int64_t kMaxSlices = 64;
 
-// An op's arguments and what its O(C) part makes for the kernel. Tables are in the accumulation type.
+// Each kernel's parameters: the op's checked arguments, and what the op's O(C) part adds. Arrays that are
+// `const void*` or `void*` hold the accumulation type: double for tensors of double, else float.
 
 struct CpuBnStatsParams : BnStatsArgs {
   CpuPlan plan;
-  double* partial;  // [slices][2][C]: mean, M2
+  double* slice_moments;  // [slices][2][C]: mean and M2, the sum of squared deviations from the mean
 };
 
 struct CpuBnForwardParams : BnForwardArgs {
   CpuPlan plan;
-  const void *mean, *scale, *beta;  // [C]
+  const void *mean, *scale, *beta;  // [C]; scale is gamma * invstd
 };
 
-struct CpuBnBackwardParams : BnBackwardArgs {  // of reduce and of backward
+// For bn_reduce and bn_backward. dv is the gradient before the activation. second_factor is x - mean, or the
+// xhat that is recovered from y if the input is y.
+struct CpuBnBackwardParams : BnBackwardArgs {
   CpuPlan plan = {};
-  double xhat_limit = 0;                                                   // of |xhat|
-  const void *scale = nullptr, *beta = nullptr, *inverse_gamma = nullptr;  // [C]
-  // Of reduce, [slices][2][C]: sum dv, and sum dv * centred; see kernels/bn_gradient.h.
-  double* partial = nullptr;
-  // Of backward, [C]: dx = scale * (dv - a - b * centred).
-  const void *a = nullptr, *b = nullptr;
+  double xhat_limit = 0;                                                   // the largest possible |xhat|
+  const void *scale = nullptr, *beta = nullptr, *inverse_gamma = nullptr;  // [C]; scale is gamma * invstd
+  // Result of bn_reduce, [slices][2][C]: sum dv and sum dv * second_factor.
+  double* slice_sums = nullptr;
+  // For bn_backward, [C]: dx = scale * (dv - mean_dv - slope * second_factor). slope is the mean of dv *
+  // xhat, times invstd if second_factor is x - mean.
+  const void *mean_dv = nullptr, *slope = nullptr;
 };
 
 struct CpuLayerNormForwardParams : LayerNormArgs {
@@ -57,12 +65,12 @@ struct CpuLayerNormForwardParams : LayerNormArgs {
 };
 
 struct CpuLayerNormBackwardParams : LayerNormArgs {
-  int64_t slices;  // of rows
-  const void* gamma;
-  // Sums of dy and dy * xhat; null where args.sums is null.
-  int64_t stride;    // columns, rounded up to whole vectors
-  void* chunk_sums;  // [slices][2][stride], accumulation type: over kChunkRows rows
-  double* partial;   // [slices][2][columns]
+  int64_t slices;     // number of slices: a slice is a range of rows, with sums of its own
+  const void* gamma;  // [columns]
+  // The sums of dy and of dy * xhat; null if they are not needed (args.sums is null).
+  int64_t padded_columns;  // columns, rounded up to whole SIMD vectors
+  void* chunk_sums;        // [slices][2][padded_columns]: sums over at most 128 rows
+  double* slice_sums;      // [slices][2][columns]: sums of the chunk_sums of a slice
 };
 
 struct CpuActParams : ActArgs {
@@ -79,13 +87,13 @@ struct CpuActParams : ActArgs {
   void layer_norm_backward(const CpuLayerNormBackwardParams&); \
   void act(const CpuActParams&);                               \
   }
-FASTVIT_DECLARE_KERNELS(baseline)
+FASTVIT_DECLARE_KERNELS(baseline)  // the instruction set that the compiler takes by default
 FASTVIT_DECLARE_KERNELS(avx2)
 FASTVIT_DECLARE_KERNELS(avx512)
 #undef FASTVIT_DECLARE_KERNELS
 
 struct KernelTable {
-  const char* name;  // avx512, avx2 or baseline, the compiler's default
+  const char* name;  // of the instruction set: avx512, avx2 or baseline
   void (*bn_stats)(const CpuBnStatsParams&);
   void (*bn_forward)(const CpuBnForwardParams&);
   void (*bn_reduce)(const CpuBnBackwardParams&);
@@ -95,13 +103,14 @@ struct KernelTable {
   void (*act)(const CpuActParams&);
 };
 
-const KernelTable& kernel_table();  // of the best instruction set
+// The kernels for the best instruction set that this CPU has.
+const KernelTable& kernel_table();
 
-// Values per channel in the steps before `step`.
-inline int64_t values_before_unit(const WalkLayout& layout, const CpuPlan& plan, int64_t step) {
-  if (layout.is_rows) return step;
-  const int64_t part = (step % plan.segments) * plan.segment_length;
-  return step / plan.segments * layout.inner + (part < layout.inner ? part : layout.inner);
+// The number of values that each channel has in the units before `unit`.
+inline int64_t values_before_unit(const WalkLayout& layout, const CpuPlan& plan, int64_t unit) {
+  if (layout.is_rows) return unit;
+  const int64_t in_plane = (unit % plan.segments) * plan.segment_length;
+  return unit / plan.segments * layout.inner + (in_plane < layout.inner ? in_plane : layout.inner);
 }
 
 }  // namespace fastvit

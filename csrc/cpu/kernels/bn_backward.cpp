@@ -1,51 +1,57 @@
-// bn_backward: dx = scale * (dv - a - b * centred), see bn_gradient.h, with a and b from the sums
-// over all ranks; with a residual dv is written too, which is its gradient.
-// Memory   reads x (or y), dy (and residual) once; writes dx (and dresidual) once.
-// Mapping  span by span in the order of memory; threads take contiguous ranges.
-// Needs    from y: gamma != 0 and an invertible activation.
-// Source   Ioffe, Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
+// bn_backward: dx = scale * (dv - mean(dv) - xhat * mean(dv * xhat)) and dresidual = dv, with
+// scale = gamma * invstd and dv the gradient before the activation. The means are over all ranks.
+//
+// Memory:   reads x (or y), dy (and the residual) once; writes dx (and dresidual) once.
+// Mapping:  spans (planes of a channel, or rows) in the order of memory; a thread takes a contiguous range.
+// Needs:    from y, gamma != 0 and an invertible activation.
+// Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "bn_gradient.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
 template <class A>
-struct Gradients {
+struct Results {
   Simd<A> dx, dv;
 };
 
+// T: storage type. A: accumulation type. kIsRows: a span is a row of all channels (channels_last, tokens),
+// else a plane of one channel (NCHW). kFromOutput: `input` is y, else x.
 template <class T, class A, bool kIsRows, bool kFromOutput, Activation kActivation>
-struct Kernel {
-  using Fn = ActivationFunction<kActivation>;
+struct BnBackwardKernel {
+  using ActFunction = ActivationFunction<kActivation>;
   const CpuBnBackwardParams& args;
 
-  static void spans(const CpuBnBackwardParams& args, const SpanGroup<T>& spans) {
-    for (int64_t i = 0; i < spans.count; ++i) {
-      const T *input = spans.in(0, i), *dy = spans.in(1, i);
-      const T* const residual = args.residual ? spans.in(2, i) : nullptr;
-      T *const dx = spans.out(0, i), *const dresidual = residual ? spans.out(1, i) : nullptr;
-      const int64_t c = spans.c + (kIsRows ? 0 : i);
-      const BnGradientConstants<A, kIsRows> k(args, c);
-      const ChannelConstant<A, kIsRows> a(args.a, c), b(args.b, c);
-      const auto walk_span = [&](auto has_residual) {
+  static void process_group(const CpuBnBackwardParams& args, const SpanGroup<T>& group) {
+    for (int64_t k = 0; k < group.spans; ++k) {
+      const T *input = group.in_span(0, k), *dy = group.in_span(1, k);
+      const T* const residual = args.residual ? group.in_span(2, k) : nullptr;
+      T *const dx = group.out_span(0, k), *const dresidual = residual ? group.out_span(1, k) : nullptr;
+      const int64_t channel = group.first_channel + (kIsRows ? 0 : k);
+      const BnGradientConstants<A, kIsRows> constants(args, channel);
+      // slope * second_factor is xhat * mean(dv * xhat), see bn_gradient.h.
+      const ChannelConstant<A, kIsRows> mean_dv(args.mean_dv, channel), slope(args.slope, channel);
+      const auto process_span = [&](auto may_have_residual) {
         for_each_vector<A>(
-            spans.n, NonTemporalRange(spans.streams, dx, spans.n, kLanes<A>),
-            [&](auto at) {
-              const Gradient<A> g =
-                  k.template at<kFromOutput, Fn>(at, input, dy, has_residual ? residual : nullptr);
-              return Gradients<A>{k.scale.at(at) * (g.dv - a.at(at) - g.centred * b.at(at)), g.dv};
+            group.length, NonTemporalRange(group.bypasses_cache, dx, group.length, kLanes<A>),
+            [&](auto position) {
+              const auto [dv, second_factor] = constants.template evaluate<kFromOutput, ActFunction>(
+                  position, input, dy, may_have_residual ? residual : nullptr);
+              return Results<A>{constants.scale.load(position) *
+                                    (dv - mean_dv.load(position) - second_factor * slope.load(position)),
+                                dv};
             },
-            [&](auto at, const Gradients<A>& out) {
-              at.store(dx, out.dx);
-              if (has_residual && dresidual) at.store(dresidual, out.dv);
+            [&](auto position, const Results<A>& results) {
+              position.store(dx, results.dx);
+              if (may_have_residual && dresidual) position.store(dresidual, results.dv);
             });
       };
-      if constexpr (kFromOutput)
-        walk_span(std::false_type());
-      else  // as in forward.cpp
-        is_transcendental(kActivation) || residual ? walk_span(std::true_type())
-                                                   : walk_span(std::false_type());
+      if constexpr (kFromOutput)  // such a call has no residual
+        process_span(std::false_type());
+      else  // a cheap activation is faster if its loop has no branch for a residual
+        is_transcendental(kActivation) || residual ? process_span(std::true_type())
+                                                   : process_span(std::false_type());
     }
   }
 
@@ -56,14 +62,14 @@ struct Kernel {
                                     {args.residual, layout, BackwardStrides::residual}};
     const StridedOperand<T> out[] = {{args.dx, layout, BackwardStrides::dx},
                                      {args.dresidual, layout, BackwardStrides::dresidual}};
-    for_each_span(args, in, args.residual ? 3 : 2, out, args.residual ? 2 : 1, spans);
+    for_each_span(args, in, args.residual ? 3 : 2, out, args.residual ? 2 : 1, process_group);
   }
 };
 
 }  // namespace
 
 void bn_backward(const CpuBnBackwardParams& args) {
-  dispatch_gradient<Kernel>(args);
+  dispatch_gradient<BnBackwardKernel>(args);
 }
 
 }  // namespace FASTVIT_ISA

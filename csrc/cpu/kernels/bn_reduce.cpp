@@ -1,106 +1,126 @@
-// bn_reduce: sum dv and sum dv * centred per channel, see bn_gradient.h.
-// Memory   reads x (or y), dy (and residual) once; writes two doubles per slice and channel.
-// Mapping  task = (slice of planes or rows, block of channels), in the order of memory.
-// Numerics a piece accumulates in the accumulation type, pieces in double, in a fixed order.
-// Needs    from y: gamma != 0 and an invertible activation.
-// Source   arXiv:1712.02616, section 3.
+// bn_reduce: sum dv and sum dv * second_factor per channel, with dv the gradient before the activation.
+// second_factor is x - mean, or with from_output the xhat that is recovered from y (bn_gradient.h).
+//
+// Memory:   reads x (or y), dy (and the residual) once; writes two doubles per slice and channel.
+// Mapping:  a task takes a range of channels in a slice (a range of planes or rows), in the order of memory.
+// Numerics: at most 2048 elements of a plane, or about 128 rows, are summed in the accumulation type; their
+//           sums are added in double, in a fixed order.
+// Needs:    from y, gamma != 0 and an invertible activation.
+// Source:   arXiv:1712.02616, section 3.
 #include "bn_gradient.h"
 #include "sums.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
-// Compiled once for all activations, whose plane_sums it calls by pointer.
+// Adds the terms of a group of planes to sums[first_sum], sums[first_sum + 1], ..., one for each channel.
+// With is_first it sets these sums instead.
 template <class A, class T>
-void planes(const CpuBnBackwardParams& args, const Task& task, double* sum, double* weighted,
-            void (*plane_sums)(const CpuBnBackwardParams&, const SpanGroup<T>&, int, bool, TermPair<A>*)) {
+using SumPlaneGroup = void (*)(const CpuBnBackwardParams& args, const SpanGroup<T>& group, int first_sum,
+                               bool is_first, TermPair<A>* sums);
+
+// T: storage type. A: accumulation type. sum_group is called by pointer, so that this function is compiled
+// once for all activations.
+template <class A, class T>
+void reduce_planes(const CpuBnBackwardParams& args, const Task& task, double* sum_dv, double* sum_dv_second,
+                   SumPlaneGroup<A, T> sum_group) {
   const StridedOperand<T> in[] = {{args.input, args.layout, ReduceStrides::input},
                                   {args.dy, args.layout, ReduceStrides::dy},
                                   {args.residual, args.layout, ReduceStrides::residual}};
-  sum_planes<A>(args, in, args.residual ? 3 : 2, task, plane_sums,
-                [&](int, int64_t c, const TermPair<A>& sums, int64_t, int64_t) {
-                  sum[c] += double(sum_lanes<A>(sums.first));
-                  weighted[c] += double(sum_lanes<A>(sums.second));
+  sum_planes<A>(args, in, args.residual ? 3 : 2, task, sum_group,
+                [&](int, int64_t channel, const TermPair<A>& sums, int64_t, int64_t) {
+                  sum_dv[channel] += double(sum_lanes<A>(sums.first));
+                  sum_dv_second[channel] += double(sum_lanes<A>(sums.second));
                 });
 }
 
+// kIsRows: a span is a row of all channels (channels_last, tokens), else a plane of one channel (NCHW).
+// kFromOutput: `input` is y, else x.
 template <class T, class A, bool kIsRows, bool kFromOutput, Activation kActivation>
-struct Kernel {
-  using Fn = ActivationFunction<kActivation>;
+struct BnReduceKernel {
+  using ActFunction = ActivationFunction<kActivation>;
   const CpuBnBackwardParams& args;
   const StridedOperand<T> input{args.input, args.layout, ReduceStrides::input},
       dy{args.dy, args.layout, ReduceStrides::dy},
       residual{args.residual, args.layout, ReduceStrides::residual};
   using Constants = BnGradientConstants<A, kIsRows>;
 
-  struct Inputs {
-    const T *input, *dy, *residual;
+  struct Spans {
+    const T *input, *dy, *residual;  // residual: may be null
   };
+  // position: of a vector in the spans. FASTVIT_HOST_DEVICE: always inline.
   template <class Position>
-  static FASTVIT_HOST_DEVICE TermPair<A> terms(Position at, const Inputs& in, const Constants& k) {
-    const Gradient<A> g = k.template at<kFromOutput, Fn>(at, in.input, in.dy, in.residual);
-    return {g.dv, g.dv * g.centred};
+  static FASTVIT_HOST_DEVICE TermPair<A> compute_terms(Position position, const Spans& spans,
+                                                       const Constants& constants) {
+    const auto [dv, second_factor] = constants.template evaluate<kFromOutput, ActFunction>(
+        position, spans.input, spans.dy, spans.residual);
+    return {dv, dv * second_factor};
   }
 
-  struct Buffers {
-    T input[kMaxSegment], dy[kMaxSegment], residual[kFromOutput ? 1 : kMaxSegment];
-  };
-  Inputs read(int64_t row, int64_t c, int64_t n, Buffers& buffers) const {
-    return {
-        input.read(input.at(input.outer(row), c, 0), n, buffers.input),
-        dy.read(dy.at(dy.outer(row), c, 0), n, buffers.dy),
-        args.residual ? residual.read(residual.at(residual.outer(row), c, 0), n, buffers.residual) : nullptr};
-  }
-
-  static void plane_sums(const CpuBnBackwardParams& args, const SpanGroup<T>& spans, int first, bool is_first,
-                         TermPair<A>* sums) {
-    for (int k = 0; k < spans.count; ++k) {
-      const Constants constants(args, spans.c + k);
-      const Inputs in{spans.in(0, k), spans.in(1, k), args.residual ? spans.in(2, k) : nullptr};
-      sums[first + k].add(is_first,
-                          sum_plane<A, 2>(spans.n, [&](auto at) { return terms(at, in, constants); }));
+  static void sum_plane_group(const CpuBnBackwardParams& args, const SpanGroup<T>& group, int first_sum,
+                              bool is_first, TermPair<A>* sums) {
+    for (int k = 0; k < group.spans; ++k) {
+      const Constants constants(args, group.first_channel + k);
+      const Spans spans{group.in_span(0, k), group.in_span(1, k),
+                        args.residual ? group.in_span(2, k) : nullptr};
+      sums[first_sum + k].add(is_first, sum_span<A, 2>(group.length, [&](auto position) {
+                                return compute_terms(position, spans, constants);
+                              }));
     }
   }
 
-  void rows(const Task& task, double* sum, double* weighted) const {
-    const int64_t c0 = task.c0, n = task.c1 - c0;
-    constexpr int kRowsAtOnce = is_transcendental(kActivation) ? 1 : 4;  // those are compute-bound
+  // Rows whose elements do not lie side by side are copied here.
+  struct Buffers {
+    T input[kMaxSegmentLength], dy[kMaxSegmentLength], residual[kFromOutput ? 1 : kMaxSegmentLength];
+  };
+  Spans gather_row(int64_t row, int64_t first_channel, int64_t length, Buffers& buffers) const {
+    return {input.gather(input.address(row, first_channel, 0), length, buffers.input),
+            dy.gather(dy.address(row, first_channel, 0), length, buffers.dy),
+            args.residual ? residual.gather(residual.address(row, first_channel, 0), length, buffers.residual)
+                          : nullptr};
+  }
+
+  // sum_dv, sum_dv_second: of the task's channels.
+  void reduce_rows(const Task& task, double* sum_dv, double* sum_dv_second) const {
+    const int64_t first_channel = task.first_channel, length = task.end_channel - first_channel;
+    // A transcendental activation takes longer than the table of sums, so rows are summed one by one.
+    constexpr int kRowsAtOnce = is_transcendental(kActivation) ? 1 : 4;
     Buffers buffers;
     RowSums<A, kRowsAtOnce> sums;
-    Inputs in[kRowsAtOnce];
-    RowPrefetcher<T, kRowsAtOnce> next_input{input, n}, next_dy{dy, n};
-    const Constants constants(args, c0);
-    const bool unit_stride =
-        input.has_unit_stride(n) && dy.has_unit_stride(n) && (!args.residual || residual.has_unit_stride(n));
-    for (int64_t begin = task.first, end; begin < task.last; begin = end) {
-      end = chunk_end(begin, task.last);
+    Spans rows[kRowsAtOnce];
+    RowPrefetcher<T, kRowsAtOnce> input_prefetcher{input, length}, dy_prefetcher{dy, length};
+    const Constants constants(args, first_channel);
+    const bool has_unit_stride = input.has_unit_stride(length) && dy.has_unit_stride(length) &&
+                                 (!args.residual || residual.has_unit_stride(length));
+    for (int64_t begin = task.first_unit, end; begin < task.end_unit; begin = end) {
+      end = find_chunk_end(begin, task.end_unit);
       sums.sum(
-          n, begin, end, unit_stride,
+          length, begin, end, has_unit_stride,
           [&](int k, int64_t row) {
-            in[k] = read(row, c0, n, buffers);
-            if (k == 0) next_input.after(in[0].input), next_dy.after(in[0].dy);
+            rows[k] = gather_row(row, first_channel, length, buffers);
+            if (k == 0) input_prefetcher.set_row(rows[0].input), dy_prefetcher.set_row(rows[0].dy);
           },
-          [&](auto at, int k) {
-            if (k == 0) next_input.fetch(at), next_dy.fetch(at);
-            return terms(at, in[k], constants);
+          [&](auto position, int k) {
+            if (k == 0) input_prefetcher.prefetch(position), dy_prefetcher.prefetch(position);
+            return compute_terms(position, rows[k], constants);
           });
-      sums.for_each_channel(n, [&](int64_t c, A a, A b) {
-        sum[c] += double(a);
-        weighted[c] += double(b);
+      sums.for_each_channel(length, [&](int64_t c, A chunk_dv, A chunk_dv_second) {
+        sum_dv[c] += double(chunk_dv);
+        sum_dv_second[c] += double(chunk_dv_second);
       });
     }
   }
 
   void run() const {
     for_each_task(args.layout, args.plan, [&](const Task& task) {
-      double* sum = args.partial + task.slice * 2 * args.layout.channels;
-      double* weighted = sum + args.layout.channels;
-      for (int64_t c = task.c0; c < task.c1; ++c) sum[c] = weighted[c] = 0;
+      double* sum_dv = args.slice_sums + task.slice * 2 * args.layout.channels;
+      double* sum_dv_second = sum_dv + args.layout.channels;
+      for (int64_t c = task.first_channel; c < task.end_channel; ++c) sum_dv[c] = sum_dv_second[c] = 0;
       if (kIsRows)
-        rows(task, sum + task.c0, weighted + task.c0);
+        reduce_rows(task, sum_dv + task.first_channel, sum_dv_second + task.first_channel);
       else
-        planes<A, T>(args, task, sum, weighted, plane_sums);
+        reduce_planes<A, T>(args, task, sum_dv, sum_dv_second, sum_plane_group);
     });
   }
 };
@@ -108,7 +128,7 @@ struct Kernel {
 }  // namespace
 
 void bn_reduce(const CpuBnBackwardParams& args) {
-  dispatch_gradient<Kernel>(args);
+  dispatch_gradient<BnReduceKernel>(args);
 }
 
 }  // namespace FASTVIT_ISA

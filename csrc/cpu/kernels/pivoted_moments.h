@@ -1,52 +1,56 @@
-// Mean and M2 of runs of values in one pass: sums of the deviations from a center, whose mean corrects it,
-// and of their squares.
+// Mean and M2 (the sum of squared deviations from the mean) of a run of values, in one pass.
 //
-// The center is the mean of the first values. If k of n values give it, the sum of squares is at most n / k
-// times M2 for any values, so few digits cancel.
+// Deviations from a pivot are summed and squared, and the mean deviation corrects both sums. The pivot is the
+// mean of the first values: if k of n values give the pivot, the sum of squares is at most n / k times M2 for
+// any data, so few digits cancel.
+// T: storage type of the values. A: accumulation type. FASTVIT_HOST_DEVICE: always inline.
 #pragma once
 
 #include "sums.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {
+namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
 struct MeanM2 {
   double mean, m2;
 };
 
-// fraction: 1 / count
+// Computes the moments of `count` values from the sums of their deviations from the pivot and of the squares.
+// inverse_count: 1 / count.
 template <class A>
-FASTVIT_HOST_DEVICE MeanM2 from_pivot_sums(A center, double fraction, double deviations, double squares) {
-  const double correction = deviations * fraction;
-  return {double(center) + correction, squares - deviations * correction};
+FASTVIT_HOST_DEVICE MeanM2 moments_from_pivot_sums(A pivot, double inverse_count, double deviations,
+                                                   double squares) {
+  const double mean_deviation = deviations * inverse_count;
+  return {double(pivot) + mean_deviation, squares - deviations * mean_deviation};
 }
 
-// The terms of bn_stats and of layer_norm_forward.
 template <class A>
-FASTVIT_HOST_DEVICE TermPair<A> deviations(Simd<A> x, Simd<A> center) {
-  const Simd<A> d = x - center;
-  return {d, d * d};
+FASTVIT_HOST_DEVICE TermPair<A> compute_deviation_terms(Simd<A> x, Simd<A> pivot) {
+  const Simd<A> deviation = x - pivot;
+  return {deviation, deviation * deviation};
 }
 
 template <class T, class A>
-FASTVIT_HOST_DEVICE A choose_pivot(const T* x, int64_t n) {
-  constexpr int64_t kFirst = 64;
-  const int64_t k = n < kFirst ? n : kFirst;
-  const auto value = [&](auto at) { return TermPair<A>{at.load(x), Simd<A>{}}; };
-  return sum_lanes<A>(sum_plane<A, 1>(k, value).first) / A(k);
+FASTVIT_HOST_DEVICE A choose_pivot(const T* x, int64_t length) {
+  constexpr int64_t kMaxPivotValues = 64;
+  const int64_t count = minimum(length, kMaxPivotValues);
+  const auto load_value = [&](auto position) { return TermPair<A>{position.load(x), Simd<A>{}}; };
+  return sum_lanes<A>(sum_span<A, 1>(count, load_value).first) / A(count);
 }
 
 template <class T, class A>
-FASTVIT_HOST_DEVICE TermPair<A> sum_deviations(const T* x, int64_t n, A center) {
-  const Simd<A> centers = Simd<A>{} + center;
-  return sum_plane<A, 4>(n, [&](auto at) { return deviations<A>(at.load(x), centers); });
+FASTVIT_HOST_DEVICE TermPair<A> sum_deviations(const T* x, int64_t length, A pivot) {
+  const Simd<A> pivots = Simd<A>{} + pivot;
+  return sum_span<A, 4>(length,
+                        [&](auto position) { return compute_deviation_terms<A>(position.load(x), pivots); });
 }
 
 template <class T, class A>
-FASTVIT_HOST_DEVICE MeanM2 moments_of(const T* x, int64_t n) {
-  const A center = choose_pivot<T, A>(x, n);
-  const TermPair<A> sums = sum_deviations(x, n, center);
-  return from_pivot_sums(center, 1 / double(n), sum_lanes<A>(sums.first), sum_lanes<A>(sums.second));
+FASTVIT_HOST_DEVICE MeanM2 compute_moments(const T* x, int64_t length) {
+  const A pivot = choose_pivot<T, A>(x, length);
+  const TermPair<A> sums = sum_deviations(x, length, pivot);
+  return moments_from_pivot_sums(pivot, 1 / double(length), sum_lanes<A>(sums.first),
+                                 sum_lanes<A>(sums.second));
 }
 
 }  // namespace FASTVIT_ISA

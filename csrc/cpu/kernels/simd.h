@@ -1,7 +1,11 @@
-// Vectors of the accumulation type, with loads and stores that convert.
+// SIMD registers (here: vectors) of the accumulation type, loads and stores that convert between a storage
+// type and the accumulation type, and the positions at which a vector lies in a span.
 //
-// GCC/Clang vector extensions, as wide as the registers of the instruction set. The kernels are compiled once
-// per instruction set (see kernel_table.cpp), each time in another namespace, so that the linker cannot mix them.
+// A vector is a GCC/Clang vector extension as wide as the registers of the instruction set. setup.py compiles
+// the kernels once per instruction set, each time with another FASTVIT_ISA; this namespace keeps the linker
+// from mixing the copies. A is the accumulation type (float or double), T the storage type (A, Half or
+// BFloat16). FASTVIT_HOST_DEVICE means "always inline" on a CPU. A span is a run of elements that a kernel
+// processes in order, such as one channel of an NCHW image.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -34,111 +38,136 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
+// type: a vector in a register. unaligned: the same vector at any address, whatever type the memory has.
 template <class A>
-struct VectorOf;
+struct SimdTypes;
 template <>
-struct VectorOf<float> {
+struct SimdTypes<float> {
   typedef float type __attribute__((vector_size(kVectorBytes)));
   typedef float unaligned __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
 };
 template <>
-struct VectorOf<double> {
+struct SimdTypes<double> {
   typedef double type __attribute__((vector_size(kVectorBytes)));
   typedef double unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
 };
 template <class A>
-using Simd = typename VectorOf<A>::type;
-template <class A>
+using Simd = typename SimdTypes<A>::type;
+template <class A>  // elements of a vector
 constexpr int kLanes = kVectorBytes / int(sizeof(A));
 
 using FloatVector = Simd<float>;
-typedef uint32_t WordVector __attribute__((vector_size(kVectorBytes)));
-typedef uint16_t HalfWordVector __attribute__((vector_size(kVectorBytes / 2)));
-typedef uint16_t UnalignedHalfWords __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+typedef uint32_t Uint32Vector __attribute__((vector_size(kVectorBytes)));
+// As many lanes as a FloatVector, in half of its bytes: a vector of a 16-bit storage type.
+typedef uint16_t Uint16Vector __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint16_t UnalignedUint16Vector __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
 
-// load<A>(p): kLanes<A> elements at p, converted. store<A>(p, v) is its reverse.
+// load<A>(source) converts the kLanes<A> elements at `source` to the accumulation type, and
+// store<A>(target, values) converts `values` to the type of the elements at `target`.
 template <class A>
-FASTVIT_HOST_DEVICE Simd<A> load(const A* p) {
-  return *reinterpret_cast<const typename VectorOf<A>::unaligned*>(p);
+FASTVIT_HOST_DEVICE Simd<A> load(const A* source) {
+  return *reinterpret_cast<const typename SimdTypes<A>::unaligned*>(source);
 }
 
+// The bits of a BFloat16 are the upper half of a float's.
 template <class A>
-FASTVIT_HOST_DEVICE FloatVector load(const BFloat16* p) {
+FASTVIT_HOST_DEVICE FloatVector load(const BFloat16* source) {
 #if defined(__AVX512F__)  // one permutation of words takes the place of a conversion and a shift
-  const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  const WordVector upper = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+  const Uint32Vector upper = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return FloatVector(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, __m512i(upper << 16), words));
-#elif defined(__AVX2__)  // the compiler would convert each half by itself
-  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+#elif defined(__AVX2__)  // without intrinsics the compiler converts the two halves of a vector one by one
+  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
   return FloatVector(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
 #else
-  const HalfWordVector bits = *reinterpret_cast<const UnalignedHalfWords*>(p);
-  return reinterpret_cast<FloatVector>(__builtin_convertvector(bits, WordVector) << 16);
+  const Uint16Vector words = *reinterpret_cast<const UnalignedUint16Vector*>(source);
+  return reinterpret_cast<FloatVector>(__builtin_convertvector(words, Uint32Vector) << 16);
 #endif
 }
 
-// The vector of T that `v` becomes in memory: to nearest, ties to even; a quiet NaN stays NaN.
+template <class A>
+FASTVIT_HOST_DEVICE FloatVector load(const Half* source) {
+#if defined(__AVX512F__)
+  return FloatVector(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source))));
+#elif defined(__F16C__)
+  return FloatVector(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+#else
+  FloatVector values;
+  for (int i = 0; i < kLanes<float>; ++i) values[i] = float(source[i]);
+  return values;
+#endif
+}
+
+// RoundToStorage<T, A>::round(values) rounds to the nearest values of T, ties to even, and returns a vector
+// with the bits of T. A quiet NaN stays NaN.
 template <class T, class A>
-struct RoundToStorage {
-  static FASTVIT_HOST_DEVICE Simd<A> of(Simd<A> v) { return v; }
+struct RoundToStorage {  // T is A
+  static FASTVIT_HOST_DEVICE Simd<A> round(Simd<A> values) { return values; }
 };
 template <>
 struct RoundToStorage<BFloat16, float> {
-  static FASTVIT_HOST_DEVICE HalfWordVector of(FloatVector v) {
-    const WordVector bits = reinterpret_cast<WordVector>(v), more = 0x7fffu + ((bits >> 16) & 1u);
+  static FASTVIT_HOST_DEVICE Uint16Vector round(FloatVector values) {
+    // Adding 0x7fff, or 0x8000 if the upper 16 bits are odd, makes a truncation to them round to nearest
+    // even. A NaN is only truncated, as the sum could be an infinity.
+    const Uint32Vector bits = reinterpret_cast<Uint32Vector>(values),
+                       increment = 0x7fffu + ((bits >> 16) & 1u);
 #if defined(__AVX512F__)
-    const __mmask16 ordered = _mm512_cmp_ps_mask(__m512(v), __m512(v), _CMP_ORD_Q);
-    const __m512i rounded = _mm512_mask_add_epi32(__m512i(bits), ordered, __m512i(bits), __m512i(more));
-    const WordVector odd = {0x30001, 0x70005, 0xb0009, 0xf000d, 0x130011, 0x170015, 0x1b0019, 0x1f001d};
-    return HalfWordVector(_mm512_castsi512_si256(_mm512_permutexvar_epi16(__m512i(odd), rounded)));
+    const __mmask16 is_number = _mm512_cmp_ps_mask(__m512(values), __m512(values), _CMP_ORD_Q);
+    const __m512i rounded =
+        _mm512_mask_add_epi32(__m512i(bits), is_number, __m512i(bits), __m512i(increment));
+    // The numbers 1, 3, 5, ... of the upper words, two in each lane.
+    const Uint32Vector upper_words = {0x30001,  0x70005,  0xb0009,  0xf000d,
+                                      0x130011, 0x170015, 0x1b0019, 0x1f001d};
+    return Uint16Vector(_mm512_castsi512_si256(_mm512_permutexvar_epi16(__m512i(upper_words), rounded)));
 #else
-    const WordVector rounded = bits + (more & WordVector(v == v));
+    const Uint32Vector rounded = bits + (increment & Uint32Vector(values == values));
 #if defined(__AVX2__)
     const __m256i words = _mm256_srai_epi32(__m256i(rounded), 16);  // signed, so that packing saturates none
-    return HalfWordVector(_mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    return Uint16Vector(_mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 #else
-    return __builtin_convertvector(rounded >> 16, HalfWordVector);
+    return __builtin_convertvector(rounded >> 16, Uint16Vector);
 #endif
 #endif
   }
 };
 template <>
 struct RoundToStorage<Half, float> {
-  static FASTVIT_HOST_DEVICE HalfWordVector of(FloatVector v) {
+  static FASTVIT_HOST_DEVICE Uint16Vector round(FloatVector values) {
 #if defined(__AVX512F__)
-    return HalfWordVector(_mm512_cvtps_ph(__m512(v), 0));
+    return Uint16Vector(_mm512_cvtps_ph(__m512(values), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
-    return HalfWordVector(_mm256_cvtps_ph(__m256(v), 0));
+    return Uint16Vector(_mm256_cvtps_ph(__m256(values), _MM_FROUND_TO_NEAREST_INT));
 #else
-    HalfWordVector words;
-    for (int i = 0; i < kLanes<float>; ++i) words[i] = Half(float(v[i])).x;
+    Uint16Vector words;
+    for (int i = 0; i < kLanes<float>; ++i) words[i] = Half(float(values[i])).x;
     return words;
 #endif
   }
 };
+
 template <class A, class T>
-FASTVIT_HOST_DEVICE void store(T* p, Simd<A> v) {
-  const auto bits = RoundToStorage<T, A>::of(v);
-  __builtin_memcpy(p, &bits, sizeof(bits));
+FASTVIT_HOST_DEVICE void store(T* target, Simd<A> values) {
+  const auto bits = RoundToStorage<T, A>::round(values);
+  __builtin_memcpy(target, &bits, sizeof(bits));
 }
 
-// Position a whole vector's address, past the caches: the line is not read before. `fence_non_temporal` makes what was
-// written visible to other threads.
+// Stores a vector past the caches, so that the cache line is not read first. `target` is aligned to the
+// vector's bytes in memory. fence_non_temporal makes all such stores of a thread visible to other threads.
 template <class A, class T>
-FASTVIT_HOST_DEVICE void store_non_temporal(T* p, Simd<A> v) {
-  const auto bits = RoundToStorage<T, A>::of(v);
+FASTVIT_HOST_DEVICE void store_non_temporal(T* target, Simd<A> values) {
+  const auto bits = RoundToStorage<T, A>::round(values);
 #if defined(__AVX512F__)
   if constexpr (sizeof(bits) == 64)
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), __m512i(bits));
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target), __m512i(bits));
   else
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), __m256i(bits));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(target), __m256i(bits));
 #elif defined(__AVX2__)
   if constexpr (sizeof(bits) == 32)
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), __m256i(bits));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(target), __m256i(bits));
   else
-    _mm_stream_si128(reinterpret_cast<__m128i*>(p), __m128i(bits));
+    _mm_stream_si128(reinterpret_cast<__m128i*>(target), __m128i(bits));
 #else
-  __builtin_memcpy(p, &bits, sizeof(bits));
+  __builtin_memcpy(target, &bits, sizeof(bits));
 #endif
 }
 inline void fence_non_temporal() {
@@ -147,98 +176,92 @@ inline void fence_non_temporal() {
 #endif
 }
 
-template <class A>
-FASTVIT_HOST_DEVICE FloatVector load(const Half* p) {
-#if defined(__AVX512F__)
-  return FloatVector(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-#elif defined(__F16C__)
-  return FloatVector(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#else
-  FloatVector v;
-  for (int i = 0; i < kLanes<float>; ++i) v[i] = float(p[i]);
-  return v;
-#endif
-}
-
-// The n < kLanes elements at p, in the last lanes. The other lanes are 0, and other memory is not accessed.
+// load_partial loads `count` < kLanes<A> elements at `source` into the last lanes, and 0 into the other
+// lanes. store_partial stores the last `count` lanes. Neither accesses memory beside those elements.
 template <class A, class T>
-FASTVIT_HOST_DEVICE Simd<A> load_partial(const T* p, int n) {
+FASTVIT_HOST_DEVICE Simd<A> load_partial(const T* source, int count) {
   T padded[kLanes<A>] = {};
-  for (int i = 0; i < n; ++i) padded[kLanes<A> - n + i] = p[i];
+  for (int i = 0; i < count; ++i) padded[kLanes<A> - count + i] = source[i];
   return load<A>(padded);
 }
 template <class A, class T>
-FASTVIT_HOST_DEVICE void store_partial(T* p, Simd<A> v, int n) {
+FASTVIT_HOST_DEVICE void store_partial(T* target, Simd<A> values, int count) {
   T padded[kLanes<A>];
-  store<A>(padded, v);
-  for (int i = 0; i < n; ++i) p[i] = padded[kLanes<A> - n + i];
+  store<A>(padded, values);
+  for (int i = 0; i < count; ++i) target[i] = padded[kLanes<A> - count + i];
 }
 
-#if defined(__AVX512F__)  // masked instructions; the copies above cost more than the rest of a short span
-FASTVIT_HOST_DEVICE __mmask16 last_lanes_mask(int n) {
-  return __mmask16(0xffff0000u >> n);
+// Masked instructions for float: the copies above take longer than all other work on a short span.
+#if defined(__AVX512F__)
+FASTVIT_HOST_DEVICE __mmask16 last_lanes_mask(int count) {
+  return __mmask16(0xffff0000u >> count);
 }
 template <>
-FASTVIT_HOST_DEVICE FloatVector load_partial<float>(const float* p, int n) {
-  return FloatVector(_mm512_maskz_loadu_ps(last_lanes_mask(n), p - (16 - n)));
+FASTVIT_HOST_DEVICE FloatVector load_partial<float>(const float* source, int count) {
+  return FloatVector(_mm512_maskz_loadu_ps(last_lanes_mask(count), source - (16 - count)));
 }
 template <>
-FASTVIT_HOST_DEVICE void store_partial<float>(float* p, FloatVector v, int n) {
-  _mm512_mask_storeu_ps(p - (16 - n), last_lanes_mask(n), __m512(v));
+FASTVIT_HOST_DEVICE void store_partial<float>(float* target, FloatVector values, int count) {
+  _mm512_mask_storeu_ps(target - (16 - count), last_lanes_mask(count), __m512(values));
 }
 #elif defined(__AVX2__)
-FASTVIT_HOST_DEVICE __m256i last_lanes_mask(int n) {
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0));
+FASTVIT_HOST_DEVICE __m256i last_lanes_mask(int count) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0));
 }
 template <>
-FASTVIT_HOST_DEVICE FloatVector load_partial<float>(const float* p, int n) {
-  return FloatVector(_mm256_maskload_ps(p - (8 - n), last_lanes_mask(n)));
+FASTVIT_HOST_DEVICE FloatVector load_partial<float>(const float* source, int count) {
+  return FloatVector(_mm256_maskload_ps(source - (8 - count), last_lanes_mask(count)));
 }
 template <>
-FASTVIT_HOST_DEVICE void store_partial<float>(float* p, FloatVector v, int n) {
-  _mm256_maskstore_ps(p - (8 - n), last_lanes_mask(n), __m256(v));
+FASTVIT_HOST_DEVICE void store_partial<float>(float* target, FloatVector values, int count) {
+  _mm256_maskstore_ps(target - (8 - count), last_lanes_mask(count), __m256(values));
 }
 #endif
 
+// A vector of integers as wide as A, as the compiler's shuffles and comparisons need it.
 template <class A>
-struct LaneNumbers;
+struct LaneIndices;
 template <>
-struct LaneNumbers<float> {
+struct LaneIndices<float> {
   typedef int32_t type __attribute__((vector_size(kVectorBytes)));
 };
 template <>
-struct LaneNumbers<double> {
+struct LaneIndices<double> {
   typedef int64_t type __attribute__((vector_size(kVectorBytes)));
 };
 template <class A>
-FASTVIT_HOST_DEVICE typename LaneNumbers<A>::type lane_numbers() {
-  typename LaneNumbers<A>::type lanes{};
-  for (int i = 0; i < kLanes<A>; ++i) lanes[i] = i;
-  return lanes;
+FASTVIT_HOST_DEVICE typename LaneIndices<A>::type get_lane_indices() {  // 0, 1, 2, ...
+  typename LaneIndices<A>::type indices{};
+  for (int i = 0; i < kLanes<A>; ++i) indices[i] = i;
+  return indices;
 }
 
-// v with all lanes but the last n set to 0.
+// Keeps the last `count` lanes and sets the others to 0.
 template <class A>
-FASTVIT_HOST_DEVICE Simd<A> zero_all_but_last(Simd<A> v, int n) {
-  return lane_numbers<A>() >= kLanes<A> - n ? v : Simd<A>{};
+FASTVIT_HOST_DEVICE Simd<A> zero_all_but_last(Simd<A> values, int count) {
+  return get_lane_indices<A>() >= kLanes<A> - count ? values : Simd<A>{};
 }
 
+// Adds the lanes pairwise, always in the same order.
 template <class A>
-FASTVIT_HOST_DEVICE A sum_lanes(Simd<A> v) {  // pairwise, always in the same order
+FASTVIT_HOST_DEVICE A sum_lanes(Simd<A> values) {
 #if defined(__clang__)
-  A lane[kLanes<A>];
-  std::memcpy(lane, &v, sizeof(v));
+  A lanes[kLanes<A>];
+  std::memcpy(lanes, &values, sizeof(values));
   for (int half = kLanes<A> / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  return lane[0];
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
 #else
-  for (int half = kLanes<A> / 2; half > 0; half /= 2) v += __builtin_shuffle(v, lane_numbers<A>() ^ half);
-  return v[0];
+  for (int half = kLanes<A> / 2; half > 0; half /= 2)
+    values += __builtin_shuffle(values, get_lane_indices<A>() ^ half);
+  return values[0];
 #endif
 }
 
-// Where a vector is in a span of n elements: at element i, or at the end of the span. The latter overlaps the
-// vector before it, or begins with zeros where the span is shorter than a vector.
+// Positions of a vector in a span. position.load(span) and position.store(span, values) access the vector's
+// elements in a span that begins at `span`.
+//
+// FullVector: kLanes<A> elements from element i on.
 template <class A>
 struct FullVector {
   int64_t i;
@@ -247,62 +270,68 @@ struct FullVector {
     return FASTVIT_ISA::load<A>(span + i);
   }
   template <class T>
-  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> v) const {
-    FASTVIT_ISA::store<A>(span + i, v);
+  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> values) const {
+    FASTVIT_ISA::store<A>(span + i, values);
   }
 };
+// NonTemporalVector: a FullVector whose store bypasses the caches.
 template <class A>
-struct NonTemporalVector : FullVector<A> {  // of a result, within a span
+struct NonTemporalVector : FullVector<A> {
   template <class T>
-  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> v) const {
-    FASTVIT_ISA::store_non_temporal<A>(span + this->i, v);
+  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> values) const {
+    FASTVIT_ISA::store_non_temporal<A>(span + this->i, values);
   }
 };
+// LastVector: the last kLanes<A> elements of a span of `length` elements, which may overlap the vector
+// before. A span shorter than a vector is in the last lanes, after zeros.
 template <class A>
 struct LastVector {
-  int64_t n;
+  int64_t length;
   template <class T>
   FASTVIT_HOST_DEVICE Simd<A> load(const T* span) const {
-    return n < kLanes<A> ? load_partial<A>(span, int(n)) : FASTVIT_ISA::load<A>(span + n - kLanes<A>);
+    return length < kLanes<A> ? load_partial<A>(span, int(length))
+                              : FASTVIT_ISA::load<A>(span + length - kLanes<A>);
   }
   template <class T>
-  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> v) const {
-    n < kLanes<A> ? store_partial<A>(span, v, int(n)) : FASTVIT_ISA::store<A>(span + n - kLanes<A>, v);
+  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> values) const {
+    length < kLanes<A> ? store_partial<A>(span, values, int(length))
+                       : FASTVIT_ISA::store<A>(span + length - kLanes<A>, values);
   }
 };
 
-// The vectors of a span that are written past the caches: from the first vector-aligned address on. A short
-// span is streamed only if it has no ragged ends, which would write parts of cache lines.
+// The vectors of a result's span that are stored past the caches: the FullVectors from element `first` on,
+// which is the first vector-aligned one. A span below 1 KiB is stored so only if it consists of aligned
+// vectors: stores of parts of a cache line past the caches are slow.
 struct NonTemporalRange {
-  bool on = false;
+  bool is_used = false;
   int64_t first = 0;
 
   template <class T>
-  NonTemporalRange(bool wanted, const T* span, int64_t n, int64_t lanes) {
-    if (!wanted) return;
-    const int64_t before = int64_t(reinterpret_cast<uintptr_t>(span) / sizeof(T)) % lanes;
-    on = n * int64_t(sizeof(T)) >= 1024 || (before == 0 && n % lanes == 0);
-    if (on && before) first = lanes - before;
+  NonTemporalRange(bool bypasses_cache, const T* span, int64_t length, int64_t lanes) {
+    if (!bypasses_cache) return;
+    const int64_t misalignment = int64_t(reinterpret_cast<uintptr_t>(span) / sizeof(T)) % lanes;
+    is_used = length * int64_t(sizeof(T)) >= 1024 || (misalignment == 0 && length % lanes == 0);
+    if (is_used && misalignment) first = lanes - misalignment;
   }
 };
 
-// write(at, read(at)) for the vectors of a span of n elements. A streamed result is none of the
-// operands.
-template <class A, class Read, class Write>
-FASTVIT_HOST_DEVICE void for_each_vector(int64_t n, NonTemporalRange streaming, const Read& read,
-                                         const Write& write) {
+// Calls write(position, compute(position)) for the vectors of a span of `length` elements. The written span
+// may be one that compute reads, unless non_temporal is used.
+template <class A, class Compute, class Write>
+FASTVIT_HOST_DEVICE void for_each_vector(int64_t length, NonTemporalRange non_temporal,
+                                         const Compute& compute, const Write& write) {
   constexpr int L = kLanes<A>;
-  const LastVector<A> end{n};
-  const bool ragged = (n - streaming.first) % L != 0;
-  decltype(read(end)) last{};
-  if (ragged) last = read(end);  // before the vector that it overlaps is written, perhaps in place
-  if (streaming.first) write(FullVector<A>{0}, read(FullVector<A>{0}));
-  if (streaming.on)
-    for (int64_t i = streaming.first; i + L <= n; i += L)
-      write(NonTemporalVector<A>{i}, read(FullVector<A>{i}));
+  const LastVector<A> last{length};
+  const bool needs_last = (length - non_temporal.first) % L != 0;
+  decltype(compute(last)) last_result{};
+  if (needs_last) last_result = compute(last);  // before a write to the vector that it overlaps
+  if (non_temporal.first) write(FullVector<A>{0}, compute(FullVector<A>{0}));
+  if (non_temporal.is_used)
+    for (int64_t i = non_temporal.first; i + L <= length; i += L)
+      write(NonTemporalVector<A>{i}, compute(FullVector<A>{i}));
   else
-    for (int64_t i = 0; i + L <= n; i += L) write(FullVector<A>{i}, read(FullVector<A>{i}));
-  if (ragged) write(end, last);
+    for (int64_t i = 0; i + L <= length; i += L) write(FullVector<A>{i}, compute(FullVector<A>{i}));
+  if (needs_last) write(last, last_result);
 }
 
 }  // namespace FASTVIT_ISA

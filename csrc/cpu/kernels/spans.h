@@ -1,4 +1,11 @@
-// Walks activations of any strides span by span, and selects a kernel by dtype and activation.
+// Walks the tensors of an op span by span, whatever their strides, and selects a kernel by dtype.
+//
+// A span is a run of elements that a kernel processes in order. WalkLayout has two kinds of walk:
+//   planes  NCHW, and all layouts whose fastest dimension is not the channel: a span is one channel's plane,
+//           its `inner` elements. There are outer * channels spans.
+//   rows    channels_last, tokens, (N, C): a span is a row, one element of each channel. There are `outer`.
+// A long span is processed in segments of at most kMaxSegmentLength elements.
+// T: storage type of the tensors. A: accumulation type. FASTVIT_HOST_DEVICE: always inline.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -8,24 +15,31 @@
 #include "simd.h"
 
 namespace fastvit {
-namespace FASTVIT_ISA {
+namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
-// One operand. A span with unit stride is read and written in place. Any other is copied to a buffer on the
-// stack and back.
+// Not std::min: the linker keeps one instance of it, perhaps that of another instruction set.
+FASTVIT_HOST_DEVICE int64_t minimum(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+// A tensor as the walk sees it. A span whose elements lie side by side is used where it lies; any other span
+// is gathered into a buffer on the stack, and scattered from one.
 template <class T>
 struct StridedOperand {
   T* data;
   Strides strides;
-  int64_t stride;  // between elements of a span
+  int64_t span_stride;  // between the elements of a span
   const WalkLayout* layout;
 
-  StridedOperand(const void* pointer, const WalkLayout& layout_, int operand)
-      : data(static_cast<T*>(const_cast<void*>(pointer))),
-        strides(layout_.strides[operand]),
-        stride(layout_.is_rows ? strides.channel : strides.inner),
-        layout(&layout_) {}
+  // operand_index: the tensor's place in layout.strides.
+  StridedOperand(const void* tensor_data, const WalkLayout& tensor_layout, int operand_index)
+      : data(static_cast<T*>(const_cast<void*>(tensor_data))),
+        strides(tensor_layout.strides[operand_index]),
+        span_stride(tensor_layout.is_rows ? strides.channel : strides.inner),
+        layout(&tensor_layout) {}
 
-  int64_t outer(int64_t n) const {
+  // The offset of the n-th index of the outer dimensions, in elements.
+  int64_t outer_offset(int64_t n) const {
     if (layout->outer_dims == 1) return n * strides.outer[0];
     int64_t offset = 0;
     for (int d = layout->outer_dims - 1; d >= 0; --d) {
@@ -34,138 +48,211 @@ struct StridedOperand {
     }
     return offset;
   }
-  T* at(int64_t outer, int64_t c, int64_t s) const {
-    return data + (outer + c * strides.channel + s * strides.inner);
+  // The address of an element: at the n-th index of the outer dimensions, in a channel's plane at `inner`.
+  T* address(int64_t n, int64_t channel, int64_t inner) const {
+    const int64_t outer = outer_offset(n);
+    return data + (outer + channel * strides.channel + inner * strides.inner);
   }
-  bool has_unit_stride(int64_t n) const { return stride == 1 || n == 1; }
-  const T* read(T* span, int64_t n, T* buffer) const {
-    if (has_unit_stride(n)) return span;
-    for (int64_t i = 0; i < n; ++i) buffer[i] = span[i * stride];
+  bool has_unit_stride(int64_t length) const { return span_stride == 1 || length == 1; }
+  // Returns the span itself if its elements lie side by side, else a copy of them in `buffer`.
+  const T* gather(const T* span, int64_t length, T* buffer) const {
+    if (has_unit_stride(length)) return span;
+    for (int64_t i = 0; i < length; ++i) buffer[i] = span[i * span_stride];
     return buffer;
   }
-  void write(T* span, int64_t n, const T* buffer) const {
-    for (int64_t i = 0; i < n; ++i) span[i * stride] = buffer[i];
+  void scatter(const T* buffer, int64_t length, T* span) const {
+    for (int64_t i = 0; i < length; ++i) span[i * span_stride] = buffer[i];
   }
 };
 
-// A per-channel constant along a span: one number for a plane, a vector of the table for a row.
+template <class T>
+bool all_have_unit_stride(const StridedOperand<T>* operands, int operand_count) {
+  for (int i = 0; i < operand_count; ++i)
+    if (operands[i].span_stride != 1) return false;
+  return true;
+}
+
+// A constant per channel, such as the mean, as the elements of a span need it: the same number for all
+// elements of a plane, and the next numbers of the table for the elements of a row.
 template <class A, bool kIsRows>
 struct ChannelConstant {
   const A* table;
-  Simd<A> value;
-  ChannelConstant(const void* table_, int64_t c)
-      : table(static_cast<const A*>(table_) + c), value(Simd<A>{} + (kIsRows ? A(0) : *table)) {}
+  Simd<A> plane_value;
+  // first_channel: the channel of a plane, or of a row's first element.
+  ChannelConstant(const void* all_channels, int64_t first_channel)
+      : table(static_cast<const A*>(all_channels) + first_channel),
+        plane_value(Simd<A>{} + (kIsRows ? A(0) : *table)) {}
+  // position: of a vector in the span (FullVector, LastVector).
   template <class Position>
-  FASTVIT_HOST_DEVICE Simd<A> at(Position at) const {
-    return kIsRows ? at.load(table) : value;
+  FASTVIT_HOST_DEVICE Simd<A> load(Position position) const {
+    return kIsRows ? position.load(table) : plane_value;
   }
 };
 
-// A task of a reduction: steps [first, last), which are a slice, of channels [c0, c1).
+// A task of a reduction: the channels [first_channel, end_channel), which are a tile, in the units
+// [first_unit, end_unit), which are a slice. A unit is a row, or a segment of every channel's plane.
 struct Task {
-  int64_t slice, first, last, c0, c1;
+  int64_t slice, first_unit, end_unit, first_channel, end_channel;
 };
 
-// f(task) for every task of a reduction.
-template <class F>
-void for_each_task(const WalkLayout& layout, const CpuPlan& plan, const F& f) {
+// Calls run_task(task) for every task of a reduction, in parallel.
+template <class RunTask>
+void for_each_task(const WalkLayout& layout, const CpuPlan& plan, const RunTask& run_task) {
   torch::stable::parallel_for(0, plan.slices * plan.tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t slice = i / plan.tiles, tile = i % plan.tiles;
-      f(Task{slice, plan.units * slice / plan.slices, plan.units * (slice + 1) / plan.slices,
-             layout.channels * tile / plan.tiles, layout.channels * (tile + 1) / plan.tiles});
+      run_task(Task{slice, plan.units * slice / plan.slices, plan.units * (slice + 1) / plan.slices,
+                    layout.channels * tile / plan.tiles, layout.channels * (tile + 1) / plan.tiles});
     }
   });
 }
 
-constexpr int64_t kGrain = 32768;  // fewest elements that are worth a thread
+constexpr int64_t kMinElementsPerThread = 32768;  // for fewer a thread is not worth its start
 
-inline int64_t parallel_grain(int64_t piece) {
-  return piece > 0 && kGrain > piece ? kGrain / piece : 1;
+// The smallest number of segments or rows of `length` elements that a thread is started for.
+inline int64_t parallel_grain(int64_t length) {
+  return length > 0 && kMinElementsPerThread > length ? kMinElementsPerThread / length : 1;
 }
 
-// Results of 32 MiB or more leave the caches before the next op reads them. Written past the caches they take
-// 0.73 to 0.84 of the time in fp32 where spans are long, because their lines are not read first.
+// Whether a result of that many elements is stored past the caches, by non-temporal stores. A result of 32
+// MiB or more has left the caches when the next op reads it. Non-temporal stores do not read the cache line
+// first: in float32 with long spans an op takes 0.73 to 0.84 of the time.
 template <class T>
 bool bypasses_cache(int64_t elements) {
-  constexpr int64_t kLeast = 32 << 20;
-  return elements * int64_t(sizeof(T)) >= kLeast;
+  constexpr int64_t kMinBytes = 32 << 20;
+  return elements * int64_t(sizeof(T)) >= kMinBytes;
 }
 
-// Pieces of n elements that follow each other, in the operands that a kernel reads and writes: `count` whole
-// planes of channels c, c + 1, ..., or rows from channel c on, or a part of one.
+// What one call of a kernel's body works on: `spans` spans of `length` elements in every tensor. They are the
+// planes of consecutive channels, or consecutive rows, or one span, or one segment of a span.
 template <class T>
 struct SpanGroup {
-  const T* from[3];
-  T* to[2];
-  int64_t from_stride[3], to_stride[2];
-  int64_t count, n, c;
-  bool streams;
+  const T* in_data[3];                  // the first span in each tensor that is read
+  T* out_data[2];                       // the first span in each tensor that is written
+  int64_t in_stride[3], out_stride[2];  // from a span to the next one
+  int64_t spans, length, first_channel;
+  bool bypasses_cache;  // results are stored past the caches
 
-  const T* in(int i, int64_t k) const { return from[i] + k * from_stride[i]; }
-  T* out(int i, int64_t k) const { return to[i] + k * to_stride[i]; }
+  const T* in_span(int operand, int64_t k) const { return in_data[operand] + k * in_stride[operand]; }
+  T* out_span(int operand, int64_t k) const { return out_data[operand] + k * out_stride[operand]; }
 };
 
-// run(args, spans) for all span pieces of `ins` operands and `outs` results, in the order of memory; threads
-// take contiguous ranges. A call by pointer: the walk is compiled once for all activations.
-template <class T, class Args>
-void for_each_span(const Args& args, const StridedOperand<T>* in, int ins, const StridedOperand<T>* out,
-                   int outs, void (*run)(const Args&, const SpanGroup<T>&)) {
-  const WalkLayout& layout = args.layout;
-  const CpuPlan& plan = args.plan;
-  bool unit_stride = true, streams = outs == 1 && bypasses_cache<T>(layout.numel());
-  for (int i = 0; i < ins; ++i) {
-    unit_stride = unit_stride && in[i].stride == 1;
-    streams = streams && in[i].data != out[0].data;
-  }
-  for (int i = 0; i < outs; ++i) unit_stride = unit_stride && out[i].stride == 1;
-  const bool together = unit_stride && plan.segments == 1 && (!layout.is_rows || layout.outer_dims == 1);
-  const auto stride_of = [&](const Strides& strides) {
-    return layout.is_rows ? strides.outer[0] : strides.channel;
-  };
-  const int64_t span = layout.is_rows ? layout.channels : layout.inner;
-  const int64_t channels = layout.is_rows ? 1 : layout.channels,
-                positions = layout.outer * channels * plan.segments;
-  const auto walk = [&]<bool kUnitStride>(int64_t begin, int64_t end) {
-    T in_buffer[3][kUnitStride ? 1 : kMaxSegment], out_buffer[2][kUnitStride ? 1 : kMaxSegment];
-    SpanGroup<T> spans;
-    for (int i = 0; i < ins; ++i) spans.from_stride[i] = stride_of(in[i].strides);
-    for (int i = 0; i < outs; ++i) spans.to_stride[i] = stride_of(out[i].strides);
-    spans.streams = kUnitStride && streams;
-    for (int64_t position = begin; position < end; position += spans.count) {
-      const int64_t first = position % plan.segments * plan.segment_length;
-      const int64_t m = position / plan.segments % channels, n = position / plan.segments / channels;
-      const int64_t c = layout.is_rows ? first : m, s = layout.is_rows ? 0 : first;
-      const int64_t left = end - position, in_image = layout.is_rows ? left : channels - m;
-      spans.count = !together ? 1 : left < in_image ? left : in_image;
-      spans.n = span - first < plan.segment_length ? span - first : plan.segment_length;
-      spans.c = c;
-      T* written[2];
-      for (int i = 0; i < ins; ++i) {
-        T* const at = in[i].at(in[i].outer(n), c, s);
-        spans.from[i] = kUnitStride ? at : in[i].read(at, spans.n, in_buffer[i]);
-      }
-      for (int i = 0; i < outs; ++i) {
-        written[i] = out[i].at(out[i].outer(n), c, s);
-        spans.to[i] = kUnitStride || out[i].stride == 1 ? written[i] : out_buffer[i];
-      }
-      run(args, spans);
-      for (int i = 0; i < outs; ++i)
-        if (spans.to[i] != written[i]) out[i].write(written[i], spans.n, spans.to[i]);
-    }
-    if (kUnitStride && streams) fence_non_temporal();
-  };
-  torch::stable::parallel_for(0, positions, parallel_grain(plan.segment_length),
-                              [&](int64_t begin, int64_t end) {
-                                unit_stride ? walk.template operator()<true>(begin, end)
-                                            : walk.template operator()<false>(begin, end);
-                              });
+// The stride from a span to the next one of a group.
+inline int64_t get_group_stride(const WalkLayout& layout, const Strides& strides) {
+  return layout.is_rows ? strides.outer[0] : strides.channel;
 }
 
-// f.template operator()<T>() for a dtype.
-template <class F>
-void dispatch_storage_type(ScalarType dtype, const F& f) {
-  fastvit::dispatch_storage_type<Half, BFloat16>(dtype, f);
+// A kernel's body is called by pointer, so that the walk is compiled once and not once per activation.
+template <class T, class Args>
+using SpanBody = void (*)(const Args& args, const SpanGroup<T>& group);
+
+// The state of for_each_span. Args: a kernel's parameters, with a `layout` and a `plan`.
+template <class T, class Args>
+class SpanWalk {
+  const Args& args;
+  const StridedOperand<T>*const in, *const out;
+  const int in_count, out_count;
+  const SpanBody<T, Args> body;
+  const bool is_in_place;                      // in no tensor is a span copied
+  const int64_t span_length, spans_per_outer;  // spans_per_outer: a plane per channel, or one row
+  bool stores_past_cache;
+  bool may_group;  // spans follow each other at a fixed stride, so several are one group
+
+  struct Place {             // where a segment begins
+    int64_t n;               // index of the outer dimensions
+    int64_t channel, inner;  // index of the first element
+  };
+
+ public:
+  SpanWalk(const Args& args, const StridedOperand<T>* in, int in_count, const StridedOperand<T>* out,
+           int out_count, SpanBody<T, Args> body)
+      : args(args),
+        in(in),
+        out(out),
+        in_count(in_count),
+        out_count(out_count),
+        body(body),
+        is_in_place(all_have_unit_stride(in, in_count) && all_have_unit_stride(out, out_count)),
+        span_length(args.layout.is_rows ? args.layout.channels : args.layout.inner),
+        spans_per_outer(args.layout.is_rows ? 1 : args.layout.channels) {
+    const WalkLayout& layout = args.layout;
+    // A result in place is not stored past the caches: the operand's cache lines were read already.
+    stores_past_cache = is_in_place && out_count == 1 && bypasses_cache<T>(layout.numel());
+    for (int i = 0; i < in_count; ++i) stores_past_cache = stores_past_cache && in[i].data != out[0].data;
+    may_group = is_in_place && args.plan.segments == 1 && (!layout.is_rows || layout.outer_dims == 1);
+  }
+
+  void run() const {
+    torch::stable::parallel_for(0, args.layout.outer * spans_per_outer * args.plan.segments,
+                                parallel_grain(args.plan.segment_length), [&](int64_t begin, int64_t end) {
+                                  is_in_place ? walk_in_place(begin, end) : walk_buffered(begin, end);
+                                });
+  }
+
+ private:
+  SpanGroup<T> make_group() const {
+    SpanGroup<T> group;
+    for (int i = 0; i < in_count; ++i) group.in_stride[i] = get_group_stride(args.layout, in[i].strides);
+    for (int i = 0; i < out_count; ++i) group.out_stride[i] = get_group_stride(args.layout, out[i].strides);
+    group.bypasses_cache = stores_past_cache;
+    return group;
+  }
+
+  // Finds where the segment with that index begins, and sets the group to the spans from there on that end
+  // before segment `end`.
+  FASTVIT_HOST_DEVICE Place locate(int64_t index, int64_t end, SpanGroup<T>& group) const {
+    const CpuPlan& plan = args.plan;
+    const bool is_rows = args.layout.is_rows;
+    const int64_t first = index % plan.segments * plan.segment_length;
+    const int64_t span = index / plan.segments, channel = span % spans_per_outer, n = span / spans_per_outer;
+    group.spans = !may_group ? 1 : is_rows ? end - index : minimum(end - index, spans_per_outer - channel);
+    group.length = minimum(span_length - first, plan.segment_length);
+    group.first_channel = is_rows ? first : channel;
+    return {n, group.first_channel, is_rows ? 0 : first};
+  }
+
+  void walk_in_place(int64_t begin, int64_t end) const {
+    SpanGroup<T> group = make_group();
+    for (int64_t index = begin; index < end; index += group.spans) {
+      const auto [n, channel, inner] = locate(index, end, group);
+      for (int i = 0; i < in_count; ++i) group.in_data[i] = in[i].address(n, channel, inner);
+      for (int i = 0; i < out_count; ++i) group.out_data[i] = out[i].address(n, channel, inner);
+      body(args, group);
+    }
+    if (stores_past_cache) fence_non_temporal();
+  }
+
+  void walk_buffered(int64_t begin, int64_t end) const {
+    T in_buffers[3][kMaxSegmentLength], out_buffers[2][kMaxSegmentLength];
+    SpanGroup<T> group = make_group();
+    for (int64_t index = begin; index < end; index += group.spans) {
+      const auto [n, channel, inner] = locate(index, end, group);
+      T* results[2];
+      for (int i = 0; i < in_count; ++i)
+        group.in_data[i] = in[i].gather(in[i].address(n, channel, inner), group.length, in_buffers[i]);
+      for (int i = 0; i < out_count; ++i) {
+        results[i] = out[i].address(n, channel, inner);
+        group.out_data[i] = out[i].span_stride == 1 ? results[i] : out_buffers[i];
+      }
+      body(args, group);
+      for (int i = 0; i < out_count; ++i)
+        if (group.out_data[i] != results[i]) out[i].scatter(group.out_data[i], group.length, results[i]);
+    }
+  }
+};
+
+// Calls body(args, group) for all spans of the tensors `in`, which are read, and `out`, which are written, in
+// the order of memory. Each thread takes a contiguous range.
+template <class T, class Args>
+void for_each_span(const Args& args, const StridedOperand<T>* in, int in_count, const StridedOperand<T>* out,
+                   int out_count, SpanBody<T, Args> body) {
+  SpanWalk<T, Args>(args, in, in_count, out, out_count, body).run();
+}
+
+// Calls function.template operator()<T>() for the storage type T of a dtype.
+template <class Function>
+void dispatch_storage_type(ScalarType dtype, const Function& function) {
+  fastvit::dispatch_storage_type<Half, BFloat16>(dtype, function);
 }
 
 }  // namespace FASTVIT_ISA
