@@ -1,4 +1,5 @@
-// Access to parameters and buffers of C numbers in any floating-point dtype.
+// Access to a ChannelVector: a parameter or buffer of C numbers, such as weight or running_mean, in any
+// floating-point dtype. A parameter that the layer does not have is null.
 #pragma once
 
 #include "../dtypes.h"
@@ -6,43 +7,46 @@
 
 namespace fastvit {
 
+// Returns the number of channel c, or `default_value` if there are no numbers.
 template <class A>
-__device__ __forceinline__ A load_channel(const ChannelVector& from, int64_t c, A absent) {
-  if (!from.data) return absent;
+__device__ __forceinline__ A load_channel(const ChannelVector& source, int64_t c, A default_value) {
+  if (!source.data) return default_value;
   return dispatch_storage_type(
-      from.dtype, [&]<class S>() { return A(Accumulation<S>(static_cast<const S*>(from.data)[c])); });
+      source.dtype, [&]<class T>() { return A(Accumulation<T>(static_cast<const T*>(source.data)[c])); });
 }
 
-__device__ __forceinline__ void store_channel(const ChannelVector& to, int64_t c, double value) {
-  dispatch_storage_type(to.dtype,
-                        [&]<class S>() { static_cast<S*>(to.data)[c] = S(Accumulation<S>(value)); });
+__device__ __forceinline__ void store_channel(const ChannelVector& destination, int64_t c, double value) {
+  dispatch_storage_type(destination.dtype,
+                        [&]<class T>() { static_cast<T*>(destination.data)[c] = T(Accumulation<T>(value)); });
 }
 
-// V numbers from a multiple of V on: one switch, and wide loads where the memory is aligned for them.
+// Loads the V numbers from channel c on, where c is a multiple of V. Faster than V calls of load_channel:
+// there is one switch over the dtype, and loads are wide if the memory is aligned for them.
 template <int V, class A>
-__device__ __forceinline__ void load_channels(const ChannelVector& from, int64_t c, A (&to)[V], A absent) {
-  if (!from.data) {
+__device__ __forceinline__ void load_channels(const ChannelVector& source, int64_t c, A (&values)[V],
+                                              A default_value) {
+  if (!source.data) {
 #pragma unroll
-    for (int k = 0; k < V; ++k) to[k] = absent;
+    for (int k = 0; k < V; ++k) values[k] = default_value;
     return;
   }
-  dispatch_storage_type(from.dtype, [&]<class S>() {
-    const S* const at = static_cast<const S*>(from.data) + c;
-    constexpr int kWide = V < kVectorWidth<S> ? V : kVectorWidth<S>;
-    if constexpr (kWide * sizeof(S) >= 8) {
-      if (reinterpret_cast<uintptr_t>(from.data) % 16 == 0) {
+  dispatch_storage_type(source.dtype, [&]<class T>() {
+    const T* const data = static_cast<const T*>(source.data) + c;
+    constexpr int kWidth = V < kVectorWidth<T> ? V : kVectorWidth<T>;  // numbers of one wide load
+    if constexpr (kWidth * sizeof(T) >= 8) {
+      if (reinterpret_cast<uintptr_t>(source.data) % 16 == 0) {
 #pragma unroll
-        for (int first = 0; first < V; first += kWide) {
-          Vector<S, kWide> vector;
-          vector.load(at + first);
+        for (int i = 0; i < V; i += kWidth) {
+          Vector<T, kWidth> vector;
+          vector.load(data + i);
 #pragma unroll
-          for (int k = 0; k < kWide; ++k) to[first + k] = A(Accumulation<S>(vector.element[k]));
+          for (int k = 0; k < kWidth; ++k) values[i + k] = A(Accumulation<T>(vector.element[k]));
         }
         return;
       }
     }
 #pragma unroll
-    for (int k = 0; k < V; ++k) to[k] = A(Accumulation<S>(at[k]));
+    for (int k = 0; k < V; ++k) values[k] = A(Accumulation<T>(data[k]));
   });
 }
 

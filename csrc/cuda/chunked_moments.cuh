@@ -1,16 +1,17 @@
-// The statistics of one thread, for bn_stats and the on-chip forward.
+// ChunkedMoments: the mean and m2 (sum of squared deviations) of the values of one thread, in one pass.
 //
-// Values are summed in chunks of 32, relative to the first of the chunk: sum of d and of d * d, then
-// m2 = sum_of_squares - sum * sum / n. The first value is one of the n, so at most a fraction of (n - 1) / n
-// cancels, which costs one or two digits for any first value. This takes four instructions per element; two
-// passes over registers take five. Squares of float overflow only if values differ by more than 1e18. Chunks
-// are merged by Chan's update, once per 32 values, with a reciprocal that is accurate to 2 ulp.
+// The thread's values are taken in chunks, of one or more batches and usually 32 values. A chunk's pivot is
+// its first value. With d = value - pivot, a chunk sums d and d * d, and m2 = sum(d * d) - sum(d)^2 / n. One
+// of its n deviations d is 0, so the subtraction cancels at most a fraction of (n - 1) / n, which costs one
+// or two digits however large the mean is. This takes four instructions per value; two passes over registers
+// would take five. Squares overflow in float only if values differ by more than 1e18. Chunks are merged by
+// Chan's update (moments.h), with a reciprocal that is accurate to 2 units in the last place.
 //
-// A thread's mean is relative to the first value of its current chunk, and is shifted when a chunk begins.
-// Before threads merge, all means of a channel are shifted to be relative to the pivot,
-// the channel's first value in memory. Such means are of the size of the deviations, so shifts and merges
-// lose no digits for any mean. Pivots are loaded at the kernel's start and used at its end, which hides the
-// latency.
+// All means are relative to a pivot, so they are as small as the deviations, and no digits are lost when
+// means are shifted or merged. The thread's mean is relative to the pivot of its current chunk, and is
+// shifted when a chunk begins. Results of several threads can be merged only if their means have the same
+// pivot: finish() shifts them to the channel's pivot, which is the channel's first value in memory. The
+// constructor loads that value and finish() uses it, so the latency of the load is hidden.
 #pragma once
 
 #include "merge_slices.cuh"
@@ -19,22 +20,27 @@ namespace fastvit {
 
 constexpr int kChunkValues = 32;
 
+// T: storage type of x. kIsRows: the channels are the fastest dimension of the walk. V: elements of a vector.
+// A thread has K channels: those of its V columns (rows), or one (planes).
 template <class T, bool kIsRows, int V>
-struct ChunkedMoments {  // rows: one channel per column; planes: one
+struct ChunkedMoments {
   using A = Accumulation<T>;
   static constexpr int K = kIsRows ? V : 1;
-  static constexpr int kTile = kIsRows ? kMaxTile : 1;
-  PartialMoments<A> moments[K];  // of the complete chunks; of all values after finish()
+  static constexpr int kTile = kIsRows ? kMaxTile : 1;  // a tile has at most so many channels
+  // Moments of the complete chunks, with means relative to chunk_pivot. After finish(): of all values, with
+  // means relative to the channels' pivots.
+  PartialMoments<A> moments[K];
 
   __device__ __forceinline__ ChunkedMoments(const LaunchPlan& plan, const BlockWork& work, const void* x) {
     static_assert(kTile <= kThreads);
     if (int(threadIdx.x) < work.channels(plan) && plan.layout.outer > 0)
-      pivot.load(static_cast<const T*>(x) +
-                 (work.first_channel(plan) + threadIdx.x) * plan.layout.strides[0].channel);
+      channel_pivot.load(static_cast<const T*>(x) +
+                         (work.first_channel(plan) + threadIdx.x) * plan.layout.strides[0].channel);
     else
-      pivot.clear();
+      channel_pivot.clear();
   }
 
+  // Adds the values of a batch, the vectors that a thread loads together. B: a Batch of walk.cuh.
   template <class B>
   __device__ __forceinline__ void add(const B& batch, const Vector<T, B::V> (&x)[B::U]) {
     A value[B::V];
@@ -62,50 +68,53 @@ struct ChunkedMoments {  // rows: one channel per column; planes: one
     if (kChunkIsBatch || chunk_count >= kChunkValues) close_chunk();
   }
 
-  // All threads call it after their last value; writes the pivots of the tile's channels to `pivots`.
+  // Completes `moments`, and writes the pivots of the tile's channels to shared memory. All threads call
+  // after their last value.
   __device__ __forceinline__ void finish(A (&pivots)[kTile], const LaunchPlan& plan, const BlockWork& work) {
     if (int(threadIdx.x) < work.channels(plan)) {
       A value[1];
-      pivot.unpack(value);
+      channel_pivot.unpack(value);
       pivots[threadIdx.x] = value[0];
     }
     __syncthreads();
     if (chunk_count > 0) close_chunk();
-    A mine[K];
-    load_thread_constants<kIsRows, V>(mine, pivots, plan, work);
+    A thread_pivots[K];
+    load_thread_constants<kIsRows, V>(thread_pivots, pivots, plan, work);
 #pragma unroll
-    for (int k = 0; k < K; ++k) move_pivot(k, mine[k]);
+    for (int k = 0; k < K; ++k) move_pivot(k, thread_pivots[k]);
   }
 
  private:
-  // A batch of 16-bit planes has the values of a chunk, so chunks do not extend over batches.
+  // Whether each batch is a chunk: for planes of 16-bit elements a batch has 32 values of the channel.
   static constexpr bool kChunkIsBatch = !kIsRows && V * kBatch >= kChunkValues;
 
-  // Merges the chunk into the values before it.
+  // Merges the current chunk into `moments`.
   __device__ __forceinline__ void close_chunk() {
     const A n = A(chunk_count), one_over_n = approximate_quotient(A(1), n);
-    const A count = moments[0].count, total = count + n, fraction = approximate_quotient(n, total),
-            weight = count * fraction;
+    const A count = moments[0].count, total = count + n, chunk_share = approximate_quotient(n, total),
+            weight = count * chunk_share;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const A d = sum[k] * one_over_n, delta = add_rn(d, -moments[k].mean);
       moments[k].count = total;  // the same in all columns
-      moments[k].mean = fma_rn(delta, fraction, moments[k].mean);
+      moments[k].mean = fma_rn(delta, chunk_share, moments[k].mean);
       moments[k].m2 =
           add_rn(moments[k].m2, fma_rn(delta * delta, weight, fma_rn(-sum[k], d, sum_of_squares[k])));
     }
     chunk_count = 0;
   }
 
-  // The mean so far, relative to `to`; 0 without values.
-  __device__ __forceinline__ void move_pivot(int k, A to) {
-    const A any = min(moments[0].count, A(1));  // a factor, as a condition becomes a branch
-    moments[k].mean = any * add_rn(moments[k].mean, add_rn(chunk_pivot[k], -to));
+  // Shifts the mean of channel k from chunk_pivot to a new pivot. The mean of no values stays 0.
+  __device__ __forceinline__ void move_pivot(int k, A new_pivot) {
+    // 1 if there are values, else 0. A factor is used because the compiler makes a branch of a condition.
+    const A has_values = min(moments[0].count, A(1));
+    moments[k].mean = has_values * add_rn(moments[k].mean, add_rn(chunk_pivot[k], -new_pivot));
   }
 
-  A chunk_pivot[K] = {}, sum[K], sum_of_squares[K];
-  int chunk_count = 0;  // values in the current chunk
-  Vector<T, 1> pivot;   // the pivot of channel threadIdx.x of the tile
+  A chunk_pivot[K] = {};        // the pivot of the current chunk, per channel
+  A sum[K], sum_of_squares[K];  // of the current chunk's deviations from chunk_pivot
+  int chunk_count = 0;          // values per channel in the current chunk
+  Vector<T, 1> channel_pivot;   // the pivot of channel threadIdx.x of the tile
 };
 
 }  // namespace fastvit

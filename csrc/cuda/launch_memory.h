@@ -1,4 +1,5 @@
-// Memory of a launch: scratch from torch's caching allocator, and the semaphores by which slices are merged.
+// Memory of a launch. Scratch is memory from torch's caching allocator. MergeMemory is what merge_slices.cuh
+// needs: results of slices, and semaphores (counters by which blocks of a launch know of each other).
 #pragma once
 
 #include <map>
@@ -10,8 +11,8 @@
 
 namespace fastvit {
 
-// Memory for the kernels that are launched on the current device while this object lives. The allocator
-// reuses freed blocks in stream order, so the host does not wait.
+// Memory for kernels that are launched on the current stream while this object lives. torch's allocator gives
+// freed memory only to later work of the same stream, so the host does not wait for the kernels.
 class Scratch {
  public:
   explicit Scratch(size_t bytes) {
@@ -26,47 +27,53 @@ class Scratch {
   void* data = nullptr;
 };
 
-// kMaxSemaphores + kExchangeCounters zeros of a stream, which every launch leaves as zeros. Launches of one
-// stream use them one after the other (see KernelParams), so they share these, and no launch has to clear them.
-// Never freed, so not from torch's allocator: a first use while a CUDA graph is warmed up would take memory
-// of the graph's pool, which expects it back.
-// By the stream's id: its handle may be given to another stream while work of a destroyed one still runs.
+// Returns the kMaxSemaphores + kExchangeCounters counters of the current stream. They are zero before and
+// after every launch. The launches of a stream access memory one after the other (see KernelParams), so they
+// share the counters, and none has to clear them.
+//
+// The counters are allocated once and never freed. They are not from torch's allocator: if the first launch
+// is the warm-up of a CUDA graph, memory of that allocator belongs to the graph's pool, which expects it
+// back. The counters are found by the stream's id, not by its handle: the handle of a destroyed stream may be
+// given to a new one while work of the old one still runs.
 inline unsigned* stream_semaphores(const LaunchContext& context) {
   static std::mutex mutex;
-  static std::map<std::pair<int, unsigned long long>, unsigned*> semaphores;
-  unsigned long long stream = 0;
-  STD_CUDA_CHECK(cudaStreamGetId(context.stream, &stream));
+  // (device, stream id) -> counters
+  static std::map<std::pair<int, unsigned long long>, unsigned*> counters_of_streams;
+  unsigned long long stream_id = 0;
+  STD_CUDA_CHECK(cudaStreamGetId(context.stream, &stream_id));
   const std::lock_guard lock(mutex);
-  unsigned*& mine = semaphores[{context.device_index, stream}];
-  if (!mine) {
+  unsigned*& counters = counters_of_streams[{context.device_index, stream_id}];
+  if (!counters) {
     void* data = nullptr;
     constexpr size_t bytes = (kMaxSemaphores + kExchangeCounters) * sizeof(unsigned);
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // another stream may be capturing
+    // In the default mode cudaMalloc would fail while another stream is captured into a graph.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
     const cudaError_t status = cudaMalloc(&data, bytes);
     STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
     STD_CUDA_CHECK(status);
     STD_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, context.stream));
-    mine = static_cast<unsigned*>(data);
+    counters = static_cast<unsigned*>(data);
   }
-  return mine;
+  return counters;
 }
 
-// Memory for merging slices: partial results and semaphores, and an exchange's where the grid's last blocks
-// wait for other ranks. A captured launch has its own semaphores, which the graph clears, because the
-// graph may run on any stream, at the same time as other work.
+// The memory with which a launch merges slices, and with has_exchange the counters with which its last blocks
+// wait for other ranks. A launch that is captured into a CUDA graph has counters of its own, which the graph
+// clears: the graph may run on any stream, at the same time as other work.
+// R: a slice's result for one channel, such as PartialMoments.
 template <class R>
 class MergeMemory {
  public:
   MergeMemory(const LaunchPlan& plan, const LaunchContext& context, bool has_exchange = false)
       : groups(plan),
         semaphore_count(plan.slices > 1 ? groups.semaphores(plan) : 0),
-        captured((plan.slices > 1 || has_exchange) && capturing(context)),
-        bytes(plan.slices > 1 ? int64_t(plan.slices) * plan.layout.channels * int64_t(sizeof(R)) : 0),
-        scratch(bytes + (captured ? (semaphore_count + kExchangeCounters) * sizeof(unsigned) : 0)) {
+        is_captured((plan.slices > 1 || has_exchange) && is_capturing(context)),
+        result_bytes(plan.slices > 1 ? int64_t(plan.slices) * plan.layout.channels * int64_t(sizeof(R)) : 0),
+        scratch(result_bytes + (is_captured ? (semaphore_count + kExchangeCounters) * sizeof(unsigned) : 0)) {
     if (plan.slices == 1 && !has_exchange) return;
-    if (captured) {
-      semaphores = reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + bytes);
+    if (is_captured) {
+      semaphores = reinterpret_cast<unsigned*>(static_cast<char*>(scratch.data) + result_bytes);
       STD_CUDA_CHECK(cudaMemsetAsync(semaphores, 0, (semaphore_count + kExchangeCounters) * sizeof(unsigned),
                                      context.stream));
     } else {
@@ -77,15 +84,15 @@ class MergeMemory {
   SliceResults<R> slice_results() const { return {static_cast<R*>(scratch.data), semaphores, groups}; }
 
  private:
-  static bool capturing(const LaunchContext& context) {
+  static bool is_capturing(const LaunchContext& context) {
     cudaStreamCaptureStatus status;
     STD_CUDA_CHECK(cudaStreamIsCapturing(context.stream, &status));
     return status != cudaStreamCaptureStatusNone;
   }
   MergeGroups groups;
-  int64_t semaphore_count;  // semaphores of the tiles
-  bool captured;
-  int64_t bytes;
+  int64_t semaphore_count;  // without the counters of an exchange
+  bool is_captured;
+  int64_t result_bytes;
   Scratch scratch;
   unsigned* semaphores = nullptr;
 

@@ -1,7 +1,17 @@
-// The walk of one block over its slice: calls a kernel's body with batches of vectors, by the plan.
+// for_each_batch walks the elements of one block by a LaunchPlan, and calls a kernel's body with batches.
 //
-// Slices interleave, so that all blocks together read memory once, in order. kReverse walks from the end,
-// where the data that the previous op accessed last is still in the L2 cache.
+// A block has a tile (some channels) and a slice (a share of the values of these channels). A slice has
+// units. A unit is a row (all channels for one outer index), a plane (the inner dimension for one outer index
+// and one channel) or a segment of a plane. The members of a team of threads access consecutive memory of a
+// unit. A batch is the vectors that a thread loads together. The units of the slices are interleaved: at any
+// time all blocks access neighboring memory.
+//
+// The kernels and this file share these template parameters:
+//   T  the storage type of elements in memory
+//   A  the accumulation type, of arithmetic: float, or double if T is double
+//   V  elements of a vector: 16 bytes, or one element
+//   U  vectors of a batch
+//   K  channels for which a thread has constants and sums: V for rows (one per column), 1 for planes
 #pragma once
 
 #include "plan.h"
@@ -9,71 +19,82 @@
 
 namespace fastvit {
 
-// A thread's next U vectors of V elements. The first vector exists. One past the end is loaded as zeros and
-// is not stored.
+// A descending walk begins at the end, which the previous kernel accessed last and which is still in the L2
+// cache.
 enum class WalkOrder { ascending, descending };
 
+// The next U vectors of a thread, of V elements each, at the same place in each of kOperands tensors. The
+// first vector always exists. A vector beyond the thread's last one is not valid: it is loaded as zeros and
+// not stored.
 template <int V_, int U_, int kOperands>
 struct Batch {
   static constexpr int V = V_, U = U_;
-  using Single = Batch<V, 1, kOperands>;
+  using Single = Batch<V, 1, kOperands>;  // a batch of one vector
+  // Single elements (V == 1) can be anywhere, so each has an offset. Vectors of 16 bytes have equal
+  // distances, so the offset of the first and their stride suffice.
   static constexpr int kOffsets = V == 1 ? U : 1;
-  int64_t offset[kOperands][kOffsets];  // in elements: of the first vector, or of each that is one element
-  int vector_stride[kOperands];         // vectors of an operand from one of the batch to the next
+  int64_t offset[kOperands][kOffsets];  // in elements
+  int vector_stride[kOperands];         // in vectors
   bool valid[U];
 
+  // The j-th vector as a batch.
   __device__ __forceinline__ Single vector(int j) const {
-    Single one;
+    Single single;
 #pragma unroll
     for (int k = 0; k < kOperands; ++k)
-      one.offset[k][0] = V == 1 ? offset[k][j] : offset[k][0] + int64_t(vector_stride[k]) * (j * V);
-    one.valid[0] = valid[j];
-    return one;
+      single.offset[k][0] = V == 1 ? offset[k][j] : offset[k][0] + int64_t(vector_stride[k]) * (j * V);
+    single.valid[0] = valid[j];
+    return single;
   }
 
+  // Loads from or stores to the tensor at `data`, which is the operand with this index.
   template <CacheHint kHint = kNoHint, class T>
-  __device__ __forceinline__ void load(Vector<T, V> (&to)[U], const void* p, int operand) const {
+  __device__ __forceinline__ void load(Vector<T, V> (&vectors)[U], const void* data, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j) {
       if (valid[j])
-        to[j].template load<kHint>(at(static_cast<const T*>(p), operand, j));
+        vectors[j].template load<kHint>(address(static_cast<const T*>(data), operand, j));
       else
-        to[j].clear();
+        vectors[j].clear();
     }
   }
   template <class T>
-  __device__ __forceinline__ void store(const Vector<T, V> (&from)[U], void* p, int operand) const {
+  __device__ __forceinline__ void store(const Vector<T, V> (&vectors)[U], void* data, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j)
-      if (valid[j]) from[j].store(at(static_cast<T*>(p), operand, j));
+      if (valid[j]) vectors[j].store(address(static_cast<T*>(data), operand, j));
   }
 
  private:
   template <class T>
-  __device__ __forceinline__ T* at(T* p, int operand, int j) const {
-    return p + (V == 1 ? offset[operand][j] : offset[operand][0] + int64_t(vector_stride[operand]) * (j * V));
+  __device__ __forceinline__ T* address(T* data, int operand, int j) const {
+    return data +
+           (V == 1 ? offset[operand][j] : offset[operand][0] + int64_t(vector_stride[operand]) * (j * V));
   }
 };
 
-// Offsets of outer index n, all operands. Only plans without vectors have more than one outer dimension.
-template <bool kVectorWidth, int kOperands>
-__device__ __forceinline__ void outer_offsets(const WalkLayout& layout, int64_t n,
-                                              int64_t (&offset)[kOperands]) {
-  const bool simple = kVectorWidth || layout.outer_dims <= 1;
+// Computes the offset of outer index n in each operand. Plans with vectors of 16 bytes have one outer
+// dimension.
+template <bool kIsVectorized, int kOperands>
+__device__ __forceinline__ void compute_outer_offsets(const WalkLayout& layout, int64_t n,
+                                                      int64_t (&offset)[kOperands]) {
+  const bool has_one_dim = kIsVectorized || layout.outer_dims <= 1;
 #pragma unroll
-  for (int k = 0; k < kOperands; ++k) offset[k] = simple ? n * layout.strides[k].outer[0] : 0;
-  if constexpr (!kVectorWidth) {
+  for (int k = 0; k < kOperands; ++k) offset[k] = has_one_dim ? n * layout.strides[k].outer[0] : 0;
+  if constexpr (!kIsVectorized) {
 #pragma unroll 1
-    for (int d = simple ? -1 : layout.outer_dims - 1; d >= 0; --d) {
-      const int64_t size = layout.outer_size[d], next = n / size, i = n - next * size;
+    for (int d = has_one_dim ? -1 : layout.outer_dims - 1; d >= 0; --d) {
+      const int64_t size = layout.outer_size[d], quotient = n / size, i = n - quotient * size;
 #pragma unroll
       for (int k = 0; k < kOperands; ++k) offset[k] += i * layout.strides[k].outer[d];
-      n = next;
+      n = quotient;
     }
   }
 }
 
-struct BlockWork {  // the tile, slice and position of this block and thread
+// This block's tile (some channels) and slice (a share of their values), and this thread's team and its place
+// in the team. Threads of an incomplete last team have team == plan.teams and no work.
+struct BlockWork {
   unsigned tile, slice;
   int member, team;
 
@@ -92,32 +113,36 @@ struct BlockWork {  // the tile, slice and position of this block and thread
   }
 };
 
-// The entries of a tile's table for the channels of this thread: its K columns, or the one of a plane.
+// Copies this thread's constants from a table with an entry per channel of the tile: one for each of its
+// columns (rows), or one (planes).
 template <bool kIsRows, int V, class Constants, int K>
-__device__ __forceinline__ void load_thread_constants(Constants (&mine)[K], const Constants* table,
-                                                      const LaunchPlan& plan, const BlockWork& work) {
+__device__ __forceinline__ void load_thread_constants(Constants (&thread_constants)[K],
+                                                      const Constants* tile_table, const LaunchPlan& plan,
+                                                      const BlockWork& work) {
   if constexpr (kIsRows) {
     const int last = max(0, work.channels(plan) - 1);  // keeps threads past the last column within the table
-    int g = work.member * V, left = 1;                 // columns until the next channel
+    int channel = work.member * V, columns_left = 1;   // columns_left: until the next channel begins
     if (plan.columns_per_channel > 1) {
-      const int column = g;
-      g = column / plan.columns_per_channel;
-      left = plan.columns_per_channel - (column - g * plan.columns_per_channel);
+      const int column = channel;
+      channel = column / plan.columns_per_channel;
+      columns_left = plan.columns_per_channel - (column - channel * plan.columns_per_channel);
     }
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      mine[k] = table[min(g, last)];
-      if (--left == 0) ++g, left = plan.columns_per_channel;
+      thread_constants[k] = tile_table[min(channel, last)];
+      if (--columns_left == 0) ++channel, columns_left = plan.columns_per_channel;
     }
   } else {
-    mine[0] = table[0];
+    thread_constants[0] = tile_table[0];
   }
 }
 
-// Planes: body(batch) for this thread's elements of channel work.tile: vectors where a whole one lies between
-// 16-byte boundaries, single elements before and after. `p` is operand 0, for its alignment.
+// Planes: calls body(batch) for this thread's elements of channel work.tile. data0 is the address of operand
+// 0, whose 16-byte boundaries are at the same elements as those of the other operands. A unit has `head`
+// single elements up to a boundary, then vectors, then single elements again. If V is 1, each element is a
+// vector. Kept in one function: with functions for its parts, some kernels have other instructions.
 template <int V, int U, int kOperands, WalkOrder kOrder, class Body>
-__device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockWork& work, const void* p,
+__device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockWork& work, const void* data0,
                                             const Body& body) {
   if (work.team >= plan.teams) return;
   const WalkLayout& layout = plan.layout;
@@ -125,26 +150,28 @@ __device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockW
   for (int64_t i = int64_t(work.slice) * plan.teams + work.team; i < plan.units; i += step) {
     const int64_t unit = kOrder == WalkOrder::descending ? plan.units - 1 - i : i;
     const int64_t n = plan.segments == 1 ? unit : unit / plan.segments;
-    const int64_t start = (unit - n * plan.segments) * plan.segment_length;
-    const int length =
-        int(layout.inner - start < plan.segment_length ? layout.inner - start : plan.segment_length);
-    int64_t base[kOperands];
-    outer_offsets<(V > 1)>(layout, n, base);
+    const int64_t segment_begin = (unit - n * plan.segments) * plan.segment_length;  // in the plane
+    const int64_t left = layout.inner - segment_begin;
+    const int length = int(left < plan.segment_length ? left : plan.segment_length);
+    int64_t unit_begin[kOperands];
+    compute_outer_offsets<(V > 1)>(layout, n, unit_begin);
 #pragma unroll
     for (int k = 0; k < kOperands; ++k)
-      base[k] += work.tile * layout.strides[k].channel + start * layout.strides[k].inner;
+      unit_begin[k] += work.tile * layout.strides[k].channel + segment_begin * layout.strides[k].inner;
 
     int head = 0, vectors = length;
     if constexpr (V > 1) {
-      constexpr int kSize = 16 / V;  // of an element
-      head = min(length, int(-(reinterpret_cast<intptr_t>(p) + base[0] * kSize) & 15) / kSize);
+      constexpr int kElementBytes = 16 / V;
+      const intptr_t address = reinterpret_cast<intptr_t>(data0) + unit_begin[0] * kElementBytes;
+      head = min(length, int(-address & 15) / kElementBytes);
       vectors = (length - head) / V;
-      const int ends = length - vectors * V;
-      for (int e = work.member; e < ends; e += plan.team_size) {
+      const int single_elements = length - vectors * V;
+      for (int e = work.member; e < single_elements; e += plan.team_size) {
         Batch<1, 1, kOperands> single;
         single.valid[0] = true;
 #pragma unroll
-        for (int k = 0; k < kOperands; ++k) single.offset[k][0] = base[k] + (e < head ? e : e + vectors * V);
+        for (int k = 0; k < kOperands; ++k)
+          single.offset[k][0] = unit_begin[k] + (e < head ? e : e + vectors * V);
         body(single);
       }
     }
@@ -158,48 +185,53 @@ __device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockW
 #pragma unroll
         for (int j = 0; j < batch.kOffsets; ++j)
           batch.offset[k][j] =
-              base[k] + (V > 1 ? head + vector * V : (vector + j * plan.team_size) * layout.strides[k].inner);
+              unit_begin[k] +
+              (V > 1 ? head + vector * V : (vector + j * plan.team_size) * layout.strides[k].inner);
       }
       body(batch);
     }
   }
 }
 
-// Rows: body(batch) for this thread's columns, of which the first is column lane * V of the tile.
+// Rows: calls body(batch) for this thread's V columns of its rows. They begin at column member * V of the
+// tile.
 template <int V, int U, int kOperands, WalkOrder kOrder, class Body>
 __device__ __forceinline__ void walk_rows(const LaunchPlan& plan, const BlockWork& work, const Body& body) {
-  using Index = std::conditional_t<(V > 1), unsigned, int64_t>;  // 32 bits suffice: see LaunchPlanner::rows
+  // For vectors of 16 bytes 32 bits suffice: LaunchPlanner::rows_have_vectors sees to that.
+  using Index = std::conditional_t<(V > 1), unsigned, int64_t>;
   const WalkLayout& layout = plan.layout;
   auto column = Index(work.first_channel(plan) * plan.columns_per_channel + work.member * V);
   if (work.team >= plan.teams || column >= plan.columns) return;
-  int64_t at_column[kOperands];
+  int64_t column_offset[kOperands];
   int vector_stride[kOperands];
 #pragma unroll
   for (int k = 0; k < kOperands; ++k) {
-    at_column[k] = int64_t(column) * (V > 1 || plan.columns_per_channel > 1 ? 1 : layout.strides[k].channel);
+    column_offset[k] =
+        int64_t(column) * (V > 1 || plan.columns_per_channel > 1 ? 1 : layout.strides[k].channel);
     vector_stride[k] =
         (kOrder == WalkOrder::descending ? -plan.teams : plan.teams) * int(layout.strides[k].outer[0] / V);
   }
-  const unsigned rows = plan.teams * U;  // of a batch of the block
-  const Index units = Index(plan.units), step = plan.slices * rows;
-  for (Index i = Index(work.slice) * rows + work.team; i < units; i += step) {
+  const unsigned batch_rows = plan.teams * U;  // rows of all teams of the block in one batch
+  const Index rows = Index(plan.units), step = plan.slices * batch_rows;
+  for (Index i = Index(work.slice) * batch_rows + work.team; i < rows; i += step) {
     Batch<V, U, kOperands> batch;
-    const int left = int(min(units - i, Index(rows)));
+    const int rows_left = int(min(rows - i, Index(batch_rows)));
 #pragma unroll
-    for (int j = 0; j < U; ++j) batch.valid[j] = j == 0 || j * plan.teams < left;
+    for (int j = 0; j < U; ++j) batch.valid[j] = j == 0 || j * plan.teams < rows_left;
 #pragma unroll
     for (int j = 0; j < batch.kOffsets; ++j) {
-      const Index from_begin = i + j * plan.teams,
-                  row = kOrder == WalkOrder::descending ? units - 1 - from_begin : from_begin;
-      int64_t at_row[kOperands];
+      const Index ascending_row = i + j * plan.teams,
+                  row = kOrder == WalkOrder::descending ? rows - 1 - ascending_row : ascending_row;
+      int64_t row_offset[kOperands];
       if constexpr (V > 1) {
 #pragma unroll
-        for (int k = 0; k < kOperands; ++k) at_row[k] = uint64_t(row) * unsigned(layout.strides[k].outer[0]);
+        for (int k = 0; k < kOperands; ++k)
+          row_offset[k] = uint64_t(row) * unsigned(layout.strides[k].outer[0]);
       } else {
-        outer_offsets<false>(layout, row, at_row);
+        compute_outer_offsets<false>(layout, row, row_offset);
       }
 #pragma unroll
-      for (int k = 0; k < kOperands; ++k) batch.offset[k][j] = at_row[k] + at_column[k];
+      for (int k = 0; k < kOperands; ++k) batch.offset[k][j] = row_offset[k] + column_offset[k];
     }
 #pragma unroll
     for (int k = 0; k < kOperands; ++k) batch.vector_stride[k] = vector_stride[k];
@@ -207,14 +239,15 @@ __device__ __forceinline__ void walk_rows(const LaunchPlan& plan, const BlockWor
   }
 }
 
-// body(batch) for all elements of this thread, see above.
+// Calls body(batch) for all elements of this thread, in batches of U vectors. data0 is the address of operand
+// 0. For planes it also calls body with batches of one element, where an element belongs to no whole vector.
 template <bool kIsRows, int V, int U, int kOperands, WalkOrder kOrder, class Body>
-__device__ __forceinline__ void for_each_batch(const LaunchPlan& plan, const BlockWork& work, const void* p,
-                                               const Body& body) {
+__device__ __forceinline__ void for_each_batch(const LaunchPlan& plan, const BlockWork& work,
+                                               const void* data0, const Body& body) {
   if constexpr (kIsRows)
     walk_rows<V, U, kOperands, kOrder>(plan, work, body);
   else
-    walk_planes<V, U, kOperands, kOrder>(plan, work, p, body);
+    walk_planes<V, U, kOperands, kOrder>(plan, work, data0, body);
 }
 
 }  // namespace fastvit
