@@ -22,9 +22,8 @@ struct LayerNormBackwardParams : LayerNormArgs {
 template <>
 constexpr int kBackwardColumnChoices<__half>[2] = {16, 16};
 
-// T: type of x and dx. Y: type of dy. V: elements of a vector, 16 bytes of the larger type, or one. K:
-// vectors of a row that a thread has in registers. All threads of a block take part in sum_over_team, also
-// without a row.
+// T: type of x and dx. Y: type of dy. V: elements of a vector, 16 bytes of the larger type, or one.
+// K: vectors of a row that a thread has in registers. A thread without a row takes part in sum_over_team too.
 //
 // Kept in one function: the parts would share the vectors and sums in registers, and other boundaries between
 // them change the compiler's use of registers.

@@ -19,8 +19,8 @@ struct LayerNormForwardParams : LayerNormArgs {
 template <class T>
 constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kOneMoreBlockOnSm90;
 
-// T: type of x. Y: type of y. V: elements of a vector, 16 bytes of the larger type, or one. K: vectors of a
-// row that a thread has in registers. All threads of a block take part in sum_over_team, also without a row.
+// T: type of x. Y: type of y. V: elements of a vector, 16 bytes of the larger type, or one.
+// K: vectors of a row that a thread has in registers. A thread without a row takes part in sum_over_team too.
 //
 // Kept in one function: the parts would share the vectors in registers, and other boundaries between them
 // change the compiler's unrolling of the loops over a row.
