@@ -18,7 +18,8 @@ struct ActParams : ActArgs {
   LaunchPlan plan;
 };
 
-// The tensors that a kernel reads and writes, and the indices of their strides in args.layout.
+// kCount: the tensors that a kernel accesses. kGate, kResult: the indices of the strides of the gate, and of
+// y or dx, in args.layout.
 template <bool kBackward, bool kGated>
 struct ActKernelOperands {
   static constexpr int kCount = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);
@@ -26,8 +27,8 @@ struct ActKernelOperands {
   static constexpr int kResult = kBackward ? ActBackwardStrides::dx : ActForwardStrides::y;
 };
 
-// One element: overwrites x with y or, in backward, x with dx and gate with dgate. Act: the activation's
-// functions.
+// Computes one element. Forward overwrites x with y; backward overwrites x with dx, and a gate with dgate.
+// Act: the activation's functions.
 template <class Act, bool kBackward, bool kGated, class A>
 __device__ __forceinline__ void compute_element(A& x, const A& dy, A& gate, A activation_param) {
   const A v = x;
@@ -42,9 +43,11 @@ __device__ __forceinline__ void compute_element(A& x, const A& dy, A& gate, A ac
   }
 }
 
-// T: storage type of the tensors. V: elements of a vector, 16 bytes or one. kGated: there is a gate.
+// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
+// kGated: there is a gate.
 // kIsRows: a block walks rows, in which channels are the fastest dimension, instead of planes of one channel.
 // An activation has no values per channel, so both differ only in the order of memory.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, bool kBackward, bool kGated>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     act_kernel(const __grid_constant__ KernelParams<ActParams> kernel_params) {

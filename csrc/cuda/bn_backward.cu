@@ -17,17 +17,18 @@ struct BnBackwardParams : BnBackwardArgs {
   LaunchPlan plan;
 };
 
-// T: storage type of the tensors. V: elements of a vector, 16 bytes or one.
+// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kVariant: dv is computed from x, from x and a residual, or from y.
 // kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
 // channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     bn_backward_kernel(const __grid_constant__ KernelParams<BnBackwardParams> kernel_params) {
   const auto& args = kernel_params.wait_and_get();  // waits for the stream's previous kernel
   using A = Accumulation<T>;
   constexpr bool kHasResidual = kVariant == GradientVariant::residual;
-  constexpr int kOperands = kHasResidual ? 5 : 3;
+  constexpr int kOperands = kHasResidual ? 5 : 3;  // input, dy, dx (and the residual, dresidual)
   // Vectors of each operand that a thread has in flight: fewer with a residual, to save registers.
   constexpr int kBatchVectors = kHasResidual ? kBatch / 2 : kBatch;
   constexpr int kThreadChannels = kIsRows ? V : 1, kTile = kIsRows ? kMaxTile : 1;
@@ -52,6 +53,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   load_thread_constants<kIsRows, V>(thread_corrections, tile_corrections, args.plan, work);
   const A xhat_limit = compute_xhat_limit<A, kVariant>(args);
 
+  // bn_reduce walked from the end to the begin, which is still in the L2 cache.
   for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::ascending>(
       args.plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;

@@ -16,19 +16,21 @@ namespace fastvit {
 template <class A>
 struct BnBackwardSingleLaunchParams : BnBackwardArgs {
   LaunchPlan plan;
-  SliceResults<GradientSums<A>> slice_results;
+  SliceResults<GradientSums<A>> slice_results;  // in global memory, until they are merged
 };
 
-// The values that a thread reads in the first walk and needs again in the second, in shared memory.
+// A thread walks its values twice: for the sums, and then for dx. The first walk keeps what it reads in this
+// cache, in shared memory; the second walk takes the same batches in the same order.
 template <class T, int V, GradientVariant kVariant>
 class GradientCache {
   static constexpr bool kHasResidual = kVariant == GradientVariant::residual;
-  enum CachedOperand { kInput, kDy, kResidual };
+  enum CachedOperand { kInput, kDy, kResidual };  // indices in the cache
   SmemCache<T, V, kHasResidual ? 3 : 2> cache;
 
  public:
   __device__ __forceinline__ explicit GradientCache(unsigned char* bytes) : cache(bytes) {}
 
+  // B: type of a batch, B::U vectors of each operand that a thread has in flight.
   template <class B>
   __device__ __forceinline__ void store(const B& batch, const GradientInputs<T, kVariant, B>& inputs) const {
     cache.store(batch, kInput, inputs.input);
@@ -44,6 +46,7 @@ class GradientCache {
     if constexpr (kHasResidual) cache.load(vector, kResidual, inputs.residual, j);
     return inputs;
   }
+  // Goes to the next batch.
   template <class B>
   __device__ __forceinline__ void advance(const B& batch) {
     cache.advance(batch);
@@ -54,6 +57,7 @@ class GradientCache {
 // Vectors of each operand that a thread has in flight: fewer with a residual, to save registers.
 template <GradientVariant kVariant>
 constexpr int kBatchVectors = kVariant == GradientVariant::residual ? kBatch / 2 : kBatch;
+// The operands: input, dy, dx (and the residual, dresidual).
 template <GradientVariant kVariant>
 constexpr int kOperands = kVariant == GradientVariant::residual ? 5 : 3;
 
@@ -82,6 +86,7 @@ __device__ __forceinline__ void write_gradients_from_cache(
 // kVariant: dv is computed from x, from x and a residual, or from y.
 // kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
 // channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnBackwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
@@ -98,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   __syncthreads();
   const A xhat_limit = compute_xhat_limit<A, kVariant>(args);
 
-  FASTVIT_DYNAMIC_SHARED(cache_bytes);
+  FASTVIT_DYNAMIC_SHARED(cache_bytes);  // declares the launch's dynamic shared memory
   GradientCache<T, V, kVariant> cache(cache_bytes);
   KahanSums<A> thread_sums[kThreadChannels];
   GradientConstants<A, kVariant> thread_constants[kThreadChannels];
@@ -108,12 +113,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
         GradientInputs<T, kVariant, B> inputs;
         inputs.template load<kEvictFirst, BackwardStrides::residual>(batch, args);
         cache.store(batch, inputs);
-        force_reload_from_shared();
+        force_reload_from_shared();  // frees the registers of the inputs
         accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, xhat_limit,
                                     [&](int j) { return cache.load(batch.vector(j), j); });
         cache.advance(batch);
       });
 
+  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
+  // channel of the tile is element tile_channel * stride.
   __shared__ __align__(16) unsigned char bytes[kThreads * kThreadChannels * sizeof(GradientSums<A>)];
   GradientSums<A>* block_sums = reinterpret_cast<GradientSums<A>*>(bytes);
   const int stride = merge_block(block_sums, thread_sums, plan, work);

@@ -42,7 +42,8 @@ __device__ __forceinline__ void update_and_save(const BnForwardArgs& args, int64
 }
 
 // Writes the count, two numbers, to `saved`, and increments num_batches_tracked. One thread of the grid calls
-// it, after the last read of num_batches_tracked. Running statistics have an infinite count.
+// it, after the last read of num_batches_tracked. If y is computed from the running statistics, the count is
+// infinite.
 template <class A>
 __device__ __forceinline__ void write_count(const BnForwardArgs& args) {
   const int64_t C = args.layout.channels;
@@ -54,8 +55,8 @@ __device__ __forceinline__ void write_count(const BnForwardArgs& args) {
   if (moments && args.num_batches_tracked && count[0] == count[0]) ++*args.num_batches_tracked;
 }
 
-// The work of an update block. A launch has one in two cases: the tensor is empty, and no other block exists;
-// or num_batches_tracked is incremented, which only the block that reads it (momentum=None) can do in order.
+// The work of an update block. A launch has this block if the tensor is empty, because it has no other block,
+// or if momentum is None. The factor is then computed from num_batches_tracked, which the block increments.
 template <class A>
 __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
   const double average_factor = args.moments && args.num_batches_tracked && args.cumulative_average
@@ -67,18 +68,21 @@ __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
   if (threadIdx.x == 0) write_count<A>(args);
 }
 
-// T: storage type of x and y. V: elements of a vector, 16 bytes or one. kHasResidual: a residual is added.
+// T: storage type of x and y. V: elements of a vector, which is 16 bytes or one element.
+// kHasResidual: a residual is added before the activation.
 // kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
 // channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kOneMoreBlockOnSm90)
     bn_forward_kernel(const __grid_constant__ KernelParams<BnForwardParams> kernel_params) {
   const auto& args = kernel_params.wait_and_get();  // waits for the stream's previous kernel
   using A = Accumulation<T>;
   if (args.has_update_block && blockIdx.x == 0) return update_and_save_all<A>(args);
-  constexpr int kOperands = kHasResidual ? 3 : 2;
+  constexpr int kOperands = kHasResidual ? 3 : 2;  // x, y (and the residual)
   const BlockWork work(args.plan, gridDim.x - 1 - blockIdx.x);
   __shared__ ChannelAffine<A> tile_affine[kIsRows ? kMaxTile : 1];
+  // Whether this block updates and saves the statistics of its tile.
   const bool is_saving = work.slice == 0 && !args.has_update_block && !args.saved_in;
   for (int tile_channel = threadIdx.x; tile_channel < work.channels(args.plan); tile_channel += kThreads) {
     const int64_t c = work.first_channel(args.plan) + tile_channel;

@@ -16,24 +16,33 @@ namespace fastvit {
 template <class A>
 struct BnForwardSingleLaunchParams : BnForwardArgs {
   LaunchPlan plan;
-  SliceResults<PartialMoments<A>> slice_results;
+  SliceResults<PartialMoments<A>> slice_results;  // in global memory, until they are merged
 };
 
 constexpr int kCachedX = 0;  // index of the cache's only operand
 
+// Writes the count, two numbers, to `saved`, and increments num_batches_tracked. One thread of the grid
+// calls.
+template <class A>
+__device__ __forceinline__ void write_count(const BnForwardArgs& args, double count) {
+  pack_count(static_cast<A*>(args.saved) + 2 * args.layout.channels, count);
+  if (args.num_batches_tracked) ++*args.num_batches_tracked;
+}
+
 // T: storage type of x and y. V: elements of a vector of 16 bytes. kHasResidual: a residual is added.
 // kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
 // channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnForwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
   const auto& args = kernel_params.wait_and_get();  // waits for the stream's previous kernel
   using A = Accumulation<T>;
   using ThreadMoments = ChunkedMoments<T, kIsRows, V>;
-  constexpr int kOperands = kHasResidual ? 3 : 2;
+  constexpr int kOperands = kHasResidual ? 3 : 2;  // x, y (and the residual)
   const LaunchPlan& plan = args.plan;
   const BlockWork work(plan, blockIdx.x);
-  FASTVIT_DYNAMIC_SHARED(cache_bytes);
+  FASTVIT_DYNAMIC_SHARED(cache_bytes);  // declares the launch's dynamic shared memory
   SmemCache<T, V, /*kOperands=*/1> cache(cache_bytes);
   ThreadMoments thread_moments(plan, work, args.x);
   for_each_batch<kIsRows, V, kBatch, kOperands, WalkOrder::ascending>(
@@ -50,6 +59,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
   __shared__ A pivots[ThreadMoments::kTile];
   __shared__ ChannelAffine<A> tile_affine[ThreadMoments::kTile];
   const int64_t first_channel = work.first_channel(plan);
+  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
+  // channel of the tile is element tile_channel * stride.
   __shared__ __align__(16) unsigned char bytes[kThreads * ThreadMoments::K * sizeof(PartialMoments<A>)];
   PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);
   thread_moments.finish(pivots, plan, work);
@@ -66,10 +77,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
           mean_invstd.save(args, c);
         }
       });
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    pack_count(static_cast<A*>(args.saved) + 2 * args.layout.channels, count);
-    if (args.num_batches_tracked) ++*args.num_batches_tracked;
-  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) write_count<A>(args, count);
   __syncthreads();
 
   ChannelAffine<A> thread_affine[kIsRows ? V : 1];
@@ -89,7 +97,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
 
 // Returns false if the tensor does not fit; the caller then launches bn_stats and bn_forward.
 bool backend::bn_forward_single_launch(const BnForwardArgs& args) {
-  // In a single launch no block could increment the counter of a cumulative average after all blocks read it.
+  // A cumulative average's factor depends on num_batches_tracked, which may be incremented only after all
+  // blocks have read it. A single launch cannot tell when they have.
   if (args.layout.numel() == 0 || args.cumulative_average) return false;
   const LaunchContext context(args.device);
   bool is_launched = false;

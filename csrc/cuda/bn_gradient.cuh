@@ -79,8 +79,8 @@ __device__ __forceinline__ ElementGradient<A> compute_element_gradient(
   }
 }
 
-// What a thread reads of each operand for one batch. T: storage type. B: type of the batch, B::U vectors of
-// B::V elements; B::Single is one vector of it.
+// The vectors of one batch, which are what a thread has in flight. T: storage type. B: type of the batch,
+// B::U vectors of B::V elements of each operand. B::Single: type of a batch of one vector.
 template <class T, GradientVariant kVariant, class B>
 struct GradientInputs {
   static constexpr bool kHasResidual = kVariant == GradientVariant::residual;
@@ -100,7 +100,8 @@ struct GradientInputs {
 };
 
 // Adds a batch to the thread's sums. read_inputs(j) returns the inputs of the batch's vector j.
-// Rows: element k of every vector belongs to the thread's channel k. Planes: a thread has one channel.
+// kIsRows: channels are the fastest dimension, so element k of each vector belongs to the thread's channel k.
+// Otherwise (planes) a thread has one channel.
 // The branch on the activation is inside the loop over vectors: outside it would take more registers.
 template <class T, bool kIsRows, GradientVariant kVariant, class B, class A, int kThreadChannels,
           class ReadInputs>
@@ -153,7 +154,7 @@ struct StatisticsCorrection {
 };
 
 // Computes and writes dx of a batch, and with a residual dresidual, which is dv. dx overwrites inputs.input,
-// and dv inputs.dy. Rows and planes: as in accumulate_sums.
+// and dv inputs.dy. kIsRows: as in accumulate_sums.
 template <bool kIsRows, GradientVariant kVariant, class T, class B, class A, int kThreadChannels>
 __device__ __forceinline__ void write_gradients(
     const B& batch, GradientInputs<T, kVariant, B>& inputs,

@@ -17,21 +17,24 @@ namespace fastvit {
 template <class A, bool kHasExchange>
 struct BnReduceParams : BnBackwardArgs, ExchangeParams<kHasExchange> {
   LaunchPlan plan;
-  SliceResults<GradientSums<A>> slice_results;
-  unsigned* exchange_counters;
+  SliceResults<GradientSums<A>> slice_results;  // in global memory, until they are merged
+  unsigned* exchange_counters;                  // of finished tiles and of received ranges of channels
 };
 
-// T: storage type of the tensors. V: elements of a vector, 16 bytes or one.
-// kVariant: dv is computed from x, from x and a residual, or from y. kHasExchange: with an exchange.
+// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
+// kVariant: dv is computed from x, from x and a residual, or from y. kHasExchange: the sums are added over
+// ranks.
 // kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
 // channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kHasExchange, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_kernel(
     const __grid_constant__ KernelParams<BnReduceParams<Accumulation<T>, kHasExchange>> kernel_params) {
   const auto& args = kernel_params.wait_and_get();  // waits for the stream's previous kernel
   using A = Accumulation<T>;
   constexpr bool kHasResidual = kVariant == GradientVariant::residual;
-  constexpr int kOperands = kHasResidual ? 3 : 2, kThreadChannels = kIsRows ? V : 1;
+  constexpr int kOperands = kHasResidual ? 3 : 2;  // input, dy (and the residual)
+  constexpr int kThreadChannels = kIsRows ? V : 1;
   // Vectors of each operand that a thread has in flight: fewer with a residual, to save registers.
   constexpr int kBatchVectors = kHasResidual ? kBatch / 2 : kBatch;
   const BlockWork work(args.plan, gridDim.x - 1 - blockIdx.x);
@@ -45,6 +48,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   load_thread_constants<kIsRows, V>(thread_constants, tile_constants, args.plan, work);
   const A xhat_limit = compute_xhat_limit<A, kVariant>(args);
 
+  // The walk begins at the end, which the previous op accessed last and which is still in the L2 cache.
   KahanSums<A> thread_sums[kThreadChannels];
   for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::descending>(
       args.plan, work, args.input, [&]<class B>(const B& batch) {
@@ -54,6 +58,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
                                     [&](int j) { return inputs.get_vector(j); });
       });
 
+  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
+  // channel of the tile is element tile_channel * stride.
   __shared__ __align__(16) unsigned char bytes[kThreads * kThreadChannels * sizeof(GradientSums<A>)];
   GradientSums<A>* block_sums = reinterpret_cast<GradientSums<A>*>(bytes);
   const int stride = merge_block(block_sums, thread_sums, args.plan, work);
@@ -73,6 +79,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
       sender.pair(c, sums.dv, sums.dv_second);
     };
     if (merge_slices(block_sums, stride, args.slice_results, args.plan, work, write_and_send))
+      // The last blocks to finish a tile wait for the other ranks, each for a range of channels.
       receive_in_last_blocks(
           args.plan, args.max_ranges, args.exchange_counters, [&](const ChannelRange& range) {
             receive_sums(args.group_exchange, range, /*global_sums*/ local_sums + 2 * C, C);

@@ -18,14 +18,15 @@ namespace fastvit {
 template <class A, bool kHasExchange>
 struct BnStatsParams : BnStatsArgs, ExchangeParams<kHasExchange> {
   LaunchPlan plan;
-  SliceResults<PartialMoments<A>> slice_results;
-  unsigned* exchange_counters;
+  SliceResults<PartialMoments<A>> slice_results;  // in global memory, until they are merged
+  unsigned* exchange_counters;                    // of finished tiles and of received ranges of channels
 };
 
-// T: storage type of x. V: elements of a vector, 16 bytes or one. kHasExchange: the moments of all ranks
-// merge.
+// T: storage type of x. V: elements of a vector, which is 16 bytes or one element.
+// kHasExchange: the moments of all ranks are merged.
 // kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
 // channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kHasExchange, bool kIsRows, int V>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_kernel(
     const __grid_constant__ KernelParams<BnStatsParams<Accumulation<T>, kHasExchange>> kernel_params) {
@@ -43,6 +44,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
 
   // The threads' means are relative to the channel's pivot, its first value in memory.
   __shared__ A pivots[ThreadMoments::kTile];
+  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
+  // channel of the tile is element tile_channel * stride.
   __shared__ __align__(16) unsigned char bytes[kThreads * ThreadMoments::K * sizeof(PartialMoments<A>)];
   PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);
   thread_moments.finish(pivots, args.plan, work);
@@ -57,6 +60,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
       sender.pair(c, pivots[c - first_channel] + tile_moments.mean, tile_moments.m2);
     };
     if (merge_slices(block_moments, stride, args.slice_results, args.plan, work, send))
+      // The last blocks to finish a tile wait for the other ranks, each for a range of channels.
       receive_in_last_blocks(
           args.plan, args.max_ranges, args.exchange_counters,
           [&](const ChannelRange& range) { receive_moments(args.group_exchange, range, moments, C); });

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
   const int row_step = int(gridDim.x) * plan.teams();
   int64_t first_row = int64_t(blockIdx.x) * plan.teams();
   load(first_row + member.team, /*pass=*/0);
-  FASTVIT_DYNAMIC_SHARED(shared);
+  FASTVIT_DYNAMIC_SHARED(shared);  // declares the launch's dynamic shared memory
   const ColumnTable<A, V> gamma_table(args.weight, /*default_value=*/1, shared, /*table_index=*/0, plan);
   gamma_table.fill();
   __syncthreads();

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
   int64_t first_row = int64_t(blockIdx.x) * plan.teams();
   if (plan.passes == 1) load(first_row + member.team, /*pass=*/0);
 
-  FASTVIT_DYNAMIC_SHARED(shared);
+  FASTVIT_DYNAMIC_SHARED(shared);  // declares the launch's dynamic shared memory
   const ColumnTable<A, V> gamma(args.weight, /*default_value=*/1, shared, /*table_index=*/0, plan);
   const ColumnTable<A, V> beta(args.bias, /*default_value=*/0, shared, /*table_index=*/1, plan);
   gamma.fill();

@@ -66,8 +66,9 @@ struct ChannelAffine {
   }
 };
 
-// Overwrites a thread's batch of x with y. B: type of the batch, B::U vectors of B::V elements. Rows: element
-// k of every vector belongs to channel k of thread_affine. Planes: all elements belong to the only channel.
+// Overwrites a thread's batch of x with y. B: type of the batch, B::U vectors of B::V elements. kIsRows:
+// channels are the fastest dimension, so element k of each vector belongs to thread_affine[k]. Otherwise
+// (planes) a thread has one channel.
 template <bool kIsRows, bool kHasResidual, class B, class T, int kThreadChannels, int kResidualVectors>
 __device__ __forceinline__ void normalize_batch(
     const BnForwardArgs& args, const B&, Vector<T, B::V> (&x)[B::U],
