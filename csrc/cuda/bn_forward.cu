@@ -42,8 +42,8 @@ __device__ __forceinline__ void update_and_save(const BnForwardArgs& args, int64
 }
 
 // Writes the count, two numbers, to `saved`, and increments num_batches_tracked. One thread of the grid calls
-// it, after the last read of num_batches_tracked. If y is computed from the running statistics, the count is
-// infinite.
+// it, after the last read of num_batches_tracked. Without moments the statistics are constants, whose count
+// is infinite.
 template <class A>
 __device__ __forceinline__ void write_count(const BnForwardArgs& args) {
   const int64_t C = args.layout.channels;

@@ -46,6 +46,7 @@ RowPlan choose_row_plan(int64_t rows, int64_t columns, const int (&column_choice
     RowPlan plan{rows, columns, /*team_size=*/1, columns_per_member, /*passes=*/1};
     while (plan.team_size < kThreads && plan.columns_per_pass() < columns) plan.team_size *= 2;
     plan.passes = int(ceil_div(columns, plan.columns_per_pass()));
+    // Tables of weight and bias exist only for rows of one pass, so a row beyond their size takes two.
     if (columns > kMaxTableColumns && plan.passes == 1) plan.passes = 2;
     return plan;
   };
@@ -57,10 +58,10 @@ RowPlan choose_row_plan(int64_t rows, int64_t columns, const int (&column_choice
 // This thread in its team.
 template <int V, int K>
 struct TeamMember {
-  int index;  // in the team
-  int team;   // of the block
-  int team_size;
-  int row_vectors;
+  int index;        // of this thread in its team
+  int team;         // index of the team in the block
+  int team_size;    // threads
+  int row_vectors;  // vectors of a row
 
   __device__ __forceinline__ explicit TeamMember(const RowPlan& plan) : team_size(plan.team_size) {
     team = int(threadIdx.x) / team_size;

@@ -14,8 +14,8 @@ struct LayerNormForwardParams : LayerNormArgs {
   RowPlan plan;
 };
 
-// Blocks of a multiprocessor, which hide each other's latency. Half takes more registers than the other
-// types.
+// Blocks that share a multiprocessor and hide each other's latency. Half takes more registers than
+// other types.
 template <class T>
 constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kOneMoreBlockOnSm90;
 
