@@ -48,7 +48,7 @@ struct MergeWeights {
   double other_share = 0;   // other_count / (count + other_count)
   double delta_weight = 0;  // count * other_count / (count + other_count)
 
-  FASTVIT_HOST_DEVICE static MergeWeights of_counts(double count, double other_count) {
+  FASTVIT_HOST_DEVICE static MergeWeights from_counts(double count, double other_count) {
     const double other_share = other_count > 0 ? other_count / (count + other_count) : 0;
     return {other_share, count * other_share};
   }

@@ -86,7 +86,7 @@ void backend::bn_stats(const BnStatsArgs& args) {
     for (int64_t slice = 1; slice < plan.slices; ++slice) {
       const int64_t begin = values_before_unit(layout, plan, plan.units * slice / plan.slices),
                     end = values_before_unit(layout, plan, plan.units * (slice + 1) / plan.slices);
-      const MergeWeights weights = MergeWeights::of_counts(double(begin), double(end - begin));
+      const MergeWeights weights = MergeWeights::from_counts(double(begin), double(end - begin));
       const double *slice_mean = mean + slice * 2 * C, *slice_m2 = slice_mean + C;
       for (int64_t c = 0; c < C; ++c) weights.merge(mean[c], m2[c], slice_mean[c], slice_m2[c]);
     }

@@ -1,9 +1,12 @@
-// Shared by reduce and backward: the gradient before the activation, dv, and its factor in the second sum,
-// `centred`.
+// Shared by the kernels of bn_reduce and bn_backward: dv (the gradient before the activation), its sums, dx.
 //
-//   from x    centred = x - mean; v = centred * scale + beta (+ residual), with the bits of the forward
-//             pass, so that the activation is on the same side of its kink; dv = dy * act'(v)
-//   from y    centred = xhat, recovered from y; dv = dy * act'(v) from y
+// A channel has two sums: of dv, and of dv * xhat. `second_factor` is dv's factor in the second sum:
+//   input is x   second_factor = x - mean; the kernels multiply the finished sum by invstd.
+//                dv = dy * act'(v), v = (x - mean) * scale + beta (+ residual). v has the bits of the forward
+//                pass, so both passes are on the same side of the activation's kink.
+//   input is y   second_factor = xhat, which the inverse of the activation recovers from y. dv = dy * act'(v)
+//                is computed from y.
+// scale = gamma * invstd. A: type of the arithmetic, double for tensors of double and float for all others.
 #pragma once
 
 #include <cmath>
@@ -15,34 +18,42 @@
 
 namespace fastvit {
 
+// How dv is computed: from x; from x and a residual that was added before the activation; from y.
 enum class GradientVariant { plain, residual, from_output };
 
+// `saved` holds mean[C], invstd[C], and the number of values per channel in two numbers.
 template <class A>
-__device__ __forceinline__ A saved_invstd(const BnBackwardArgs& args, int64_t c) {
+__device__ __forceinline__ A load_saved_invstd(const BnBackwardArgs& args, int64_t c) {
   return static_cast<const A*>(args.saved)[args.layout.channels + c];
 }
 template <class A>
-__device__ __forceinline__ A saved_count(const BnBackwardArgs& args) {
+__device__ __forceinline__ A load_saved_count(const BnBackwardArgs& args) {
   return unpack_count<A>(static_cast<const A*>(args.saved) + 2 * args.layout.channels);
 }
+
+// |xhat| <= sqrt(n - 1) for n values. An xhat that is recovered from a rounded y may be larger, and is
+// clamped.
 template <class A, GradientVariant kVariant>
-__device__ __forceinline__ A xhat_limit_of(const BnBackwardArgs& args) {
-  return kVariant == GradientVariant::from_output ? std::sqrt(max(saved_count<A>(args) - 1, A(0))) : A(0);
+__device__ __forceinline__ A compute_xhat_limit(const BnBackwardArgs& args) {
+  return kVariant == GradientVariant::from_output ? std::sqrt(max(load_saved_count<A>(args) - 1, A(0)))
+                                                  : A(0);
 }
 
-// The constants of one channel. `mean_or_inverse_gamma` is 1 / gamma where the input is y, and otherwise the
-// mean.
+// The constants of one channel.
 template <class A, GradientVariant kVariant>
 struct GradientConstants {
-  A mean_or_inverse_gamma, scale, beta;
+  A mean_or_inverse_gamma;  // the input is x: mean; the input is y: 1 / gamma
+  A scale, beta;
 
-  __device__ __forceinline__ static GradientConstants of(const BnBackwardArgs& args, int64_t c) {
+  __device__ __forceinline__ static GradientConstants load(const BnBackwardArgs& args, int64_t c) {
     const A beta = load_channel(args.bias, c, A(0));
-    const A gamma = load_channel(args.weight, c, A(1));  // the floor applies to the inversion only
-    const A first = kVariant == GradientVariant::from_output
-                        ? A(1) / effective_gamma(gamma, beta, gamma_floor<A>(true, args.dtype))
-                        : static_cast<const A*>(args.saved)[c];
-    return {first, gamma * saved_invstd<A>(args, c), beta};
+    const A gamma = load_channel(args.weight, c, A(1));
+    // The floor of |gamma| keeps 1 / gamma finite. `scale` has the gradient's factor, gamma itself.
+    const A mean_or_inverse_gamma =
+        kVariant == GradientVariant::from_output
+            ? A(1) / effective_gamma(gamma, beta, gamma_floor<A>(/*invertible=*/true, args.dtype))
+            : static_cast<const A*>(args.saved)[c];
+    return {mean_or_inverse_gamma, gamma * load_saved_invstd<A>(args, c), beta};
   }
 };
 
@@ -51,119 +62,136 @@ struct ElementGradient {
   A dv, second_factor;
 };
 
-template <class Fn, GradientVariant kVariant, class A>
-__device__ __forceinline__ ElementGradient<A> gradient_of(A input, A dy, A residual,
-                                                          const GradientConstants<A, kVariant>& k, A param,
-                                                          A limit) {
+// Act: the functions of the activation.
+template <class Act, GradientVariant kVariant, class A>
+__device__ __forceinline__ ElementGradient<A> compute_element_gradient(
+    A input, A dy, A residual, const GradientConstants<A, kVariant>& constants, A activation_param,
+    A xhat_limit) {
   if constexpr (kVariant == GradientVariant::from_output) {
-    return {Fn::backward_from_output(dy, input, param),
-            recover_xhat(Fn::inverse(input, param), k.beta, k.mean_or_inverse_gamma, limit)};
+    return {Act::backward_from_output(dy, input, activation_param),
+            recover_xhat(Act::inverse(input, activation_param), constants.beta,
+                         constants.mean_or_inverse_gamma, xhat_limit)};
   } else {
-    const A centered = input - k.mean_or_inverse_gamma;
-    A v = fma_rn(centered, k.scale, k.beta);
+    const A centered = input - constants.mean_or_inverse_gamma;
+    A v = fma_rn(centered, constants.scale, constants.beta);
     if constexpr (kVariant == GradientVariant::residual) v = add_rn(v, residual);
-    return {Fn::backward(dy, v, param), centered};
+    return {Act::backward(dy, v, activation_param), centered};
   }
 }
 
-// The operands of a batch that are read: input, dy, and a residual that was added before the activation.
+// The vectors of one batch, which are what a thread has in flight. T: storage type. B: type of the batch,
+// B::U vectors of B::V elements of each operand. B::Single: type of a batch of one vector.
 template <class T, GradientVariant kVariant, class B>
 struct GradientInputs {
-  static constexpr bool kResidual = kVariant == GradientVariant::residual;
-  Vector<T, B::V> input[B::U], dy[B::U], residual[kResidual ? B::U : 1];
+  static constexpr bool kHasResidual = kVariant == GradientVariant::residual;
+  Vector<T, B::V> input[B::U], dy[B::U], residual[kHasResidual ? B::U : 1];
 
-  // The residual is operand kOperand. Reduce and backward have the same places of input and dy.
-  template <CacheHint kHint, int kOperand>
-  __device__ __forceinline__ void load(const B& batch, const BnBackwardArgs& from) {
-    batch.template load<kHint>(input, from.input, BackwardStrides::input);
-    batch.template load<kHint>(dy, from.dy, BackwardStrides::dy);
-    if constexpr (kResidual) batch.template load<kHint>(residual, from.residual, kOperand);
+  // kResidualOperand: index of the residual's strides in args.layout, ReduceStrides::residual or
+  // BackwardStrides::residual. The indices of input and dy are the same in both.
+  template <CacheHint kHint, int kResidualOperand>
+  __device__ __forceinline__ void load(const B& batch, const BnBackwardArgs& args) {
+    batch.template load<kHint>(input, args.input, BackwardStrides::input);
+    batch.template load<kHint>(dy, args.dy, BackwardStrides::dy);
+    if constexpr (kHasResidual) batch.template load<kHint>(residual, args.residual, kResidualOperand);
   }
-  __device__ __forceinline__ GradientInputs<T, kVariant, typename B::Single> vector(int j) const {
-    return {{input[j]}, {dy[j]}, {residual[kResidual ? j : 0]}};
+  __device__ __forceinline__ GradientInputs<T, kVariant, typename B::Single> get_vector(int j) const {
+    return {{input[j]}, {dy[j]}, {residual[kHasResidual ? j : 0]}};
   }
 };
 
-// Adds a batch to the thread's sums of dv and dv * centred; at(j) reads its j-th vector. The branch on the
-// activation is inside the loop over vectors, here and below, which takes fewer registers than outside.
-template <class T, bool kIsRows, GradientVariant kVariant, class B, class A, int K, class At>
-__device__ __forceinline__ void accumulate_sums(KahanSums<A> (&running)[K], const B&,
-                                                const GradientConstants<A, kVariant> (&constants)[K],
-                                                const BnBackwardArgs& args, A limit, const At& at) {
-  GradientSums<A> sums[K];
+// Adds a batch to the thread's sums. read_inputs(j) returns the inputs of the batch's vector j.
+// kIsRows: channels are the fastest dimension, so element k of each vector belongs to the thread's channel k.
+// Otherwise (planes) a thread has one channel.
+// The branch on the activation is inside the loop over vectors: outside it would take more registers.
+template <class T, bool kIsRows, GradientVariant kVariant, class B, class A, int kThreadChannels,
+          class ReadInputs>
+__device__ __forceinline__ void accumulate_sums(
+    KahanSums<A> (&thread_sums)[kThreadChannels], const B&,
+    const GradientConstants<A, kVariant> (&constants)[kThreadChannels], const BnBackwardArgs& args,
+    A xhat_limit, const ReadInputs& read_inputs) {
+  GradientSums<A> batch_sums[kThreadChannels];
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    dispatch_activation_for<T, kVariant != GradientVariant::from_output>(args.activation, [&]<class Fn>(Fn) {
-      const GradientInputs<T, kVariant, typename B::Single> inputs = at(j);
-      A in[B::V], g[B::V];
-      [[maybe_unused]] A r[B::V];
-      inputs.input[0].unpack(in);
-      inputs.dy[0].unpack(g);
-      if constexpr (inputs.kResidual) inputs.residual[0].unpack(r);
+    dispatch_activation_for<T, /*kAny=*/kVariant != GradientVariant::from_output>(
+        args.activation, [&]<class Act>(Act) {
+          const GradientInputs<T, kVariant, typename B::Single> inputs = read_inputs(j);
+          A input[B::V], dy[B::V];
+          [[maybe_unused]] A residual[B::V];
+          inputs.input[0].unpack(input);
+          inputs.dy[0].unpack(dy);
+          if constexpr (inputs.kHasResidual) inputs.residual[0].unpack(residual);
 #pragma unroll
-      for (int k = 0; k < B::V; ++k) {  // elements past the end have dy = 0
-        const ElementGradient<A> t =
-            gradient_of<Fn, kVariant>(in[k], g[k], inputs.kResidual ? r[k] : A(0), constants[kIsRows ? k : 0],
-                                      A(args.activation_param), limit);
-        GradientSums<A>& sum = sums[kIsRows ? k : 0];
-        sum.dv = add_rn(sum.dv, t.dv);
-        sum.dv_second = fma_rn(t.dv, t.second_factor, sum.dv_second);
-      }
-    });
+          for (int k = 0; k < B::V; ++k) {  // elements past the end have dy = 0
+            const ElementGradient<A> gradient = compute_element_gradient<Act, kVariant>(
+                input[k], dy[k], inputs.kHasResidual ? residual[k] : A(0), constants[kIsRows ? k : 0],
+                A(args.activation_param), xhat_limit);
+            GradientSums<A>& sums = batch_sums[kIsRows ? k : 0];
+            sums.dv = add_rn(sums.dv, gradient.dv);
+            sums.dv_times_second_factor =
+                fma_rn(gradient.dv, gradient.second_factor, sums.dv_times_second_factor);
+          }
+        });
 #pragma unroll
-  for (int k = 0; k < K; ++k) running[k].add(sums[k]);
+  for (int k = 0; k < kThreadChannels; ++k) thread_sums[k].add(batch_sums[k]);
 }
 
-// The terms of a channel's sums over all ranks: dx = scale * (dv - offset - slope * centred).
+// What mean and invstd, which depend on x, add to a channel's gradient:
+// dx = scale * (dv - mean_dv - slope * second_factor).
 template <class A>
 struct StatisticsCorrection {
   A mean_dv, slope;
 
+  // `sums` are those of all ranks. The count is infinite for running statistics, whose correction is 0.
   template <GradientVariant kVariant>
-  __device__ __forceinline__ static StatisticsCorrection of(const BnBackwardArgs& args, int64_t c,
-                                                            const GradientSums<A>& sums) {
-    const A n = saved_count<A>(args);
-    if (!(n > 0)) return {0, 0};
-    return {sums.dv / n, sums.dv_second / n *
-                             (kVariant == GradientVariant::from_output ? A(1) : saved_invstd<A>(args, c))};
+  __device__ __forceinline__ static StatisticsCorrection from_sums(const BnBackwardArgs& args, int64_t c,
+                                                                   const GradientSums<A>& sums) {
+    const A count = load_saved_count<A>(args);
+    if (!(count > 0)) return {0, 0};
+    // The second sum is that of dv * xhat. If the input is x, second_factor lacks a factor of invstd.
+    return {sums.dv / count,
+            sums.dv_times_second_factor / count *
+                (kVariant == GradientVariant::from_output ? A(1) : load_saved_invstd<A>(args, c))};
   }
 };
 
-// Writes a batch's dx and, where there is a residual, dresidual, which is dv; in `inputs` they take the place
-// of input and dy.
-template <bool kIsRows, GradientVariant kVariant, class T, class B, class A, int K>
-__device__ __forceinline__ void write_gradients(const B& batch, GradientInputs<T, kVariant, B>& inputs,
-                                                const GradientConstants<A, kVariant> (&constants)[K],
-                                                const StatisticsCorrection<A> (&correction)[K],
-                                                const BnBackwardArgs& args, A limit) {
-  constexpr bool kResidual = GradientInputs<T, kVariant, B>::kResidual;
+// Computes and writes dx of a batch, and with a residual dresidual, which is dv. dx overwrites inputs.input,
+// and dv inputs.dy. kIsRows: as in accumulate_sums.
+template <bool kIsRows, GradientVariant kVariant, class T, class B, class A, int kThreadChannels>
+__device__ __forceinline__ void write_gradients(
+    const B& batch, GradientInputs<T, kVariant, B>& inputs,
+    const GradientConstants<A, kVariant> (&constants)[kThreadChannels],
+    const StatisticsCorrection<A> (&corrections)[kThreadChannels], const BnBackwardArgs& args, A xhat_limit) {
+  constexpr bool kHasResidual = GradientInputs<T, kVariant, B>::kHasResidual;
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    dispatch_activation_for<T, kVariant != GradientVariant::from_output>(args.activation, [&]<class Fn>(Fn) {
-      A in[B::V], g[B::V];
-      [[maybe_unused]] A r[B::V];
-      inputs.input[j].unpack(in);
-      inputs.dy[j].unpack(g);
-      if constexpr (kResidual) inputs.residual[j].unpack(r);
+    dispatch_activation_for<T, /*kAny=*/kVariant != GradientVariant::from_output>(
+        args.activation, [&]<class Act>(Act) {
+          A input[B::V], dy[B::V];
+          [[maybe_unused]] A residual[B::V];
+          inputs.input[j].unpack(input);
+          inputs.dy[j].unpack(dy);
+          if constexpr (kHasResidual) inputs.residual[j].unpack(residual);
 #pragma unroll
-      for (int k = 0; k < B::V; ++k) {
-        const int i = kIsRows ? k : 0;
-        const ElementGradient<A> t = gradient_of<Fn, kVariant>(in[k], g[k], kResidual ? r[k] : A(0),
-                                                               constants[i], A(args.activation_param), limit);
-        const A rest = add_rn(t.dv, -correction[i].mean_dv);
-        in[k] = constants[i].scale * fma_rn(-t.second_factor, correction[i].slope, rest);
-        g[k] = t.dv;
-      }
-      inputs.input[j].pack(in);
-      if constexpr (kResidual) inputs.dy[j].pack(g);
-    });
+          for (int k = 0; k < B::V; ++k) {
+            const int channel = kIsRows ? k : 0;
+            const ElementGradient<A> gradient = compute_element_gradient<Act, kVariant>(
+                input[k], dy[k], kHasResidual ? residual[k] : A(0), constants[channel],
+                A(args.activation_param), xhat_limit);
+            const A centered_dv = add_rn(gradient.dv, -corrections[channel].mean_dv);
+            input[k] = constants[channel].scale *
+                       fma_rn(-gradient.second_factor, corrections[channel].slope, centered_dv);
+            dy[k] = gradient.dv;
+          }
+          inputs.input[j].pack(input);
+          if constexpr (kHasResidual) inputs.dy[j].pack(dy);
+        });
   batch.store(inputs.input, args.dx, BackwardStrides::dx);
-  if constexpr (kResidual) batch.store(inputs.dy, args.dresidual, BackwardStrides::dresidual);
+  if constexpr (kHasResidual) batch.store(inputs.dy, args.dresidual, BackwardStrides::dresidual);
 }
 
-// f.template operator()<kVariant>() for the op's variant.
+// Calls f.template operator()<kVariant>() for the arguments' variant.
 template <class F>
-auto dispatch_variant(const BnBackwardArgs& args, const F& f) {
+auto dispatch_gradient_variant(const BnBackwardArgs& args, const F& f) {
   if (args.from_output) return f.template operator()<GradientVariant::from_output>();
   if (args.residual) return f.template operator()<GradientVariant::residual>();
   return f.template operator()<GradientVariant::plain>();

@@ -1,12 +1,12 @@
-// bn_reduce: sum dv and sum dv*xhat per channel; dv is the gradient before the activation. With
-// an exchange a second row has the sums over all ranks.
-// Memory   reads x or y, dy (and residual) once; writes 2C numbers. Bandwidth-bound.
-// Mapping  block = (tile of channels, slice of their values), see plan.h; 16-byte loads, a batch in flight;
-//          slices are merged by the last block of a tile to finish.
-// Numerics fp32 accumulation (fp64 for double), compensated, in a fixed order, no float atomics. From x the
-//          second sum is of dv*(x - mean), multiplied by invstd at the end.
-// Needs    from y: gamma != 0 (ensured by its floor) and an invertible activation.
-// Source   arXiv:1712.02616, section 3.
+// bn_reduce: sum dv and sum dv * xhat of each channel; dv is the gradient before the activation. With an
+// exchange between ranks, a second row of the result has the sums over all ranks.
+//
+// Memory:   reads x or y, dy (and the residual) once; writes 2C numbers. Bound by bandwidth.
+// Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. The last
+//           block of a tile to finish merges the slices. Loads of 16 bytes.
+// Numerics: compensated sums in float (double for double), in a fixed order, without float atomics.
+// Needs:    from y (from_output): an invertible activation, and gamma != 0, which a floor of |gamma| ensures.
+// Source:   arXiv:1712.02616, section 3.
 #include "bn_gradient.cuh"
 #include "exchange.cuh"
 #include "launch.cuh"
@@ -17,60 +17,76 @@ namespace fastvit {
 template <class A, bool kHasExchange>
 struct BnReduceParams : BnBackwardArgs, ExchangeParams<kHasExchange> {
   LaunchPlan plan;
-  SliceResults<GradientSums<A>> slice_results;
-  unsigned* exchange_counters;
+  SliceResults<GradientSums<A>> slice_results;  // in global memory, until they are merged
+  unsigned* exchange_counters;                  // of finished tiles and of received ranges of channels
 };
 
+// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
+// kVariant: dv is computed from x, from x and a residual, or from y. kHasExchange: the sums are added over
+// ranks.
+// kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
+// channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kHasExchange, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_kernel(
     const __grid_constant__ KernelParams<BnReduceParams<Accumulation<T>, kHasExchange>> kernel_params) {
-  const auto& args = kernel_params.get_after_previous_kernel();
+  const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
   using A = Accumulation<T>;
-  constexpr bool kResidual = kVariant == GradientVariant::residual;
-  constexpr int kOperands = kResidual ? 3 : 2, U = kResidual ? kBatch / 2 : kBatch, K = kIsRows ? V : 1;
+  constexpr bool kHasResidual = kVariant == GradientVariant::residual;
+  constexpr int kOperands = kHasResidual ? 3 : 2;  // input, dy (and the residual)
+  constexpr int kThreadChannels = kIsRows ? V : 1;
+  // Vectors of each operand that a thread has in flight: fewer with a residual, to save registers.
+  constexpr int kBatchVectors = kHasResidual ? kBatchVectors / 2 : kBatchVectors;
   const BlockWork work(args.plan, gridDim.x - 1 - blockIdx.x);
-  __shared__ GradientConstants<A, kVariant> table[kIsRows ? kMaxTile : 1];
+  __shared__ GradientConstants<A, kVariant> tile_constants[kIsRows ? kMaxTileChannels : 1];
   const int channels = work.channels(args.plan);
-  for (int g = threadIdx.x; g < channels; g += kThreads)
-    table[g] = GradientConstants<A, kVariant>::of(args, work.first_channel(args.plan) + g);
+  for (int tile_channel = threadIdx.x; tile_channel < channels; tile_channel += kThreads)
+    tile_constants[tile_channel] =
+        GradientConstants<A, kVariant>::load(args, work.first_channel(args.plan) + tile_channel);
   __syncthreads();
-  GradientConstants<A, kVariant> constants[K];
-  load_thread_constants<kIsRows, V>(constants, table, args.plan, work);
-  const A limit = xhat_limit_of<A, kVariant>(args);
+  GradientConstants<A, kVariant> thread_constants[kThreadChannels];
+  load_thread_constants<kIsRows, V>(thread_constants, tile_constants, args.plan, work);
+  const A xhat_limit = compute_xhat_limit<A, kVariant>(args);
 
-  KahanSums<A> running[K];
-  for_each_batch<kIsRows, V, U, kOperands, WalkOrder::descending>(
+  // The walk begins at the end, which the previous op accessed last and which is still in the L2 cache.
+  KahanSums<A> thread_sums[kThreadChannels];
+  for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::descending>(
       args.plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
         inputs.template load<kNoHint, ReduceStrides::residual>(batch, args);
-        accumulate_sums<T, kIsRows>(running, batch, constants, args, limit,
-                                    [&](int j) { return inputs.vector(j); });
+        accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, xhat_limit,
+                                    [&](int j) { return inputs.get_vector(j); });
       });
 
-  __shared__ __align__(16) unsigned char bytes[kThreads * K * sizeof(GradientSums<A>)];
-  GradientSums<A>* shared = reinterpret_cast<GradientSums<A>*>(bytes);
-  const int stride = merge_block(shared, running, args.plan, work);
+  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
+  // channel of the tile is element tile_channel * stride.
+  __shared__ __align__(16) unsigned char bytes[kThreads * kThreadChannels * sizeof(GradientSums<A>)];
+  GradientSums<A>* block_sums = reinterpret_cast<GradientSums<A>*>(bytes);
+  const int stride = merge_block(block_sums, thread_sums, args.plan, work);
   const int64_t C = args.layout.channels;
-  A* const sums = static_cast<A*>(args.local_sums);
-  const auto write = [&](int64_t c, GradientSums<A> total) {
-    if (kVariant != GradientVariant::from_output) total.dv_second *= saved_invstd<A>(args, c);
-    sums[c] = total.dv;
-    sums[C + c] = total.dv_second;
-    return total;
+  A* const local_sums = static_cast<A*>(args.local_sums);
+  const auto write_local_sums = [&](int64_t c, GradientSums<A> sums) {
+    if (kVariant != GradientVariant::from_output)
+      sums.dv_times_second_factor *= load_saved_invstd<A>(args, c);
+    local_sums[c] = sums.dv;
+    local_sums[C + c] = sums.dv_times_second_factor;
+    return sums;
   };
   if constexpr (kHasExchange) {
-    const MessageSender<A> push(args.group_exchange);
-    push.header();
-    if (merge_slices(shared, stride, args.slice_results, args.plan, work,
-                     [&](int64_t c, const GradientSums<A>& total) {
-                       const GradientSums<A> own = write(c, total);
-                       push.pair(c, own.dv, own.dv_second);
-                     }))
+    const MessageSender<A> sender(args.group_exchange);
+    sender.header();
+    const auto write_and_send = [&](int64_t c, const GradientSums<A>& tile_sums) {
+      const GradientSums<A> sums = write_local_sums(c, tile_sums);
+      sender.pair(c, sums.dv, sums.dv_times_second_factor);
+    };
+    if (merge_slices(block_sums, stride, args.slice_results, args.plan, work, write_and_send))
+      // The last blocks to finish a tile wait for the other ranks, each for a range of channels.
       receive_in_last_blocks(
-          args.plan, args.max_ranges, args.exchange_counters,
-          [&](const ChannelRange& part) { receive_sums(args.group_exchange, part, sums + 2 * C, C); });
+          args.plan, args.max_ranges, args.exchange_counters, [&](const ChannelRange& range) {
+            receive_sums(args.group_exchange, range, /*global_sums*/ local_sums + 2 * C, C);
+          });
   } else {
-    merge_slices(shared, stride, args.slice_results, args.plan, work, write);
+    merge_slices(block_sums, stride, args.slice_results, args.plan, work, write_local_sums);
   }
 }
 
@@ -84,7 +100,7 @@ void backend::bn_reduce(const BnBackwardArgs& args) {
     dispatch_exchange<A>(
         args, context.limits, [&]<bool kHasExchange>(const ExchangeParams<kHasExchange>& exchange_params) {
           const auto kernel_of = [&]<bool kIsRows, int V>() {
-            return dispatch_variant(args, [&]<GradientVariant kVariant>() {
+            return dispatch_gradient_variant(args, [&]<GradientVariant kVariant>() {
               return bn_reduce_kernel<T, kHasExchange, kIsRows, V, kVariant>;
             });
           };
@@ -94,7 +110,7 @@ void backend::bn_reduce(const BnBackwardArgs& args) {
                                                 .element_size = sizeof(T),
                                                 .limits = context.limits,
                                                 .merged_operands = operands}
-                                      .plan(resident_blocks<T>(context, kernel_of));
+                                      .plan(make_resident_blocks_query<T>(context, kernel_of));
           const MergeMemory<GradientSums<A>> merge_memory(plan, context, kHasExchange);
           const BnReduceParams<A, kHasExchange> params{
               {args}, exchange_params, plan, merge_memory.slice_results(), merge_memory.exchange_counters};

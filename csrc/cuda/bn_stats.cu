@@ -1,11 +1,12 @@
-// bn_stats: mean, M2 (sum of squared deviations) and the count of values, per channel; with an exchange over
-// all ranks.
-// Memory   reads x once; writes 2C + 2 numbers. Bandwidth-bound.
-// Mapping  block = (tile of channels, slice of their values), see plan.h; 16-byte loads, a batch in flight;
-//          slices are merged by the last block of a tile to finish.
-// Numerics groups of 32 values, relative to the first of the group, merged by Chan's update, see chunked_moments.cuh;
-//          fp32 (fp64 for double), fixed order, no float atomics.
-// Source   Chan, Golub, LeVeque (1979), see moments.h.
+// bn_stats: the moments of each channel: mean, M2 = sum (x - mean)^2 and the number of values. With an
+// exchange between ranks they are the moments of all ranks' values.
+//
+// Memory:   reads x once; writes 2C + 2 numbers. Bound by bandwidth.
+// Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. The last
+//           block of a tile to finish merges the slices. Loads of 16 bytes.
+// Numerics: chunks of 32 values, relative to the first of the chunk, are merged by Chan's update, see
+//           chunked_moments.cuh; float (double for double), in a fixed order, without float atomics.
+// Source:   Chan, Golub, LeVeque (1979), see moments.h.
 #include "../batch_norm.h"
 #include "chunked_moments.cuh"
 #include "exchange.cuh"
@@ -17,48 +18,57 @@ namespace fastvit {
 template <class A, bool kHasExchange>
 struct BnStatsParams : BnStatsArgs, ExchangeParams<kHasExchange> {
   LaunchPlan plan;
-  SliceResults<PartialMoments<A>> slice_results;
-  unsigned* exchange_counters;
+  SliceResults<PartialMoments<A>> slice_results;  // in global memory, until they are merged
+  unsigned* exchange_counters;                    // of finished tiles and of received ranges of channels
 };
 
+// T: storage type of x. V: elements of a vector, which is 16 bytes or one element.
+// kHasExchange: the moments of all ranks are merged.
+// kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
+// channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kHasExchange, bool kIsRows, int V>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_kernel(
     const __grid_constant__ KernelParams<BnStatsParams<Accumulation<T>, kHasExchange>> kernel_params) {
-  const auto& args = kernel_params.get_after_previous_kernel();
+  const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
   using A = Accumulation<T>;
   using ThreadMoments = ChunkedMoments<T, kIsRows, V>;
   const BlockWork work(args.plan, blockIdx.x);
   ThreadMoments thread_moments(args.plan, work, args.x);
-  for_each_batch<kIsRows, V, kBatch, 1, WalkOrder::ascending>(args.plan, work, args.x,
-                                                              [&]<class B>(const B& batch) {
-                                                                Vector<T, B::V> x[B::U];
-                                                                batch.load(x, args.x, ForwardStrides::x);
-                                                                thread_moments.add(batch, x);
-                                                              });
+  for_each_batch<kIsRows, V, kBatchVectors, /*kOperands=*/1, WalkOrder::ascending>(
+      args.plan, work, args.x, [&]<class B>(const B& batch) {
+        Vector<T, B::V> x[B::U];
+        batch.load(x, args.x, ForwardStrides::x);
+        thread_moments.add(batch, x);
+      });
 
-  __shared__ A pivots[ThreadMoments::kTile];
+  // The threads' means are relative to the channel's pivot, its first value in memory.
+  __shared__ A pivots[ThreadMoments::kTileCapacity];
+  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
+  // channel of the tile is element tile_channel * stride.
   __shared__ __align__(16) unsigned char bytes[kThreads * ThreadMoments::K * sizeof(PartialMoments<A>)];
-  PartialMoments<A>* shared = reinterpret_cast<PartialMoments<A>*>(bytes);
+  PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);
   thread_moments.finish(pivots, args.plan, work);
-  const int stride = merge_block(shared, thread_moments.moments, args.plan, work);
-  const int64_t first = work.first_channel(args.plan), C = args.layout.channels;
+  const int stride = merge_block(block_moments, thread_moments.moments, args.plan, work);
+  const int64_t first_channel = work.first_channel(args.plan), C = args.layout.channels;
   const double count = args.layout.values_per_channel();
   A* const moments = static_cast<A*>(args.moments);
   if constexpr (kHasExchange) {
-    const MessageSender<A> push(args.group_exchange);
-    push.header(C, count);
-    const auto send = [&](int64_t c, const PartialMoments<A>& total) {
-      push.pair(c, pivots[c - first] + total.mean, total.m2);
+    const MessageSender<A> sender(args.group_exchange);
+    sender.header(C, count);
+    const auto send = [&](int64_t c, const PartialMoments<A>& tile_moments) {
+      sender.pair(c, pivots[c - first_channel] + tile_moments.mean, tile_moments.m2);
     };
-    if (merge_slices(shared, stride, args.slice_results, args.plan, work, send))
+    if (merge_slices(block_moments, stride, args.slice_results, args.plan, work, send))
+      // The last blocks to finish a tile wait for the other ranks, each for a range of channels.
       receive_in_last_blocks(
           args.plan, args.max_ranges, args.exchange_counters,
-          [&](const ChannelRange& part) { receive_moments(args.group_exchange, part, moments, C); });
+          [&](const ChannelRange& range) { receive_moments(args.group_exchange, range, moments, C); });
   } else {
-    merge_slices(shared, stride, args.slice_results, args.plan, work,
-                 [&](int64_t c, const PartialMoments<A>& total) {
-                   moments[c] = pivots[c - first] + total.mean;
-                   moments[C + c] = total.m2;
+    merge_slices(block_moments, stride, args.slice_results, args.plan, work,
+                 [&](int64_t c, const PartialMoments<A>& tile_moments) {
+                   moments[c] = pivots[c - first_channel] + tile_moments.mean;
+                   moments[C + c] = tile_moments.m2;
                  });
     if (blockIdx.x == 0 && threadIdx.x == 0) pack_count(moments + 2 * C, count);
   }
@@ -80,7 +90,7 @@ void backend::bn_stats(const BnStatsArgs& args) {
                                                 .element_size = sizeof(T),
                                                 .limits = context.limits,
                                                 .merged_operands = 1}
-                                      .plan(resident_blocks<T>(context, kernel_of));
+                                      .plan(make_resident_blocks_query<T>(context, kernel_of));
           const MergeMemory<PartialMoments<A>> merge_memory(plan, context, kHasExchange);
           const BnStatsParams<A, kHasExchange> params{
               {args}, exchange_params, plan, merge_memory.slice_results(), merge_memory.exchange_counters};

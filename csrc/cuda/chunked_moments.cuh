@@ -26,13 +26,13 @@ template <class T, bool kIsRows, int V>
 struct ChunkedMoments {
   using A = Accumulation<T>;
   static constexpr int K = kIsRows ? V : 1;
-  static constexpr int kTile = kIsRows ? kMaxTile : 1;  // a tile has at most so many channels
+  static constexpr int kTileCapacity = kIsRows ? kMaxTileChannels : 1;  // a tile has at most so many channels
   // Moments of the complete chunks, with means relative to chunk_pivot. After finish(): of all values, with
   // means relative to the channels' pivots.
   PartialMoments<A> moments[K];
 
   __device__ __forceinline__ ChunkedMoments(const LaunchPlan& plan, const BlockWork& work, const void* x) {
-    static_assert(kTile <= kThreads);
+    static_assert(kTileCapacity <= kThreads);
     if (int(threadIdx.x) < work.channels(plan) && plan.layout.outer > 0)
       channel_pivot.load(static_cast<const T*>(x) +
                          (work.first_channel(plan) + threadIdx.x) * plan.layout.strides[0].channel);
@@ -70,7 +70,8 @@ struct ChunkedMoments {
 
   // Completes `moments`, and writes the pivots of the tile's channels to shared memory. All threads call
   // after their last value.
-  __device__ __forceinline__ void finish(A (&pivots)[kTile], const LaunchPlan& plan, const BlockWork& work) {
+  __device__ __forceinline__ void finish(A (&pivots)[kTileCapacity], const LaunchPlan& plan,
+                                         const BlockWork& work) {
     if (int(threadIdx.x) < work.channels(plan)) {
       A value[1];
       channel_pivot.unpack(value);
@@ -86,7 +87,7 @@ struct ChunkedMoments {
 
  private:
   // Whether each batch is a chunk: for planes of 16-bit elements a batch has 32 values of the channel.
-  static constexpr bool kChunkIsBatch = !kIsRows && V * kBatch >= kChunkValues;
+  static constexpr bool kChunkIsBatch = !kIsRows && V * kBatchVectors >= kChunkValues;
 
   // Merges the current chunk into `moments`.
   __device__ __forceinline__ void close_chunk() {

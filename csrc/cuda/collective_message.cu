@@ -114,7 +114,7 @@ struct MergeMessagesParams : MessageArgs {
       const M* const rank_moments = message<M>(rank);
       const double rank_count = unpack_count(rank_moments + 2 * C);
       if (i < C)
-        MergeWeights::of_counts(count, rank_count).merge(mean, m2, rank_moments[i], rank_moments[C + i]);
+        MergeWeights::from_counts(count, rank_count).merge(mean, m2, rank_moments[i], rank_moments[C + i]);
       count += rank_count;
     }
     if (i == C) {

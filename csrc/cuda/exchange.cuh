@@ -280,7 +280,7 @@ class MessageReceiver {
         double count = 0;  // of the ranks before this one; for rank == world of all ranks
         for (int r = 0; r < rank; ++r) count += counts[r];
         if (rank < exchange.world)
-          weights[rank] = MergeWeights::of_counts(count, counts[rank]);
+          weights[rank] = MergeWeights::from_counts(count, counts[rank]);
         else if (range.index == 0)
           pack_count(result + 2 * C, count);
       }

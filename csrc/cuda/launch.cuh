@@ -98,13 +98,13 @@ void dispatch_kernel_of_plan(const LaunchPlan& plan, const F& f) {
 // The launch bounds of the forward kernels add this number to their blocks per multiprocessor. One more block
 // makes them faster on sm_90; on other architectures the compiler would spill registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr int kOneMoreBlockOnSm90 = 1;
+constexpr int kExtraBlocksOnSm90 = 1;
 #else
-constexpr int kOneMoreBlockOnSm90 = 0;
+constexpr int kExtraBlocksOnSm90 = 0;
 #endif
 
 // How many blocks of a kernel are resident on a multiprocessor, if they have no dynamic shared memory.
-inline int resident_blocks_of(const LaunchContext& context, const void* kernel) {
+inline int count_resident_blocks(const LaunchContext& context, const void* kernel) {
   return cached_query(kernel, context.device_index, [&](int& value) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, kernel, kThreads, 0);
   });
@@ -114,12 +114,12 @@ inline int resident_blocks_of(const LaunchContext& context, const void* kernel) 
 // plan's kernel, kernel_of<kIsRows, V>(), are resident on a multiprocessor. It asks about no other kernel: a
 // question loads the kernel, and loading may wait for the GPU, which may wait for other ranks.
 template <class T, class KernelOf>
-auto resident_blocks(const LaunchContext& context, const KernelOf& kernel_of) {
+auto make_resident_blocks_query(const LaunchContext& context, const KernelOf& kernel_of) {
   return [&](const LaunchPlan& plan) {
     int blocks = 0;
     dispatch_kernel_of_plan<T>(plan, [&]<bool kIsRows, int V>() {
-      blocks = resident_blocks_of(context,
-                                  reinterpret_cast<const void*>(kernel_of.template operator()<kIsRows, V>()));
+      blocks = count_resident_blocks(
+          context, reinterpret_cast<const void*>(kernel_of.template operator()<kIsRows, V>()));
     });
     return blocks;
   };
@@ -131,7 +131,7 @@ auto resident_blocks(const LaunchContext& context, const KernelOf& kernel_of) {
 #endif
 
 // The one parameter of every kernel. From sm_90 on a kernel's blocks may begin while the stream's previous
-// kernel ends. Memory may be accessed only after that end, so only wait_and_get() returns the pointers to it.
+// kernel ends. Memory may be accessed only after that end, so only get_after_previous_kernel() returns the pointers to it.
 template <class Params>
 class KernelParams {
   Params params;
@@ -144,7 +144,7 @@ class KernelParams {
   // multiprocessors are free; they wait in this function. A grid that waits for other ranks (its parameters
   // have a group_exchange) does not let the next kernel begin: two waiting grids could occupy the whole GPU,
   // without room for NCCL's blocks.
-  __device__ __forceinline__ const Params& wait_and_get() const {
+  __device__ __forceinline__ const Params& get_after_previous_kernel() const {
     wait_for_previous_kernel();
     if constexpr (!requires { params.group_exchange; }) let_next_kernel_begin();
     return params;

@@ -49,10 +49,10 @@ struct MergeGroups {
 // second sum is of dv times a second factor of each element: x - mean, or xhat.
 template <class A>
 struct GradientSums {
-  A dv = 0, dv_second = 0;
+  A dv = 0, dv_times_second_factor = 0;
   __device__ __forceinline__ void merge(const GradientSums& other) {
     dv += other.dv;
-    dv_second += other.dv_second;
+    dv_times_second_factor += other.dv_times_second_factor;
   }
 };
 
@@ -63,7 +63,7 @@ struct KahanSums {
   GradientSums<A> sums, compensation;
   __device__ __forceinline__ void add(const GradientSums<A>& terms) {
     add(sums.dv, compensation.dv, terms.dv);
-    add(sums.dv_second, compensation.dv_second, terms.dv_second);
+    add(sums.dv_times_second_factor, compensation.dv_times_second_factor, terms.dv_times_second_factor);
   }
   __device__ __forceinline__ operator const GradientSums<A>&() const { return sums; }
 
@@ -174,7 +174,7 @@ __device__ __forceinline__ bool arrives_last(unsigned* counter, unsigned blocks)
 template <class R, class Write>
 __device__ __forceinline__ void merge_slice_results(R* shared, const R* results, unsigned slices,
                                                     int64_t stride, int channels, const Write& write) {
-  static_assert(kMaxTile <= kThreads);
+  static_assert(kMaxTileChannels <= kThreads);
   // A team is a thread per channel. The teams share the slices.
   const unsigned teams = min(unsigned(kThreads / channels), slices), team = threadIdx.x / unsigned(channels);
   const int g = int(threadIdx.x - team * unsigned(channels));

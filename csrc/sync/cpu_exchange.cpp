@@ -121,7 +121,7 @@ void merge_in_rank_order(const NumbersOf& numbers_of, int64_t world, NumberKind 
       const A *rank_first = numbers_of(rank) + begin, *rank_second = rank_first + C;
       if (kind == kMoments) {
         const double rank_count = unpack_count(numbers_of(rank) + 2 * C);
-        const MergeWeights weights = MergeWeights::of_counts(count, rank_count);
+        const MergeWeights weights = MergeWeights::from_counts(count, rank_count);
         for (int64_t i = 0; i < channels; ++i)
           weights.merge(first[i], second[i], rank_first[i], rank_second[i]);
         count += rank_count;

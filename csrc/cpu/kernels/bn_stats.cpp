@@ -49,7 +49,7 @@ struct BnStatsKernel {
           const MeanM2 moments = moments_from_pivot_sums(pivots[k], 1 / double(count),
                                                          sum_lanes<A>(sums.first), sum_lanes<A>(sums.second));
           const int64_t values_before = values_before_unit(args.layout, args.plan, unit) - values_before_task;
-          MergeWeights::of_counts(double(values_before), double(count))
+          MergeWeights::from_counts(double(values_before), double(count))
               .merge(mean[channel], m2[channel], moments.mean, moments.m2);
         });
   }
@@ -79,7 +79,7 @@ struct BnStatsKernel {
         return compute_deviation_terms<A>(position.load(rows[k]), position.load(pivots));
       });
       const double count = double(end - begin), inverse_count = 1 / count;
-      const MergeWeights weights = MergeWeights::of_counts(double(begin - first_unit), count);
+      const MergeWeights weights = MergeWeights::from_counts(double(begin - first_unit), count);
       sums.for_each_channel(length, [&](int64_t c, A deviations, A squares) {
         const MeanM2 moments = moments_from_pivot_sums(pivots[c], inverse_count, deviations, squares);
         weights.merge(mean[c], m2[c], moments.mean, moments.m2);

@@ -52,7 +52,7 @@ struct LayerNormForward {
         for (int64_t first = 0; first < columns; first += kMaxSegmentLength) {
           const int64_t length = minimum(columns - first, kMaxSegmentLength);
           const MeanM2 segment = compute_moments<T, A>(x + r * columns + first, length);
-          MergeWeights::of_counts(double(first), double(length))
+          MergeWeights::from_counts(double(first), double(length))
               .merge(row_mean, row_m2, segment.mean, segment.m2);
         }
         mean[r] = A(row_mean);
