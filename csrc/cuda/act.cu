@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   using Operands = ActKernelOperands<kBackward, kGated>;
   const A activation_param = A(args.activation_param);
   // Vectors of each operand that a thread has in flight: fewer of many operands, to save registers.
-  constexpr int kBatchVectors = Operands::kCount > 3 ? kBatchVectors / 2 : kBatchVectors;
+  constexpr int kBatchVectors = Operands::kCount > 3 ? kMaxBatchVectors / 2 : kMaxBatchVectors;
   const BlockWork work(args.plan, blockIdx.x);
   for_each_batch<kIsRows, V, kBatchVectors, Operands::kCount, WalkOrder::ascending>(
       args.plan, work, args.x, [&]<class B>(const B& batch) {

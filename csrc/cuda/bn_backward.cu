@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   constexpr bool kHasResidual = kVariant == GradientVariant::residual;
   constexpr int kOperands = kHasResidual ? 5 : 3;  // input, dy, dx (and the residual, dresidual)
   // Vectors of each operand that a thread has in flight: fewer with a residual, to save registers.
-  constexpr int kBatchVectors = kHasResidual ? kBatchVectors / 2 : kBatchVectors;
+  constexpr int kBatchVectors = kHasResidual ? kMaxBatchVectors / 2 : kMaxBatchVectors;
   constexpr int kThreadChannels = kIsRows ? V : 1, kTileCapacity = kIsRows ? kMaxTileChannels : 1;
   const BlockWork work(args.plan, blockIdx.x);
   __shared__ GradientConstants<A, kVariant> tile_constants[kTileCapacity];

@@ -56,7 +56,7 @@ class GradientCache {
 
 // Vectors of each operand that a thread has in flight: fewer with a residual, to save registers.
 template <GradientVariant kVariant>
-constexpr int kBatchVectors = kVariant == GradientVariant::residual ? kBatchVectors / 2 : kBatchVectors;
+constexpr int kBatchVectors = kVariant == GradientVariant::residual ? kMaxBatchVectors / 2 : kMaxBatchVectors;
 // The operands: input, dy, dx (and the residual, dresidual).
 template <GradientVariant kVariant>
 constexpr int kOperands = kVariant == GradientVariant::residual ? 5 : 3;

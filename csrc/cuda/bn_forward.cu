@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlo
   load_thread_constants<kIsRows, V>(thread_affine, tile_affine, args.plan, work);
 
   // bn_stats read x from its begin to its end, so the end is still in the L2 cache.
-  for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::descending>(
+  for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::descending>(
       args.plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], residual[kHasResidual ? B::U : 1];
         batch.template load<kEvictFirst>(x, args.x, ForwardStrides::x);

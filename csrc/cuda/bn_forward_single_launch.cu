@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
   FASTVIT_DYNAMIC_SHARED(cache_bytes);  // declares the launch's dynamic shared memory
   SmemCache<T, V, /*kOperands=*/1> cache(cache_bytes);
   ThreadMoments thread_moments(plan, work, args.x);
-  for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::ascending>(
+  for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::ascending>(
       plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U];
         batch.template load<kEvictFirst>(x, args.x, ForwardStrides::x);
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
   ChannelAffine<A> thread_affine[kIsRows ? V : 1];
   load_thread_constants<kIsRows, V>(thread_affine, tile_affine, plan, work);
   cache.rewind();
-  for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::ascending>(
+  for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::ascending>(
       plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], residual[kHasResidual ? B::U : 1];
         if constexpr (kHasResidual)

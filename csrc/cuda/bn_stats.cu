@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
   using ThreadMoments = ChunkedMoments<T, kIsRows, V>;
   const BlockWork work(args.plan, blockIdx.x);
   ThreadMoments thread_moments(args.plan, work, args.x);
-  for_each_batch<kIsRows, V, kBatchVectors, /*kOperands=*/1, WalkOrder::ascending>(
+  for_each_batch<kIsRows, V, kMaxBatchVectors, /*kOperands=*/1, WalkOrder::ascending>(
       args.plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U];
         batch.load(x, args.x, ForwardStrides::x);

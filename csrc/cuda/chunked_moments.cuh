@@ -87,7 +87,7 @@ struct ChunkedMoments {
 
  private:
   // Whether each batch is a chunk: for planes of 16-bit elements a batch has 32 values of the channel.
-  static constexpr bool kChunkIsBatch = !kIsRows && V * kBatchVectors >= kChunkValues;
+  static constexpr bool kChunkIsBatch = !kIsRows && V * kMaxBatchVectors >= kChunkValues;
 
   // Merges the current chunk into `moments`.
   __device__ __forceinline__ void close_chunk() {

@@ -10,7 +10,7 @@
 //   folded  Short contiguous planes, such as 7x7 and 14x14, are walked as rows of channels * inner columns,
 //           so that loads are 16 bytes wide. A channel then has columns_per_channel = inner columns.
 // An operand is a tensor that the kernel reads or writes. A vector is what one load moves: 16 bytes, or one
-// element. A batch is kBatchVectors vectors of a thread. Blocks that are resident at the same time are a wave.
+// element. A batch is kMaxBatchVectors vectors of a thread. Blocks that are resident at the same time are a wave.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace fastvit {
 
 constexpr int kThreads = 256;                // threads of a block, in every kernel
 constexpr int kBlocksPerMultiprocessor = 2;  // launch bound; leaves 128 registers for a thread
-constexpr int kBatchVectors = 4;             // vectors of each operand that a thread has in flight
+constexpr int kMaxBatchVectors = 4;          // vectors of each operand that a thread has in flight
 // An op with more tiles has one slice per tile. This bounds the counters of a stream (launch_memory.h).
 constexpr int kMaxMergedTiles = 4096;
 
@@ -155,7 +155,7 @@ struct LaunchPlanner {
            std::max(columns, layout.outer) <= INT32_MAX &&
            all_operands([&](const Strides& strides, uintptr_t address) {
              return address % 16 == 0 && strides.outer[0] % vector_width == 0 &&
-                    strides.outer[0] * kThreads * kBatchVectors <= INT32_MAX;
+                    strides.outer[0] * kThreads * kMaxBatchVectors <= INT32_MAX;
            });
   }
 
@@ -192,9 +192,9 @@ struct LaunchPlanner {
   // The vectors of each operand for which a thread has time in its walk, whether they hold data or not.
   int64_t vectors_per_thread(const LaunchPlan& plan) const {
     const int64_t teams = int64_t(plan.slices) * plan.teams;
-    if (plan.is_rows) return ceil_div(plan.units, teams * kBatchVectors) * kBatchVectors;
+    if (plan.is_rows) return ceil_div(plan.units, teams * kMaxBatchVectors) * kMaxBatchVectors;
     const int64_t vectors = ceil_div(plan.segment_length, elements_per_vector(plan)),
-                  batches = ceil_div(vectors, int64_t(plan.team_size) * kBatchVectors);
+                  batches = ceil_div(vectors, int64_t(plan.team_size) * kMaxBatchVectors);
     const bool is_aligned = all_operands([&](const Strides& strides, uintptr_t address) {
       return address % 16 == 0 && strides.channel % vector_width == 0 &&
              strides.outer[0] % vector_width == 0 && layout.inner % vector_width == 0;
@@ -202,7 +202,7 @@ struct LaunchPlanner {
     // Elements before the first and after the last whole vector of a unit are walked one by one.
     const int64_t single_elements =
         plan.is_vectorized && !is_aligned ? ceil_div(2 * (vector_width - 1), plan.team_size) : 0;
-    return ceil_div(plan.units, teams) * (batches * kBatchVectors + single_elements);
+    return ceil_div(plan.units, teams) * (batches * kMaxBatchVectors + single_elements);
   }
 
   // The fraction of the threads' vectors that hold data. An incomplete last wave of blocks counts as
@@ -219,7 +219,8 @@ struct LaunchPlanner {
     plan.teams = kThreads / plan.team_size;
     plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(layout.channels, plan.tile_channels)));
     plan.units = plan.is_rows ? layout.outer : layout.outer * plan.segments;
-    const int64_t min_units = int64_t(plan.teams) * (plan.is_rows ? kBatchVectors : 1),  // units of a slice
+    const int64_t min_units =
+                      int64_t(plan.teams) * (plan.is_rows ? kMaxBatchVectors : 1),  // units of a slice
         max_slices = ceil_div(plan.units, min_units);
     const bool has_one_slice = max_slices == 0 || (merged_operands && plan.tiles > kMaxMergedTiles);
     plan.slices = has_one_slice
@@ -235,7 +236,7 @@ struct LaunchPlanner {
   void choose_segments_and_team(LaunchPlan& plan, int64_t resident_blocks) const {
     const int64_t vectors_per_plane = ceil_div(layout.inner, elements_per_vector(plan));
     const int64_t segments_by_length =
-        ceil_div(vectors_per_plane, kThreads * kBatchVectors * kMaxBatchesPerSegment);
+        ceil_div(vectors_per_plane, kThreads * kMaxBatchVectors * kMaxBatchesPerSegment);
     const int64_t planes = layout.outer * layout.channels,
                   segments_by_blocks =
                       std::min(vectors_per_plane / kThreads, resident_blocks / std::max<int64_t>(1, planes));
@@ -246,7 +247,7 @@ struct LaunchPlanner {
     int best_team_size = kThreads;
     // Each candidate is the team that walks a segment in so many batches; 0 stands for a team of all threads.
     for (int batches = 0; batches <= 2 * kMaxBatchesPerSegment && best_fraction < kFullEnough; ++batches) {
-      const int64_t members = batches ? ceil_div(vectors, batches * kBatchVectors) : kThreads;
+      const int64_t members = batches ? ceil_div(vectors, batches * kMaxBatchVectors) : kThreads;
       if (members > kThreads || (batches > 1 && members < kMinTeamOfSeveralBatches)) continue;
       plan.team_size =
           int(plan.is_vectorized ? ceil_div(members, kVectorsPerLine) * kVectorsPerLine : members);
