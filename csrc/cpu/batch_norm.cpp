@@ -1,9 +1,11 @@
-// The ops of batch norm on the CPU: the O(C) part, in double. It merges the results of slices (shares of a
-// channel's values that a kernel reduces apart), updates the running statistics, exchanges numbers between
-// ranks, and computes the constants per channel that the kernels read.
+// The ops of batch norm on the CPU: the O(C) part, in double. It merges the results of slices (parts of each
+// channel's values, which a kernel reduces separately), updates the running statistics, exchanges numbers
+// between ranks, and computes the constants per channel that the kernels read.
 //
-// A is the accumulation type: double for tensors of double, else float. xhat is (x - mean) * invstd, and dv
-// the gradient before the activation.
+// A is the accumulation type: double for tensors of double, else float. xhat is (x - mean) * invstd, dv is
+// the gradient of the activation's input. Counts take two numbers (pack_count), so large ones are exact in
+// float. saved: mean[C], invstd[C], count. A unit is a row, or the same segment of the planes of all
+// channels.
 #include <cmath>
 #include <limits>
 
@@ -15,9 +17,10 @@
 namespace fastvit {
 namespace {
 
-// Increments num_batches_tracked, and returns the weight of this batch in the running statistics.
-double count_batch(const BnForwardArgs& args, double count) {
-  if (!args.num_batches_tracked || std::isnan(count)) return args.momentum;
+// Increments num_batches_tracked, and returns the weight of this batch in the running statistics. A count of
+// NaN comes from a failed exchange between ranks: such a batch does not count.
+double count_batch(const BnForwardArgs& args, double values_per_channel) {
+  if (!args.num_batches_tracked || std::isnan(values_per_channel)) return args.momentum;
   ++*args.num_batches_tracked;
   return args.cumulative_average ? 1.0 / double(*args.num_batches_tracked) : args.momentum;
 }
@@ -41,7 +44,7 @@ MeanVariance load_running_stats(const BnForwardArgs& args, int64_t channel) {
 }
 
 // The variance of no values counts as 0. After a failed exchange the count is NaN, and so is the variance.
-MeanVariance load_batch_stats(const Moments<double>& batch) {
+MeanVariance compute_batch_stats(const Moments<double>& batch) {
   return {batch.mean, batch.count == 0 ? 0 : batch.m2 / batch.count};
 }
 
@@ -92,11 +95,13 @@ void backend::bn_stats(const BnStatsArgs& args) {
     }
     for (int64_t i = 0; i < 2 * C; ++i) moments[i] = A(mean[i]);
     pack_count(moments + 2 * C, double(layout.values_per_channel()));
+    // The moments of all ranks replace those of this rank.
     if (args.exchange) exchange_numbers(*args.exchange, moments, moments, C);
   });
 }
 
-// A CPU kernel has no launch cost, so there is nothing to gain from one launch for the statistics and the op.
+// These functions return false: not done. A CPU kernel has no launch cost, so one launch for the statistics
+// and the op would gain nothing.
 bool backend::bn_forward_single_launch(const BnForwardArgs&) {
   return false;
 }
@@ -124,7 +129,7 @@ void backend::bn_forward(const BnForwardArgs& args) {
         if (moments) {
           const Moments<double> batch{count, moments[c], moments[C + c]};
           update_running_stats(args, c, batch, batch_weight);
-          stats = load_batch_stats(batch);
+          stats = compute_batch_stats(batch);
         } else {
           stats = load_running_stats(args, c);
         }
@@ -157,12 +162,13 @@ void backend::bn_reduce(const BnBackwardArgs& args) {
     if (args.layout.numel() > 0) kernel_table().bn_reduce(constants.params);
     for (int64_t slice = 1; slice < slices; ++slice)
       for (int64_t i = 0; i < 2 * C; ++i) slice_sums[i] += slice_sums[slice * 2 * C + i];
-    const double *sum_dv = slice_sums.data(), *sum_dv_second = sum_dv + C;  // now of all slices
+    const double *sum_dv = slice_sums.data(), *sum_dv_times_factor = sum_dv + C;  // now of all slices
     for (int64_t c = 0; c < C; ++c) {
       sums[c] = A(sum_dv[c]);
       // The kernel multiplied dv by xhat (from_output) or by x - mean.
-      sums[C + c] = A(args.from_output ? sum_dv_second[c] : sum_dv_second[c] * double(invstd[c]));
+      sums[C + c] = A(args.from_output ? sum_dv_times_factor[c] : sum_dv_times_factor[c] * double(invstd[c]));
     }
+    // The sums of all ranks follow those of this rank.
     if (args.exchange) exchange_numbers(*args.exchange, sums, sums + 2 * C, C);
   });
 }
@@ -173,7 +179,8 @@ void backend::bn_backward(const BnBackwardArgs& args) {
   dispatch_accumulation(args.dtype, [&]<class A>() {
     const A *saved = static_cast<const A*>(args.saved), *sums = static_cast<const A*>(args.global_sums);
     const double count = unpack_count(saved + 2 * C);
-    // Both stay 0 if the statistics were constants, which have no gradient (global_sums is null).
+    // dx = scale * (dv - mean_dv - slope * second_factor): second_factor is xhat, or x - mean = xhat /
+    // invstd. Both stay 0 if the statistics were constants, which have no gradient (global_sums is null).
     std::vector<A> mean_dv(C), slope(C);
     for (int64_t c = 0; sums && count > 0 && c < C; ++c) {
       mean_dv[c] = A(sums[c] / count);

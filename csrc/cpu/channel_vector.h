@@ -11,7 +11,7 @@
 
 namespace fastvit {
 
-// value_if_null: what a parameter that was not given counts as.
+// value_if_null: returned if the vector has no data, for a parameter that was not given.
 inline double load_channel(const ChannelVector& vector, int64_t channel, double value_if_null) {
   if (!vector.data) return value_if_null;
   return dispatch_storage_type<c10::Half, c10::BFloat16>(vector.dtype, [&]<class T>() {
@@ -24,7 +24,8 @@ inline void store_channel(const ChannelVector& vector, int64_t channel, double v
       vector.dtype, [&]<class T>() { static_cast<T*>(vector.data)[channel] = T(Accumulation<T>(value)); });
 }
 
-// gamma. If x is to be recovered from y (invertible), |gamma| is raised to a floor, as that divides by gamma.
+// Returns gamma. With `invertible`, |gamma| is raised to a floor, because recovering x from y divides by
+// gamma. The floor grows with |bias|, by which y is rounded (moments.h).
 inline double floored_gamma(const BnArgs& args, int64_t channel, bool invertible) {
   return effective_gamma(load_channel(args.weight, channel, 1), load_channel(args.bias, channel, 0),
                          gamma_floor<double>(invertible, args.dtype));

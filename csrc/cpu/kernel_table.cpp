@@ -58,12 +58,13 @@ KernelTable select_kernel_table() {
 // planes). A slice has at least this many values per channel, so that its results are small beside the
 // values.
 constexpr int64_t kMinValuesPerSlice = 1 << 8;
-constexpr int64_t kMinRowsPerSlice = 1 << 7;  // fewer suffice for rows: their results stay in the cache
+// Rows may have fewer, since the results of a slice stay in the cache while its rows are summed.
+constexpr int64_t kMinRowsPerSlice = 1 << 7;
 constexpr int64_t kMaxTasks = 256;
 // Planes with fewer elements are summed together with other planes of their channel.
 constexpr int64_t kMinLengthSummedAlone = 512;
-// Rows are divided into tiles only if their slices give fewer tasks than this: parts of rows are read more
-// slowly.
+// Rows are divided into tiles only to reach this number of tasks, since parts of rows are read more slowly
+// than whole rows.
 constexpr int64_t kMinRowTasks = 8;
 constexpr int64_t kMinRowTileChannels = 64;
 
@@ -84,14 +85,16 @@ CpuPlan plan_cpu_work(const WalkLayout& layout) {
   plan.segments = std::max<int64_t>(1, ceil_div(span_length, std::max<int64_t>(plan.segment_length, 1)));
   plan.planes_at_once =
       layout.inner < kMinLengthSummedAlone ? kMaxSegmentLength / std::max<int64_t>(layout.inner, 1) : 1;
+  // A unit is a row, or the same segment of the planes of all channels.
   plan.units = layout.is_rows ? layout.outer : layout.outer * plan.segments;
   const int64_t max_tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kMinTaskElements), 1, kMaxTasks);
   const int64_t max_slices =
       layout.values_per_channel() / (layout.is_rows ? kMinRowsPerSlice : kMinValuesPerSlice);
   plan.slices = std::clamp<int64_t>(std::min({plan.units, max_tasks, max_slices}), 1, kMaxSlices);
-  const int64_t tasks = layout.is_rows ? std::min(max_tasks, kMinRowTasks) : max_tasks;
-  plan.tiles = std::clamp<int64_t>(ceil_div(tasks, plan.slices), 1, std::max<int64_t>(layout.channels, 1));
-  if (layout.is_rows)  // a tile of a row is at most one segment
+  const int64_t wanted_tasks = layout.is_rows ? std::min(max_tasks, kMinRowTasks) : max_tasks;
+  plan.tiles =
+      std::clamp<int64_t>(ceil_div(wanted_tasks, plan.slices), 1, std::max<int64_t>(layout.channels, 1));
+  if (layout.is_rows)  // at least plan.segments tiles, so that a tile is no longer than a segment
     plan.tiles =
         std::max(std::min(plan.tiles, ceil_div(layout.channels, kMinRowTileChannels)), plan.segments);
   return plan;

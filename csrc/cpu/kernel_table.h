@@ -1,5 +1,6 @@
-// The interface between the ops' O(C) parts in csrc/cpu (compiled once) and the kernels in csrc/cpu/kernels
-// (compiled once per instruction set): the division of the work, the kernels' parameters, the kernel table.
+// The interface between csrc/cpu (compiled once) and the kernels in csrc/cpu/kernels (compiled once per
+// instruction set): the division of the work, the kernels' parameters, the kernel table. csrc/cpu itself does
+// what is O(C), proportional to the number of channels, such as merging results and computing constants.
 //
 // Parameters are plain structs, and the caller allocates every buffer. A kernel's file must not instantiate
 // templates of a library: the linker keeps one copy of an instance, perhaps with instructions that a CPU
@@ -15,16 +16,18 @@
 
 namespace fastvit {
 
-// The length of the longest segment, in elements. It bounds the kernels' buffers on the stack.
+// A long span is processed in segments of at most so many elements, which bounds the kernels' buffers on the
+// stack.
 constexpr int64_t kMaxSegmentLength = 2048;
 
 // The division of a call's work. It depends only on shapes, so results do not depend on the number of
-// threads. A task of a reduction sums the channels of one tile over one slice.
+// threads. A reduction has slices * tiles tasks: a task sums the channels of a tile over the units of a
+// slice.
 struct CpuPlan {
   int64_t segments;        // number of segments into which a span is divided
   int64_t segment_length;  // elements of a segment; the last segment of a span may be shorter
-  int64_t planes_at_once;  // number of a channel's planes that a reduction sums together; 1: planes are long
-  int64_t units;           // number of units: a unit is a row, or a segment of the plane of every channel
+  int64_t planes_at_once;  // number of a channel's short planes that are summed into one result; else 1
+  int64_t units;           // number of units: a unit is a row, or the same segment of all channels' planes
   int64_t slices;          // number of slices: a slice is a range of units, with a result per channel
   int64_t tiles;           // number of tiles: a tile is a range of channels
 };
@@ -47,8 +50,8 @@ struct CpuBnForwardParams : BnForwardArgs {
   const void *mean, *scale, *beta;  // [C]; scale is gamma * invstd
 };
 
-// For bn_reduce and bn_backward. dv is the gradient before the activation. second_factor is x - mean, or the
-// xhat that is recovered from y if the input is y.
+// For bn_reduce and bn_backward. dv is the gradient of the activation's input. bn_reduce multiplies dv by
+// second_factor: x - mean, or the xhat that is recovered from y if the input is y.
 struct CpuBnBackwardParams : BnBackwardArgs {
   CpuPlan plan = {};
   double xhat_limit = 0;                                                   // the largest possible |xhat|
@@ -65,12 +68,13 @@ struct CpuLayerNormForwardParams : LayerNormArgs {
 };
 
 struct CpuLayerNormBackwardParams : LayerNormArgs {
-  int64_t slices;     // number of slices: a slice is a range of rows, with sums of its own
-  const void* gamma;  // [columns]
-  // The sums of dy and of dy * xhat; null if they are not needed (args.sums is null).
+  int64_t slices;          // number of slices: a slice is a range of rows, with sums of its own
+  const void* gamma;       // [columns]
   int64_t padded_columns;  // columns, rounded up to whole SIMD vectors
-  void* chunk_sums;        // [slices][2][padded_columns]: sums over at most 128 rows
-  double* slice_sums;      // [slices][2][columns]: sums of the chunk_sums of a slice
+  // The sums of dy and of dy * xhat of a slice. chunk_sums, [slices][2][padded_columns], has those of at most
+  // 128 rows, and is then added to slice_sums, [slices][2][columns]. Both are null if args.sums is null.
+  void* chunk_sums;
+  double* slice_sums;
 };
 
 struct CpuActParams : ActArgs {

@@ -1,5 +1,5 @@
-// layer_norm_forward and layer_norm_backward on the CPU: gamma and beta in the accumulation type, and the
-// sums over rows, which the kernel leaves as one result per slice (a range of rows).
+// layer_norm_forward and layer_norm_backward on the CPU. This file converts gamma and beta to the
+// accumulation type, and adds the sums of the slices (ranges of rows) that the kernel returns.
 #include <algorithm>
 
 #include "channel_vector.h"
@@ -38,6 +38,7 @@ void backend::layer_norm_backward(const LayerNormArgs& args) {
       kMaxSlices);
   dispatch_accumulation(args.dtype, [&]<class A>() {
     const auto gamma = convert_parameter<A>(args.weight, columns, /*value_if_null=*/1);
+    // The kernel sums up to 128 rows, a chunk, in chunk_sums, and adds these to slice_sums in double.
     std::vector<A> chunk_sums(args.sums ? slices * 2 * padded_columns : 0);
     std::vector<double> slice_sums(args.sums ? slices * 2 * columns : 0);
     if (args.rows > 0)

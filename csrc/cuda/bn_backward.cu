@@ -1,5 +1,5 @@
-// bn_backward: dx = scale * (dv - mean(dv) - xhat * mean(dv * xhat)), scale = gamma * invstd.
-// dv is the gradient before the activation, and of a residual. The means are over the channel on all ranks.
+// bn_backward: dx = scale * (dv - mean(dv) - xhat * mean(dv * xhat)), scale = gamma * invstd. dv is the
+// gradient of the activation's input, and of a residual. The means are over the channel on all ranks.
 //
 // Memory:   reads x or y, dy (and the residual) once; writes dx (and dresidual) once. Bound by bandwidth.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. Loads and

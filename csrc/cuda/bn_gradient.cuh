@@ -1,4 +1,5 @@
-// Shared by the kernels of bn_reduce and bn_backward: dv (the gradient before the activation), its sums, dx.
+// Shared by the kernels of bn_reduce and bn_backward: dv (the gradient of v, the activation's input), its
+// sums, dx.
 //
 // A channel has two sums: of dv, and of dv * xhat. `second_factor` is dv's factor in the second sum:
 //   input is x   second_factor = x - mean; the kernels multiply the finished sum by invstd.

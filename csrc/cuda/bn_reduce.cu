@@ -1,4 +1,4 @@
-// bn_reduce: sum dv and sum dv * xhat of each channel; dv is the gradient before the activation. With an
+// bn_reduce: sum dv and sum dv * xhat of each channel; dv is the gradient of the activation's input. With an
 // exchange between ranks, a second row of the result has the sums over all ranks.
 //
 // Memory:   reads x or y, dy (and the residual) once; writes 2C numbers. Bound by bandwidth.

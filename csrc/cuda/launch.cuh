@@ -131,7 +131,8 @@ auto make_resident_blocks_query(const LaunchContext& context, const KernelOf& ke
 #endif
 
 // The one parameter of every kernel. From sm_90 on a kernel's blocks may begin while the stream's previous
-// kernel ends. Memory may be accessed only after that end, so only get_after_previous_kernel() returns the pointers to it.
+// kernel ends. Memory may be accessed only after that end, so only get_after_previous_kernel() returns the
+// pointers to it.
 template <class Params>
 class KernelParams {
   Params params;

@@ -45,7 +45,7 @@ struct MergeGroups {
   int64_t semaphores(const LaunchPlan& plan) const { return semaphores(plan, size > 1 ? count : 0); }
 };
 
-// The two sums of a channel in batch norm's backward pass. dv is the gradient before the activation. The
+// The two sums of a channel in batch norm's backward pass. dv is the gradient of the activation's input. The
 // second sum is of dv times a second factor of each element: x - mean, or xhat.
 template <class A>
 struct GradientSums {

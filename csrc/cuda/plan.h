@@ -10,7 +10,8 @@
 //   folded  Short contiguous planes, such as 7x7 and 14x14, are walked as rows of channels * inner columns,
 //           so that loads are 16 bytes wide. A channel then has columns_per_channel = inner columns.
 // An operand is a tensor that the kernel reads or writes. A vector is what one load moves: 16 bytes, or one
-// element. A batch is kMaxBatchVectors vectors of a thread. Blocks that are resident at the same time are a wave.
+// element. A batch is kMaxBatchVectors vectors of a thread. Blocks that are resident at the same time are a
+// wave.
 #pragma once
 
 #include <algorithm>

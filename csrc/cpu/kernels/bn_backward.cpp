@@ -1,9 +1,10 @@
 // bn_backward: dx = scale * (dv - mean(dv) - xhat * mean(dv * xhat)) and dresidual = dv, with
-// scale = gamma * invstd and dv the gradient before the activation. The means are over all ranks.
+// scale = gamma * invstd and dv the gradient of act's input. The means are over all ranks.
 //
 // Memory:   reads x (or y), dy (and the residual) once; writes dx (and dresidual) once.
 // Mapping:  spans (planes of a channel, or rows) in the order of memory; a thread takes a contiguous range.
-// Needs:    from y, gamma != 0 and an invertible activation.
+// Numerics: arithmetic in the accumulation type; one rounding to storage.
+// Needs:    with from_output, gamma != 0 and an invertible activation.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "bn_gradient.h"
 
@@ -30,7 +31,7 @@ struct BnBackwardKernel {
       T *const dx = group.out_span(0, k), *const dresidual = residual ? group.out_span(1, k) : nullptr;
       const int64_t channel = group.first_channel + (kIsRows ? 0 : k);
       const BnGradientConstants<A, kIsRows> constants(args, channel);
-      // slope * second_factor is xhat * mean(dv * xhat), see bn_gradient.h.
+      // second_factor is xhat, or x - mean; slope is mean(dv * xhat), in the latter case times invstd.
       const ChannelConstant<A, kIsRows> mean_dv(args.mean_dv, channel), slope(args.slope, channel);
       const auto process_span = [&](auto may_have_residual) {
         for_each_vector<A>(

@@ -1,5 +1,5 @@
-// What bn_reduce and bn_backward compute alike for each element: dv, the gradient before the activation, and
-// its factor in the sum of dv * second_factor.
+// What bn_reduce and bn_backward compute alike for each element: dv, the gradient of v, the activation's
+// input, and second_factor, by which bn_reduce multiplies dv.
 //
 //   from x  second_factor = x - mean, which is xhat / invstd. v = second_factor * scale + beta (+ residual),
 //           with the bits of the forward pass, so that v is on the same side of a kink of act.
@@ -24,10 +24,11 @@ template <class A, bool kIsRows>
 struct BnGradientConstants {
   using Constant = ChannelConstant<A, kIsRows>;
   Constant mean, scale, beta, inverse_gamma;
-  A xhat_limit, activation_param;
+  A xhat_limit;  // the largest possible |xhat|; a recovered xhat is clamped to it
+  A activation_param;
 
   BnGradientConstants(const CpuBnBackwardParams& args, int64_t first_channel)
-      : mean(args.saved, first_channel),
+      : mean(args.saved, first_channel),  // saved begins with the means
         scale(args.scale, first_channel),
         beta(args.beta, first_channel),
         inverse_gamma(args.inverse_gamma, first_channel),

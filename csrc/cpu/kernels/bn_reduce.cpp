@@ -1,11 +1,11 @@
-// bn_reduce: sum dv and sum dv * second_factor per channel, with dv the gradient before the activation.
+// bn_reduce: sum dv and sum dv * second_factor per channel, dv the gradient of act's input.
 // second_factor is x - mean, or with from_output the xhat that is recovered from y (bn_gradient.h).
 //
 // Memory:   reads x (or y), dy (and the residual) once; writes two doubles per slice and channel.
 // Mapping:  a task takes a range of channels in a slice (a range of planes or rows), in the order of memory.
 // Numerics: at most 2048 elements of a plane, or about 128 rows, are summed in the accumulation type; their
 //           sums are added in double, in a fixed order.
-// Needs:    from y, gamma != 0 and an invertible activation.
+// Needs:    with from_output, gamma != 0 and an invertible activation.
 // Source:   arXiv:1712.02616, section 3.
 #include "bn_gradient.h"
 #include "sums.h"
@@ -23,15 +23,15 @@ using SumPlaneGroup = void (*)(const CpuBnBackwardParams& args, const SpanGroup<
 // T: storage type. A: accumulation type. sum_group is called by pointer, so that this function is compiled
 // once for all activations.
 template <class A, class T>
-void reduce_planes(const CpuBnBackwardParams& args, const Task& task, double* sum_dv, double* sum_dv_second,
-                   SumPlaneGroup<A, T> sum_group) {
+void reduce_planes(const CpuBnBackwardParams& args, const Task& task, double* sum_dv,
+                   double* sum_dv_times_factor, SumPlaneGroup<A, T> sum_group) {
   const StridedOperand<T> in[] = {{args.input, args.layout, ReduceStrides::input},
                                   {args.dy, args.layout, ReduceStrides::dy},
                                   {args.residual, args.layout, ReduceStrides::residual}};
   sum_planes<A>(args, in, args.residual ? 3 : 2, task, sum_group,
                 [&](int, int64_t channel, const TermPair<A>& sums, int64_t, int64_t) {
                   sum_dv[channel] += double(sum_lanes<A>(sums.first));
-                  sum_dv_second[channel] += double(sum_lanes<A>(sums.second));
+                  sum_dv_times_factor[channel] += double(sum_lanes<A>(sums.second));
                 });
 }
 
@@ -64,7 +64,7 @@ struct BnReduceKernel {
       const Constants constants(args, group.first_channel + k);
       const Spans spans{group.in_span(0, k), group.in_span(1, k),
                         args.residual ? group.in_span(2, k) : nullptr};
-      sums[first_sum + k].add(is_first, sum_span<A, 2>(group.length, [&](auto position) {
+      sums[first_sum + k].add(is_first, sum_span<A, /*kAccumulators=*/2>(group.length, [&](auto position) {
                                 return compute_terms(position, spans, constants);
                               }));
     }
@@ -81,10 +81,11 @@ struct BnReduceKernel {
                           : nullptr};
   }
 
-  // sum_dv, sum_dv_second: of the task's channels.
-  void reduce_rows(const Task& task, double* sum_dv, double* sum_dv_second) const {
+  // sum_dv, sum_dv_times_factor: of the task's channels.
+  void reduce_rows(const Task& task, double* sum_dv, double* sum_dv_times_factor) const {
     const int64_t first_channel = task.first_channel, length = task.end_channel - first_channel;
-    // A transcendental activation takes longer than the table of sums, so rows are summed one by one.
+    // Several rows at once load and store the sums less often. That gains nothing beside a transcendental
+    // activation, which takes much longer.
     constexpr int kRowsAtOnce = is_transcendental(kActivation) ? 1 : 4;
     Buffers buffers;
     RowSums<A, kRowsAtOnce> sums;
@@ -105,9 +106,9 @@ struct BnReduceKernel {
             if (k == 0) input_prefetcher.prefetch(position), dy_prefetcher.prefetch(position);
             return compute_terms(position, rows[k], constants);
           });
-      sums.for_each_channel(length, [&](int64_t c, A chunk_dv, A chunk_dv_second) {
+      sums.for_each_channel(length, [&](int64_t c, A chunk_dv, A chunk_dv_times_factor) {
         sum_dv[c] += double(chunk_dv);
-        sum_dv_second[c] += double(chunk_dv_second);
+        sum_dv_times_factor[c] += double(chunk_dv_times_factor);
       });
     }
   }
@@ -115,12 +116,12 @@ struct BnReduceKernel {
   void run() const {
     for_each_task(args.layout, args.plan, [&](const Task& task) {
       double* sum_dv = args.slice_sums + task.slice * 2 * args.layout.channels;
-      double* sum_dv_second = sum_dv + args.layout.channels;
-      for (int64_t c = task.first_channel; c < task.end_channel; ++c) sum_dv[c] = sum_dv_second[c] = 0;
+      double* sum_dv_times_factor = sum_dv + args.layout.channels;
+      for (int64_t c = task.first_channel; c < task.end_channel; ++c) sum_dv[c] = sum_dv_times_factor[c] = 0;
       if (kIsRows)
-        reduce_rows(task, sum_dv + task.first_channel, sum_dv_second + task.first_channel);
+        reduce_rows(task, sum_dv + task.first_channel, sum_dv_times_factor + task.first_channel);
       else
-        reduce_planes<A, T>(args, task, sum_dv, sum_dv_second, sum_plane_group);
+        reduce_planes<A, T>(args, task, sum_dv, sum_dv_times_factor, sum_plane_group);
     });
   }
 };

@@ -2,8 +2,8 @@
 //
 // Memory:   reads x once; writes two doubles per slice and channel.
 // Mapping:  a task takes a range of channels in a slice (a range of planes or rows), in the order of memory.
-// Numerics: deviations of a few planes' or 128 rows' values from the mean of the first values are summed and
-//           squared (pivoted_moments.h). The resulting moments are merged in double, in order (moments.h).
+// Numerics: of a few planes, or of about 128 rows, x - pivot and its square are summed; the pivot is the mean
+//           of the first values (pivoted_moments.h). The moments are merged in double, in order (moments.h).
 // Source:   Chan, Golub and LeVeque (1979).
 #include "../../moments.h"
 #include "pivoted_moments.h"
@@ -13,7 +13,7 @@ namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set
 namespace {
 
 // T: storage type. A: accumulation type. Planes: a span is a plane of one channel (NCHW). Rows: a span is a
-// row of all channels (channels_last, tokens).
+// row of all channels (channels_last, tokens). A unit is a row, or the same segment of all channels' planes.
 template <class T, class A>
 struct BnStatsKernel {
   static constexpr int kRowsAtOnce = 4;
@@ -37,6 +37,7 @@ struct BnStatsKernel {
     const int64_t values_before_task = values_before_unit(args.layout, args.plan, task.first_unit);
     sum_planes<A>(
         args, &x, 1, task,
+        // Adds the spans of a group to sums[first_sum], sums[first_sum + 1], ..., one for each channel.
         [&](const CpuBnStatsParams&, const SpanGroup<T>& group, int first_sum, bool is_first,
             TermPair<A>* sums) {
           for (int k = first_sum; k < first_sum + group.spans; ++k) {
@@ -45,6 +46,7 @@ struct BnStatsKernel {
             sums[k].add(is_first, sum_deviations(values, group.length, pivots[k]));
           }
         },
+        // Merges the complete sums of a channel, over `count` values from `unit` on.
         [&](int k, int64_t channel, const TermPair<A>& sums, int64_t unit, int64_t count) {
           const MeanM2 moments = moments_from_pivot_sums(pivots[k], 1 / double(count),
                                                          sum_lanes<A>(sums.first), sum_lanes<A>(sums.second));

@@ -4,8 +4,8 @@
 //
 // Memory:   forward reads x, writes y; backward reads x and dy, writes dx. Later passes over a row hit L1.
 // Mapping:  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
-// Numerics: a row's moments as in bn_stats. A column's sums over 128 rows are in the accumulation type, and
-//           are added in double, in a fixed order.
+// Numerics: a row's moments are those of deviations from a pivot, the mean of its first values. A column's
+//           sums of 128 rows are in the accumulation type; they are added in double, in a fixed order.
 // Source:   Ba, Kiros and Hinton, arXiv:1607.06450; moments: Chan, Golub and LeVeque (1979).
 #include <cmath>
 
@@ -93,7 +93,7 @@ struct LayerNormBackward {
     T* dx = row.dx;
     const A mean = row.mean, invstd = row.invstd;
     const auto compute_xhat = [&](auto position) -> Simd<A> { return (position.load(x) - mean) * invstd; };
-    const TermPair<A> sums = sum_span<A, 2>(columns, [&](auto position) {
+    const TermPair<A> sums = sum_span<A, /*kAccumulators=*/2>(columns, [&](auto position) {
       const Simd<A> dy_values = position.load(dy), xhat = compute_xhat(position),
                     g = dy_values * position.load(gamma);
       if constexpr (kHasSums) {
@@ -150,10 +150,11 @@ struct LayerNormBackward {
 
   // Adds a chunk's sums to the totals of the columns, and sets the chunk's sums to 0.
   static void add_chunk_to_total(A* chunk_sums, int64_t columns, double* total) {
-    const int64_t whole = columns / L * L, padded = whole < columns ? whole + L : columns;
+    // The last vector's sums begin at `whole`. Its first lanes overlap the vector before it.
+    const int64_t whole = columns / L * L, used_length = whole < columns ? whole + L : columns;
     for (int64_t c = 0; c < whole; ++c) total[c] += double(chunk_sums[c]);
-    for (int64_t c = whole; c < columns; ++c) total[c] += double(chunk_sums[c + padded - columns]);
-    for (int64_t c = 0; c < padded; ++c) chunk_sums[c] = 0;
+    for (int64_t c = whole; c < columns; ++c) total[c] += double(chunk_sums[c + used_length - columns]);
+    for (int64_t c = 0; c < used_length; ++c) chunk_sums[c] = 0;
   }
 };
 

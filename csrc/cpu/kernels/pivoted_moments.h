@@ -35,14 +35,14 @@ FASTVIT_HOST_DEVICE A choose_pivot(const T* x, int64_t length) {
   constexpr int64_t kMaxPivotValues = 64;
   const int64_t count = minimum(length, kMaxPivotValues);
   const auto load_value = [&](auto position) { return TermPair<A>{position.load(x), Simd<A>{}}; };
-  return sum_lanes<A>(sum_span<A, 1>(count, load_value).first) / A(count);
+  return sum_lanes<A>(sum_span<A, /*kAccumulators=*/1>(count, load_value).first) / A(count);
 }
 
 template <class T, class A>
 FASTVIT_HOST_DEVICE TermPair<A> sum_deviations(const T* x, int64_t length, A pivot) {
   const Simd<A> pivots = Simd<A>{} + pivot;
-  return sum_span<A, 4>(length,
-                        [&](auto position) { return compute_deviation_terms<A>(position.load(x), pivots); });
+  return sum_span<A, /*kAccumulators=*/4>(
+      length, [&](auto position) { return compute_deviation_terms<A>(position.load(x), pivots); });
 }
 
 template <class T, class A>

@@ -74,8 +74,8 @@ template <class A>
 FASTVIT_HOST_DEVICE FloatVector load(const BFloat16* source) {
 #if defined(__AVX512F__)  // one permutation of words takes the place of a conversion and a shift
   const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
-  const Uint32Vector upper = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return FloatVector(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, __m512i(upper << 16), words));
+  const Uint32Vector source_words = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return FloatVector(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, __m512i(source_words << 16), words));
 #elif defined(__AVX2__)  // without intrinsics the compiler converts the two halves of a vector one by one
   const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
   return FloatVector(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
@@ -107,22 +107,23 @@ struct RoundToStorage {  // T is A
 template <>
 struct RoundToStorage<BFloat16, float> {
   static FASTVIT_HOST_DEVICE Uint16Vector round(FloatVector values) {
-    // Adding 0x7fff, or 0x8000 if the upper 16 bits are odd, makes a truncation to them round to nearest
-    // even. A NaN is only truncated, as the sum could be an infinity.
+    // Adding 0x7fff, or 0x8000 if the upper 16 bits are odd, and keeping the upper 16 bits rounds to nearest
+    // even. A NaN keeps its bits, as the sum could be an infinity.
     const Uint32Vector bits = reinterpret_cast<Uint32Vector>(values),
                        increment = 0x7fffu + ((bits >> 16) & 1u);
 #if defined(__AVX512F__)
     const __mmask16 is_number = _mm512_cmp_ps_mask(__m512(values), __m512(values), _CMP_ORD_Q);
     const __m512i rounded =
         _mm512_mask_add_epi32(__m512i(bits), is_number, __m512i(bits), __m512i(increment));
-    // The numbers 1, 3, 5, ... of the upper words, two in each lane.
+    // The indices 1, 3, 5, ... of the lanes' upper words, two indices of 16 bits in each element.
     const Uint32Vector upper_words = {0x30001,  0x70005,  0xb0009,  0xf000d,
                                       0x130011, 0x170015, 0x1b0019, 0x1f001d};
     return Uint16Vector(_mm512_castsi512_si256(_mm512_permutexvar_epi16(__m512i(upper_words), rounded)));
 #else
     const Uint32Vector rounded = bits + (increment & Uint32Vector(values == values));
 #if defined(__AVX2__)
-    const __m256i words = _mm256_srai_epi32(__m256i(rounded), 16);  // signed, so that packing saturates none
+    // The shift is arithmetic: the words fit into int16, so _mm_packs_epi32 never saturates.
+    const __m256i words = _mm256_srai_epi32(__m256i(rounded), 16);
     return Uint16Vector(_mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 #else
     return __builtin_convertvector(rounded >> 16, Uint16Vector);
@@ -151,8 +152,8 @@ FASTVIT_HOST_DEVICE void store(T* target, Simd<A> values) {
   __builtin_memcpy(target, &bits, sizeof(bits));
 }
 
-// Stores a vector past the caches, so that the cache line is not read first. `target` is aligned to the
-// vector's bytes in memory. fence_non_temporal makes all such stores of a thread visible to other threads.
+// Stores a vector past the caches, so that the cache line is not read first. `target` must be aligned to the
+// size of the stored vector. fence_non_temporal makes all such stores of a thread visible to other threads.
 template <class A, class T>
 FASTVIT_HOST_DEVICE void store_non_temporal(T* target, Simd<A> values) {
   const auto bits = RoundToStorage<T, A>::round(values);
@@ -300,8 +301,8 @@ struct LastVector {
 };
 
 // The vectors of a result's span that are stored past the caches: the FullVectors from element `first` on,
-// which is the first vector-aligned one. A span below 1 KiB is stored so only if it consists of aligned
-// vectors: stores of parts of a cache line past the caches are slow.
+// which is the first vector-aligned one. A span below 1 KiB bypasses the caches only if it begins and
+// ends at vector boundaries, since such stores of parts of a cache line are slow.
 struct NonTemporalRange {
   bool is_used = false;
   int64_t first = 0;

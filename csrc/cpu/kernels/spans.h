@@ -28,14 +28,14 @@ template <class T>
 struct StridedOperand {
   T* data;
   Strides strides;
-  int64_t span_stride;  // between the elements of a span
+  int64_t element_stride;  // between the elements of a span
   const WalkLayout* layout;
 
   // operand_index: the tensor's place in layout.strides.
   StridedOperand(const void* tensor_data, const WalkLayout& tensor_layout, int operand_index)
       : data(static_cast<T*>(const_cast<void*>(tensor_data))),
         strides(tensor_layout.strides[operand_index]),
-        span_stride(tensor_layout.is_rows ? strides.channel : strides.inner),
+        element_stride(tensor_layout.is_rows ? strides.channel : strides.inner),
         layout(&tensor_layout) {}
 
   // The offset of the n-th index of the outer dimensions, in elements.
@@ -48,27 +48,27 @@ struct StridedOperand {
     }
     return offset;
   }
-  // The address of an element: at the n-th index of the outer dimensions, in a channel's plane at `inner`.
+  // The address of element `inner` of the channel's plane at the n-th index of the outer dimensions.
   T* address(int64_t n, int64_t channel, int64_t inner) const {
     const int64_t outer = outer_offset(n);
     return data + (outer + channel * strides.channel + inner * strides.inner);
   }
-  bool has_unit_stride(int64_t length) const { return span_stride == 1 || length == 1; }
+  bool has_unit_stride(int64_t length) const { return element_stride == 1 || length == 1; }
   // Returns the span itself if its elements lie side by side, else a copy of them in `buffer`.
   const T* gather(const T* span, int64_t length, T* buffer) const {
     if (has_unit_stride(length)) return span;
-    for (int64_t i = 0; i < length; ++i) buffer[i] = span[i * span_stride];
+    for (int64_t i = 0; i < length; ++i) buffer[i] = span[i * element_stride];
     return buffer;
   }
   void scatter(const T* buffer, int64_t length, T* span) const {
-    for (int64_t i = 0; i < length; ++i) span[i * span_stride] = buffer[i];
+    for (int64_t i = 0; i < length; ++i) span[i * element_stride] = buffer[i];
   }
 };
 
 template <class T>
 bool all_have_unit_stride(const StridedOperand<T>* operands, int operand_count) {
   for (int i = 0; i < operand_count; ++i)
-    if (operands[i].span_stride != 1) return false;
+    if (operands[i].element_stride != 1) return false;
   return true;
 }
 
@@ -90,7 +90,7 @@ struct ChannelConstant {
 };
 
 // A task of a reduction: the channels [first_channel, end_channel), which are a tile, in the units
-// [first_unit, end_unit), which are a slice. A unit is a row, or a segment of every channel's plane.
+// [first_unit, end_unit), which are a slice. A unit is a row, or the same segment of all channels' planes.
 struct Task {
   int64_t slice, first_unit, end_unit, first_channel, end_channel;
 };
@@ -153,7 +153,7 @@ class SpanWalk {
   const StridedOperand<T>*const in, *const out;
   const int in_count, out_count;
   const SpanBody<T, Args> body;
-  const bool is_in_place;                      // in no tensor is a span copied
+  const bool needs_no_buffers;                 // every span has unit stride
   const int64_t span_length, spans_per_outer;  // spans_per_outer: a plane per channel, or one row
   bool stores_past_cache;
   bool may_group;  // spans follow each other at a fixed stride, so several are one group
@@ -172,20 +172,20 @@ class SpanWalk {
         in_count(in_count),
         out_count(out_count),
         body(body),
-        is_in_place(all_have_unit_stride(in, in_count) && all_have_unit_stride(out, out_count)),
+        needs_no_buffers(all_have_unit_stride(in, in_count) && all_have_unit_stride(out, out_count)),
         span_length(args.layout.is_rows ? args.layout.channels : args.layout.inner),
         spans_per_outer(args.layout.is_rows ? 1 : args.layout.channels) {
     const WalkLayout& layout = args.layout;
-    // A result in place is not stored past the caches: the operand's cache lines were read already.
-    stores_past_cache = is_in_place && out_count == 1 && bypasses_cache<T>(layout.numel());
+    // A result that overwrites an input is not stored past the caches: its cache lines were read already.
+    stores_past_cache = needs_no_buffers && out_count == 1 && bypasses_cache<T>(layout.numel());
     for (int i = 0; i < in_count; ++i) stores_past_cache = stores_past_cache && in[i].data != out[0].data;
-    may_group = is_in_place && args.plan.segments == 1 && (!layout.is_rows || layout.outer_dims == 1);
+    may_group = needs_no_buffers && args.plan.segments == 1 && (!layout.is_rows || layout.outer_dims == 1);
   }
 
   void run() const {
     torch::stable::parallel_for(0, args.layout.outer * spans_per_outer * args.plan.segments,
                                 parallel_grain(args.plan.segment_length), [&](int64_t begin, int64_t end) {
-                                  is_in_place ? walk_in_place(begin, end) : walk_buffered(begin, end);
+                                  needs_no_buffers ? walk_in_place(begin, end) : walk_buffered(begin, end);
                                 });
   }
 
@@ -198,8 +198,8 @@ class SpanWalk {
     return group;
   }
 
-  // Finds where the segment with that index begins, and sets the group to the spans from there on that end
-  // before segment `end`.
+  // Finds where the segment with that index begins. Sets the sizes of the group: as many spans as fit before
+  // segment `end`.
   FASTVIT_HOST_DEVICE Place locate(int64_t index, int64_t end, SpanGroup<T>& group) const {
     const CpuPlan& plan = args.plan;
     const bool is_rows = args.layout.is_rows;
@@ -232,7 +232,7 @@ class SpanWalk {
         group.in_data[i] = in[i].gather(in[i].address(n, channel, inner), group.length, in_buffers[i]);
       for (int i = 0; i < out_count; ++i) {
         results[i] = out[i].address(n, channel, inner);
-        group.out_data[i] = out[i].span_stride == 1 ? results[i] : out_buffers[i];
+        group.out_data[i] = out[i].element_stride == 1 ? results[i] : out_buffers[i];
       }
       body(args, group);
       for (int i = 0; i < out_count; ++i)

@@ -1,7 +1,8 @@
-// Two sums per channel over terms of the elements: the common part of bn_stats and bn_reduce.
+// For each channel, sums two numbers (terms) that are computed from each element: the common part of bn_stats
+// and bn_reduce.
 //
-// Planes are layouts such as NCHW, in which a channel's elements lie side by side. Rows are layouts such as
-// channels_last and tokens, in which all channels of a position lie side by side. At most kMaxSegmentLength
+// In layouts of planes, such as NCHW, a channel's elements lie side by side. In layouts of rows, such as
+// channels_last and tokens, all channels of a position lie side by side. At most kMaxSegmentLength
 // elements of a plane, or about kChunkRows rows, are summed in the accumulation type A, lane by lane of a
 // SIMD register. The caller adds these results in double.
 // T: storage type of the tensors. FASTVIT_HOST_DEVICE: always inline.
@@ -13,7 +14,8 @@ namespace fastvit {
 namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
 // What the elements of a vector add to the two sums of their channels, or the two sums themselves. bn_stats
-// sums (d, d * d) with d = x - pivot; bn_reduce sums (dv, dv * second_factor) of the gradients dv.
+// sums (d, d * d) with d = x - pivot; bn_reduce sums (dv, dv * f) of the gradients dv, with
+// f = x - mean or xhat.
 template <class A>
 struct TermPair {
   Simd<A> first, second;
@@ -55,14 +57,14 @@ FASTVIT_HOST_DEVICE TermPair<A> sum_span(int64_t length, const ComputeTerms& com
   return sums[0];
 }
 
-// Sums the planes of a task (a range of channels and of units), in the order of memory. A unit is a segment
-// of every channel's plane, and a segment a part of a plane, or the whole plane. Long planes are summed
-// segment by segment. Short planes are summed plan.planes_at_once to a channel, for kMaxChannelsAtOnce
-// channels side by side.
+// Sums the planes of a task (a range of channels and of units), in the order of memory. A segment is a
+// plane or a part of it; a unit is the same segment of all channels. Long planes are summed segment by
+// segment. Of short planes, plan.planes_at_once of a channel go into one sum; the sums of kMaxChannelsAtOnce
+// channels grow in the same pass over memory.
 //
 // sum(args, group, k, is_first, sums) adds the terms of a group's spans to sums[k], sums[k + 1], ..., one for
-// each channel; with is_first it sets these sums. finish(k, channel, sums, unit, count) takes the sums of a
-// channel, which were sums[k], over `count` elements from `unit` on.
+// each channel; with is_first it sets these sums. finish(k, channel, sums, unit, count) receives sums[k]
+// when it is complete: the sums of a channel over `count` elements from `unit` on.
 //
 // Kept in one function: with the two loops in functions of their own, bn_stats of small planes takes up to a
 // seventh longer in float32.
@@ -78,12 +80,12 @@ void sum_planes(const Args& args, const StridedOperand<T>* operands, int operand
   SpanGroup<T> group;
   bool has_unit_strides = true;
   for (int i = 0; i < operand_count; ++i) {
-    has_unit_strides = has_unit_strides && operands[i].span_stride == 1;
+    has_unit_strides = has_unit_strides && operands[i].element_stride == 1;
     group.in_stride[i] = operands[i].strides.channel;
   }
   // Sets the group to the planes of `spans` channels, and in them to `length` elements from element `inner`
   // on.
-  const auto read = [&](int64_t n, int64_t channel, int64_t inner, int64_t length, int64_t spans) {
+  const auto set_group = [&](int64_t n, int64_t channel, int64_t inner, int64_t length, int64_t spans) {
     group.length = length;
     group.first_channel = channel;
     group.spans = spans;
@@ -99,7 +101,7 @@ void sum_planes(const Args& args, const StridedOperand<T>* operands, int operand
       for (int64_t c = first_channel; c < end_channel; ++c)
         for (int64_t unit = begin; unit < end; ++unit) {
           const int64_t inner = (unit - n * plan.segments) * plan.segment_length;
-          read(n, c, inner, minimum(layout.inner - inner, plan.segment_length), /*spans=*/1);
+          set_group(n, c, inner, minimum(layout.inner - inner, plan.segment_length), /*spans=*/1);
           sum(args, group, /*k=*/0, /*is_first=*/true, sums);
           finish(/*k=*/0, c, sums[0], unit, group.length);
         }
@@ -111,7 +113,7 @@ void sum_planes(const Args& args, const StridedOperand<T>* operands, int operand
                 spans = has_unit_strides ? channels : 1;
       for (int64_t n = begin; n < end; ++n)
         for (int k = 0; k < channels; k += spans) {
-          read(n, c + k, /*inner=*/0, layout.inner, spans);
+          set_group(n, c + k, /*inner=*/0, layout.inner, spans);
           sum(args, group, k, /*is_first=*/n == begin, sums);
         }
       for (int k = 0; k < channels; ++k) finish(k, c + k, sums[k], begin, (end - begin) * layout.inner);
@@ -119,7 +121,8 @@ void sum_planes(const Args& args, const StridedOperand<T>* operands, int operand
   }
 }
 
-// Rows that are summed in the accumulation type. A chunk of rows has up to 3/2 as many.
+// The nominal number of rows of a chunk, which is summed in the accumulation type. A chunk has up to 3/2 of
+// it.
 constexpr int64_t kChunkRows = 128;
 
 // The end of the chunk that begins at row `begin`. The chunks of [begin, end) have equally many rows.
@@ -136,8 +139,8 @@ struct RowPrefetcher {
   int64_t length;           // of a row
   const T* next = nullptr;  // what is prefetched while the first vector is summed
 
-  // row: the first of the rows that are summed now. If rows do not lie side by side, prefetch(position)
-  // repeats what is read anyway.
+  // row: the first of the rows that are summed now. If rows do not lie side by side, `next` is
+  // this row, and prefetching has no effect.
   void set_row(const T* row) {
     constexpr int64_t kElementsAhead = 4096 / int64_t(sizeof(T));
     const bool side_by_side = operand.layout->outer_dims == 1 && operand.strides.outer[0] == length;
@@ -147,7 +150,7 @@ struct RowPrefetcher {
   FASTVIT_HOST_DEVICE void prefetch(FullVector<A> position) const {
     const char* bytes = reinterpret_cast<const char*>(next + kRowsAtOnce * position.i);
     for (int64_t b = 0; b < kRowsAtOnce * kLanes<A> * int64_t(sizeof(T)); b += 64)
-      __builtin_prefetch(bytes + b, /*rw=*/0, /*locality=*/2);  // into L2: it can wait for more lines than L1
+      __builtin_prefetch(bytes + b, /*rw=*/0, /*locality=*/2);  // into L2: more misses may be open than in L1
   }
   template <class A>
   FASTVIT_HOST_DEVICE void prefetch(LastVector<A>) const {}
