@@ -46,7 +46,7 @@ BLOCKS = {
     r"bn_stats_kernel<(?!double)\w+, false, true, 8": 2,
     r"bn_stats_kernel<(?!double)\w+, false": 4,
     r"bn_stats_kernel": 2,
-    r"sum_rows_kernel": 3,
+    r"add_rows_kernel": 3,
 }
 GLOBAL = r"(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS|UBLK\w+|UTMA\w+|CCTL)\b"
 LARGE = 12  # additions of a basic block that computes an activation; smaller blocks merge other sums

@@ -69,7 +69,7 @@ struct BackwardConstants {
     }
     params.plan = plan_cpu_work(args.layout);
     // No |xhat| of `count` values is larger than sqrt(count - 1).
-    params.xhat_limit = std::sqrt(std::max(unpack_count(saved + 2 * C) - 1, 0.0));
+    params.max_abs_xhat = std::sqrt(std::max(unpack_count(saved + 2 * C) - 1, 0.0));
     params.scale = scale.data(), params.beta = beta.data(), params.inverse_gamma = inverse_gamma.data();
   }
 };

@@ -54,7 +54,7 @@ struct CpuBnForwardParams : BnForwardArgs {
 // second_factor: x - mean, or the xhat that is recovered from y if the input is y.
 struct CpuBnBackwardParams : BnBackwardArgs {
   CpuPlan plan = {};
-  double xhat_limit = 0;                                                   // the largest possible |xhat|
+  double max_abs_xhat = 0;                                                 // the largest possible |xhat|
   const void *scale = nullptr, *beta = nullptr, *inverse_gamma = nullptr;  // [C]; scale is gamma * invstd
   // Result of bn_reduce, [slices][2][C]: sum dv and sum dv * second_factor.
   double* slice_sums = nullptr;

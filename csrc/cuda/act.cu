@@ -3,7 +3,7 @@
 //
 // Memory:   forward reads x (and gate) once and writes y once. Backward reads x, dy (and gate) once and
 //           writes dx (and dgate) once. Bound by bandwidth.
-// Mapping:  operands without gaps whose strides are equal are walked as one plane; others as rows or planes,
+// Mapping:  operands of equal strides without gaps are walked as one flat array; others as rows or planes,
 //           see plan.h. Loads and stores of 16 bytes.
 // Numerics: arithmetic in float (double for double).
 // Source:   Hendrycks and Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
@@ -46,7 +46,7 @@ __device__ __forceinline__ void compute_element(A& x, const A& dy, A& gate, A ac
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kGated: there is a gate.
 // kIsRows: a block walks rows, in which channels are the fastest dimension, instead of planes of one channel.
-// An activation has no values per channel, so both differ only in the order of memory.
+// There are no constants per channel, so rows and planes differ only in the order of the accesses.
 // A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, bool kBackward, bool kGated>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   using A = Accumulation<T>;
   using Operands = ActKernelOperands<kBackward, kGated>;
   const A activation_param = A(args.activation_param);
-  // Vectors of each operand that a thread has in flight: fewer of many operands, to save registers.
+  // Vectors of each operand that a thread has in flight: fewer if there are many operands, to save registers.
   constexpr int kBatchVectors = Operands::kCount > 3 ? kMaxBatchVectors / 2 : kMaxBatchVectors;
   const BlockWork work(args.plan, blockIdx.x);
   for_each_batch<kIsRows, V, kBatchVectors, Operands::kCount, WalkOrder::ascending>(
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         if constexpr (kGated) batch.template load<kEvictFirst>(gate, args.gate, Operands::kGate);
 #pragma unroll
         for (int j = 0; j < B::U; ++j)
-          dispatch_activation_for<T, /*kAny=*/true>(args.activation, [&]<class Act>(Act) {
+          dispatch_activation_for<T, /*kIncludesNonInvertible=*/true>(args.activation, [&]<class Act>(Act) {
             A x_values[B::V];
             [[maybe_unused]] A dy_values[B::V], gate_values[B::V];
             x[j].unpack(x_values);
@@ -99,8 +99,8 @@ void run_act(const ActArgs& args) {
                                           .operands = ActKernelOperands<kBackward, kGated>::kCount,
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
-                                          .merged_operands = 0,
-                                          .min_waves = kMaxWaves}
+                                          .reduced_operands = 0,
+                                          .min_waves = kMaxWaves}  // blocks begin with little work
                                 .plan(make_resident_blocks_query<T>(context, kernel_of));
     launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, ActParams{{args}, plan});
   });

@@ -10,8 +10,8 @@ namespace fastvit {
 // gelu with half the instructions, exact enough for 16-bit elements:
 //   gelu(v) = max(v, 0) - |v| * upper_tail(|v|),
 // where upper_tail(a) is the probability that a standard normal number is larger than a. Its log2 is a
-// polynomial, fitted to a <= 5.5. The error of a * upper_tail(a) is at most 2^-18.9 of the larger of that
-// product and 2^-14. The leading coefficient is negative, so upper_tail tends to 0 for larger a.
+// polynomial, fitted to a <= 5.5. The error of a * upper_tail(a) is at most 2^-18.9 * max(a * upper_tail(a),
+// 2^-14). The leading coefficient is negative, so upper_tail tends to 0 for larger a.
 struct Gelu16Bit {
   __device__ __forceinline__ static float upper_tail(float magnitude) {
     return exp2_approximate(polynomial(magnitude, -0.9999969954f, -1.151208385f, -0.4586367653f,
@@ -40,17 +40,18 @@ template <class T, Activation kActivation>
 using ActivationFor = std::conditional_t<kActivation == Activation::gelu && sizeof(T) == 2, Gelu16Bit,
                                          ActivationFunction<kActivation>>;
 
-// Whether v can be recovered from y. A constant, since device code may not call a host function.
+// Whether the activation's input can be computed from its output. A constant, since device code may not call
+// a host function.
 template <Activation kActivation>
 constexpr bool kIsInvertible = is_invertible(kActivation);
 
 // Calls f(ActivationFor<T, kActivation>{}) for the activation chosen at run time. All threads take the same
-// branch, once for a vector or more. kAny: any activation may be chosen; otherwise only the invertible ones
-// are compiled.
-template <class T, bool kAny, class F>
+// branch, and take it once for a vector or a batch. kIncludesNonInvertible: any activation may be chosen;
+// otherwise only the invertible ones are compiled.
+template <class T, bool kIncludesNonInvertible, class F>
 __device__ __forceinline__ void dispatch_activation_for(Activation activation, const F& f) {
   dispatch_activation(activation, [&]<Activation kActivation>() {
-    if constexpr (kAny || kIsInvertible<kActivation>)
+    if constexpr (kIncludesNonInvertible || kIsInvertible<kActivation>)
       f(ActivationFor<T, kActivation>{});
     else
       __builtin_unreachable();

@@ -1,11 +1,11 @@
 // bn_backward: dx = scale * (dv - mean(dv) - xhat * mean(dv * xhat)), scale = gamma * invstd. dv is the
-// gradient of the activation's input, and of a residual. The means are over the channel on all ranks.
+// gradient of the activation's input, and dresidual = dv. The means are over the channel on all ranks.
 //
 // Memory:   reads x or y, dy (and the residual) once; writes dx (and dresidual) once. Bound by bandwidth.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. Loads and
 //           stores of 16 bytes.
 // Numerics: arithmetic in float (double for double).
-// Needs:    from y (from_output): an invertible activation, and gamma != 0, which a floor of |gamma| ensures.
+// Needs:    with from_output, an invertible activation, and gamma != 0, which a floor of |gamma| ensures.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "bn_gradient.cuh"
 #include "launch.cuh"
@@ -19,8 +19,8 @@ struct BnBackwardParams : BnBackwardArgs {
 
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kVariant: dv is computed from x, from x and a residual, or from y.
-// kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
-// channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// kIsRows: a block walks rows of all channels (channels_last, tokens; short planes such as 7x7 are joined to
+// rows too), and a thread has the V channels of its vector. Otherwise it walks planes (NCHW) of one channel.
 // A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
@@ -51,14 +51,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   StatisticsCorrection<A> thread_corrections[kThreadChannels];
   load_thread_constants<kIsRows, V>(thread_constants, tile_constants, args.plan, work);
   load_thread_constants<kIsRows, V>(thread_corrections, tile_corrections, args.plan, work);
-  const A xhat_limit = compute_xhat_limit<A, kVariant>(args);
+  // An xhat that is recovered from y is clamped to this.
+  const A max_abs_xhat = compute_max_abs_xhat<A, kVariant>(args);
 
   // bn_reduce walked from the end to the begin, which is still in the L2 cache.
   for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::ascending>(
       args.plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
         inputs.template load<kNoHint, BackwardStrides::residual>(batch, args);
-        write_gradients<kIsRows>(batch, inputs, thread_constants, thread_corrections, args, xhat_limit);
+        write_gradients<kIsRows>(batch, inputs, thread_constants, thread_corrections, args, max_abs_xhat);
       });
 }
 
@@ -76,7 +77,7 @@ void backend::bn_backward(const BnBackwardArgs& args) {
                                           .operands = args.residual ? 5 : 3,
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
-                                          .merged_operands = 0}
+                                          .reduced_operands = 0}
                                 .plan(make_resident_blocks_query<T>(context, kernel_of));
     launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, BnBackwardParams{{args}, plan});
   });

@@ -1,11 +1,11 @@
 // bn_backward without given sums: bn_reduce and the op in a single launch, for tensors that fit into the
-// shared memory of all multiprocessors. Has the bits of bn_reduce followed by bn_backward.
+// shared memory of all multiprocessors. The result is that of bn_reduce and bn_backward, bit by bit.
 //
 // Memory:   reads x or y, dy (and the residual) once; writes dx (and dresidual) once.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h, and keeps
 //           the values in shared memory. The blocks of a tile wait for each other, so all must be resident.
 // Numerics: as bn_reduce and bn_backward.
-// Needs:    from y (from_output): an invertible activation, and gamma != 0, which a floor of |gamma| ensures.
+// Needs:    with from_output, an invertible activation, and gamma != 0, which a floor of |gamma| ensures.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "bn_gradient.cuh"
 #include "launch_memory.h"
@@ -37,7 +37,7 @@ class GradientCache {
     cache.store(batch, kDy, inputs.dy);
     if constexpr (kHasResidual) cache.store(batch, kResidual, inputs.residual);
   }
-  // The inputs of `vector`, which is vector j of the current batch.
+  // Returns the inputs of `vector`, a batch of one vector: vector j of the current batch.
   template <class B>
   __device__ __forceinline__ GradientInputs<T, kVariant, B> load(const B& vector, int j) const {
     GradientInputs<T, kVariant, B> inputs;
@@ -66,7 +66,7 @@ template <bool kIsRows, class T, int V, GradientVariant kVariant, class A, int k
 __device__ __forceinline__ void write_gradients_from_cache(
     GradientCache<T, V, kVariant>& cache, const BnBackwardSingleLaunchParams<A>& args, const BlockWork& work,
     const GradientConstants<A, kVariant> (&thread_constants)[kThreadChannels],
-    const StatisticsCorrection<A>* tile_corrections, A xhat_limit) {
+    const StatisticsCorrection<A>* tile_corrections, A max_abs_xhat) {
   StatisticsCorrection<A> thread_corrections[kThreadChannels];
   load_thread_constants<kIsRows, V>(thread_corrections, tile_corrections, args.plan, work);
   cache.rewind();
@@ -76,7 +76,7 @@ __device__ __forceinline__ void write_gradients_from_cache(
         for (int j = 0; j < B::U; ++j) {
           const auto vector = batch.vector(j);
           auto inputs = cache.load(vector, j);
-          write_gradients<kIsRows>(vector, inputs, thread_constants, thread_corrections, args, xhat_limit);
+          write_gradients<kIsRows>(vector, inputs, thread_constants, thread_corrections, args, max_abs_xhat);
         }
         cache.advance(batch);
       });
@@ -84,8 +84,8 @@ __device__ __forceinline__ void write_gradients_from_cache(
 
 // T: storage type of the tensors. V: elements of a vector of 16 bytes.
 // kVariant: dv is computed from x, from x and a residual, or from y.
-// kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
-// channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// kIsRows: a block walks rows of all channels (channels_last, tokens; short planes such as 7x7 are joined to
+// rows too), and a thread has the V channels of its vector. Otherwise it walks planes (NCHW) of one channel.
 // A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backward_single_launch_kernel(
@@ -101,7 +101,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   for (int tile_channel = threadIdx.x; tile_channel < work.channels(plan); tile_channel += kThreads)
     tile_constants[tile_channel] = GradientConstants<A, kVariant>::load(args, first_channel + tile_channel);
   __syncthreads();
-  const A xhat_limit = compute_xhat_limit<A, kVariant>(args);
+  // An xhat that is recovered from y is clamped to this.
+  const A max_abs_xhat = compute_max_abs_xhat<A, kVariant>(args);
 
   FASTVIT_DYNAMIC_SHARED(cache_bytes);  // declares the launch's dynamic shared memory
   GradientCache<T, V, kVariant> cache(cache_bytes);
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
         inputs.template load<kEvictFirst, BackwardStrides::residual>(batch, args);
         cache.store(batch, inputs);
         force_reload_from_shared();  // frees the registers of the inputs
-        accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, xhat_limit,
+        accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, max_abs_xhat,
                                     [&](int j) { return cache.load(batch.vector(j), j); });
         cache.advance(batch);
       });
@@ -126,20 +127,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   const int stride = merge_block(block_sums, thread_sums, plan, work);
   A* const local_sums = static_cast<A*>(args.local_sums);
   merge_slices</*kAllBlocksGetTotals=*/true>(
-      block_sums, stride, args.slice_results, plan, work, [&](int64_t c, GradientSums<A> tile_sums) {
+      block_sums, stride, args.slice_results, plan, work, [&](int64_t c, GradientSums<A> channel_sums) {
+        // From x the second sum is of dv * (x - mean), and becomes that of dv * xhat.
         if (kVariant != GradientVariant::from_output)
-          tile_sums.dv_times_second_factor *= load_saved_invstd<A>(args, c);
+          channel_sums.dv_times_second_factor *= load_saved_invstd<A>(args, c);
         tile_corrections[c - first_channel] =
-            StatisticsCorrection<A>::template from_sums<kVariant>(args, c, tile_sums);
+            StatisticsCorrection<A>::template from_sums<kVariant>(args, c, channel_sums);
         if (work.slice == 0) {
-          local_sums[c] = tile_sums.dv;
-          local_sums[C + c] = tile_sums.dv_times_second_factor;
+          local_sums[c] = channel_sums.dv;
+          local_sums[C + c] = channel_sums.dv_times_second_factor;
         }
       });
   __syncthreads();
   // The constants are read again, so that they take no registers between the walks.
   load_thread_constants<kIsRows, V>(thread_constants, tile_constants, plan, work);
-  write_gradients_from_cache<kIsRows>(cache, args, work, thread_constants, tile_corrections, xhat_limit);
+  write_gradients_from_cache<kIsRows>(cache, args, work, thread_constants, tile_corrections, max_abs_xhat);
 }
 
 // Returns false if the tensors do not fit; the caller then launches bn_reduce and bn_backward.
@@ -156,7 +158,7 @@ bool backend::bn_backward_single_launch(const BnBackwardArgs& args) {
                                           .operands = args.residual ? 5 : 3,
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
-                                          .merged_operands = cached_operands}
+                                          .reduced_operands = cached_operands}
                                 .plan_single_launch();
     if (plan.vectors_in_shared == 0) return;
     const MergeMemory<GradientSums<A>> merge_memory(plan, context);

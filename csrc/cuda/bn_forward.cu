@@ -41,9 +41,9 @@ __device__ __forceinline__ void update_and_save(const BnForwardArgs& args, int64
   load_mean_invstd<A>(args, c).save(args, c);
 }
 
-// Writes the count, two numbers, to `saved`, and increments num_batches_tracked. One thread of the grid calls
-// it, after the last read of num_batches_tracked. Without moments the statistics are constants, whose count
-// is infinite.
+// Writes the count, a high and a low part, to `saved`, and increments num_batches_tracked. One thread of the
+// grid calls it, after the last read of num_batches_tracked. Without moments the statistics are constants,
+// whose count is infinite.
 template <class A>
 __device__ __forceinline__ void write_count(const BnForwardArgs& args) {
   const int64_t C = args.layout.channels;
@@ -70,8 +70,8 @@ __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
 
 // T: storage type of x and y. V: elements of a vector, which is 16 bytes or one element.
 // kHasResidual: a residual is added before the activation.
-// kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
-// channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// kIsRows: a block walks rows of all channels (channels_last, tokens; short planes such as 7x7 are joined to
+// rows too), and a thread has the V channels of its vector. Otherwise it walks planes (NCHW) of one channel.
 // A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlocksOnSm90)
@@ -118,7 +118,7 @@ void backend::bn_forward(const BnForwardArgs& args) {
                                           .operands = args.residual ? 3 : 2,
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
-                                          .merged_operands = 0}
+                                          .reduced_operands = 0}
                                 .plan(make_resident_blocks_query<T>(context, kernel_of));
     const bool is_empty = args.layout.numel() == 0,
                has_update_block = !args.saved_in && (is_empty || args.cumulative_average);

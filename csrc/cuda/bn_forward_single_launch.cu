@@ -1,5 +1,6 @@
 // bn_forward and bn_forward_inplace without given moments: statistics and op in a single launch, for a tensor
-// that fits into the shared memory of all multiprocessors. Has the bits of bn_stats followed by bn_forward.
+// that fits into the shared memory of all multiprocessors. The result is that of bn_stats and bn_forward, bit
+// by bit.
 //
 // Memory:   reads x (and the residual) once; writes y once, to a new tensor or over x.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h, and keeps
@@ -21,8 +22,8 @@ struct BnForwardSingleLaunchParams : BnForwardArgs {
 
 constexpr int kCachedX = 0;  // index of the cache's only operand
 
-// Writes the count, two numbers, to `saved`, and increments num_batches_tracked. One thread of the grid
-// calls.
+// Writes the count, a high and a low part, to `saved`, and increments num_batches_tracked. One thread of the
+// grid must call it.
 template <class A>
 __device__ __forceinline__ void write_count(const BnForwardArgs& args, double count) {
   pack_count(static_cast<A*>(args.saved) + 2 * args.layout.channels, count);
@@ -30,8 +31,8 @@ __device__ __forceinline__ void write_count(const BnForwardArgs& args, double co
 }
 
 // T: storage type of x and y. V: elements of a vector of 16 bytes. kHasResidual: a residual is added.
-// kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
-// channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// kIsRows: a block walks rows of all channels (channels_last, tokens; short planes such as 7x7 are joined to
+// rows too), and a thread has the V channels of its vector. Otherwise it walks planes (NCHW) of one channel.
 // A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward_single_launch_kernel(
@@ -55,21 +56,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
       });
 
   // A thread's means are relative to the channel's pivot, its first value in memory. finish() reads the
-  // pivots before the blocks wait for each other. Afterwards another block may overwrite them with y.
+  // pivots from x before the blocks wait for each other. Afterwards another block may overwrite x with y.
   __shared__ A pivots[ThreadMoments::kTileCapacity];
   __shared__ ChannelAffine<A> tile_affine[ThreadMoments::kTileCapacity];
   const int64_t first_channel = work.first_channel(plan);
   // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
   // channel of the tile is element tile_channel * stride.
-  __shared__ __align__(16) unsigned char bytes[kThreads * ThreadMoments::K * sizeof(PartialMoments<A>)];
+  __shared__ __align__(
+      16) unsigned char bytes[kThreads * ThreadMoments::kThreadChannels * sizeof(PartialMoments<A>)];
   PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);
   thread_moments.finish(pivots, plan, work);
   const int stride = merge_block(block_moments, thread_moments.moments, plan, work);
   const double count = args.layout.values_per_channel();
   merge_slices</*kAllBlocksGetTotals=*/true>(
       block_moments, stride, args.slice_results, plan, work,
-      [&](int64_t c, const PartialMoments<A>& tile_moments) {
-        const Moments<A> moments{count, pivots[c - first_channel] + tile_moments.mean, tile_moments.m2};
+      [&](int64_t c, const PartialMoments<A>& channel_moments) {
+        const Moments<A> moments{count, pivots[c - first_channel] + channel_moments.mean, channel_moments.m2};
         const auto mean_invstd = MeanInvstd<A>::from_moments(moments, args.eps);
         tile_affine[c - first_channel] = ChannelAffine<A>::load(args, c, mean_invstd);
         if (work.slice == 0) {
@@ -110,7 +112,7 @@ bool backend::bn_forward_single_launch(const BnForwardArgs& args) {
                                           .operands = args.residual ? 3 : 2,
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
-                                          .merged_operands = 1}
+                                          .reduced_operands = 1}
                                 .plan_single_launch();
     if (plan.vectors_in_shared == 0) return;
     const MergeMemory<PartialMoments<A>> merge_memory(plan, context);

@@ -3,8 +3,8 @@
 //
 // A channel has two sums: of dv, and of dv * xhat. `second_factor` is dv's factor in the second sum:
 //   input is x   second_factor = x - mean; the kernels multiply the finished sum by invstd.
-//                dv = dy * act'(v), v = (x - mean) * scale + beta (+ residual). v has the bits of the forward
-//                pass, so both passes are on the same side of the activation's kink.
+//                dv = dy * act'(v), v = (x - mean) * scale + beta (+ residual). v equals the forward's v
+//                bit by bit, so both passes are on the same side of the activation's kink.
 //   input is y   second_factor = xhat, which the inverse of the activation recovers from y. dv = dy * act'(v)
 //                is computed from y.
 // scale = gamma * invstd. A: type of the arithmetic, double for tensors of double and float for all others.
@@ -22,7 +22,8 @@ namespace fastvit {
 // How dv is computed: from x; from x and a residual that was added before the activation; from y.
 enum class GradientVariant { plain, residual, from_output };
 
-// `saved` holds mean[C], invstd[C], and the number of values per channel in two numbers.
+// `saved` holds mean[C], invstd[C], and the count: the number of values per channel as two numbers, a
+// high and a low part (pack_count).
 template <class A>
 __device__ __forceinline__ A load_saved_invstd(const BnBackwardArgs& args, int64_t c) {
   return static_cast<const A*>(args.saved)[args.layout.channels + c];
@@ -35,7 +36,7 @@ __device__ __forceinline__ A load_saved_count(const BnBackwardArgs& args) {
 // |xhat| <= sqrt(n - 1) for n values. An xhat that is recovered from a rounded y may be larger, and is
 // clamped.
 template <class A, GradientVariant kVariant>
-__device__ __forceinline__ A compute_xhat_limit(const BnBackwardArgs& args) {
+__device__ __forceinline__ A compute_max_abs_xhat(const BnBackwardArgs& args) {
   return kVariant == GradientVariant::from_output ? std::sqrt(max(load_saved_count<A>(args) - 1, A(0)))
                                                   : A(0);
 }
@@ -49,7 +50,8 @@ struct GradientConstants {
   __device__ __forceinline__ static GradientConstants load(const BnBackwardArgs& args, int64_t c) {
     const A beta = load_channel(args.bias, c, A(0));
     const A gamma = load_channel(args.weight, c, A(1));
-    // The floor of |gamma| keeps 1 / gamma finite. `scale` has the gradient's factor, gamma itself.
+    // The forward pass raised |gamma| to a floor, which grows with |beta|. Recovering xhat from y divides by
+    // that gamma. The gradient of x has the factor gamma without the floor.
     const A mean_or_inverse_gamma =
         kVariant == GradientVariant::from_output
             ? A(1) / effective_gamma(gamma, beta, gamma_floor<A>(/*invertible=*/true, args.dtype))
@@ -67,11 +69,11 @@ struct ElementGradient {
 template <class Act, GradientVariant kVariant, class A>
 __device__ __forceinline__ ElementGradient<A> compute_element_gradient(
     A input, A dy, A residual, const GradientConstants<A, kVariant>& constants, A activation_param,
-    A xhat_limit) {
+    A max_abs_xhat) {
   if constexpr (kVariant == GradientVariant::from_output) {
     return {Act::backward_from_output(dy, input, activation_param),
             recover_xhat(Act::inverse(input, activation_param), constants.beta,
-                         constants.mean_or_inverse_gamma, xhat_limit)};
+                         constants.mean_or_inverse_gamma, max_abs_xhat)};
   } else {
     const A centered = input - constants.mean_or_inverse_gamma;
     A v = fma_rn(centered, constants.scale, constants.beta);
@@ -109,11 +111,11 @@ template <class T, bool kIsRows, GradientVariant kVariant, class B, class A, int
 __device__ __forceinline__ void accumulate_sums(
     KahanSums<A> (&thread_sums)[kThreadChannels], const B&,
     const GradientConstants<A, kVariant> (&constants)[kThreadChannels], const BnBackwardArgs& args,
-    A xhat_limit, const ReadInputs& read_inputs) {
+    A max_abs_xhat, const ReadInputs& read_inputs) {
   GradientSums<A> batch_sums[kThreadChannels];
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    dispatch_activation_for<T, /*kAny=*/kVariant != GradientVariant::from_output>(
+    dispatch_activation_for<T, /*kIncludesNonInvertible=*/kVariant != GradientVariant::from_output>(
         args.activation, [&]<class Act>(Act) {
           const GradientInputs<T, kVariant, typename B::Single> inputs = read_inputs(j);
           A input[B::V], dy[B::V];
@@ -125,7 +127,7 @@ __device__ __forceinline__ void accumulate_sums(
           for (int k = 0; k < B::V; ++k) {  // elements past the end have dy = 0
             const ElementGradient<A> gradient = compute_element_gradient<Act, kVariant>(
                 input[k], dy[k], inputs.kHasResidual ? residual[k] : A(0), constants[kIsRows ? k : 0],
-                A(args.activation_param), xhat_limit);
+                A(args.activation_param), max_abs_xhat);
             GradientSums<A>& sums = batch_sums[kIsRows ? k : 0];
             sums.dv = add_rn(sums.dv, gradient.dv);
             sums.dv_times_second_factor =
@@ -148,24 +150,26 @@ struct StatisticsCorrection {
                                                                    const GradientSums<A>& sums) {
     const A count = load_saved_count<A>(args);
     if (!(count > 0)) return {0, 0};
-    // The second sum is that of dv * xhat. If the input is x, second_factor lacks a factor of invstd.
+    // Here sums.dv_times_second_factor is the finished sum dv * xhat. If the input is x, the slope is
+    // multiplied by invstd, since it is a factor of x - mean.
     return {sums.dv / count,
             sums.dv_times_second_factor / count *
                 (kVariant == GradientVariant::from_output ? A(1) : load_saved_invstd<A>(args, c))};
   }
 };
 
-// Computes and writes dx of a batch, and with a residual dresidual, which is dv. dx overwrites inputs.input,
-// and dv inputs.dy. kIsRows: as in accumulate_sums.
+// Computes and writes dx of a batch. If there is a residual, also writes its gradient dresidual, which is dv.
+// dx overwrites inputs.input, and dv inputs.dy. kIsRows: as in accumulate_sums.
 template <bool kIsRows, GradientVariant kVariant, class T, class B, class A, int kThreadChannels>
 __device__ __forceinline__ void write_gradients(
     const B& batch, GradientInputs<T, kVariant, B>& inputs,
     const GradientConstants<A, kVariant> (&constants)[kThreadChannels],
-    const StatisticsCorrection<A> (&corrections)[kThreadChannels], const BnBackwardArgs& args, A xhat_limit) {
+    const StatisticsCorrection<A> (&corrections)[kThreadChannels], const BnBackwardArgs& args,
+    A max_abs_xhat) {
   constexpr bool kHasResidual = GradientInputs<T, kVariant, B>::kHasResidual;
 #pragma unroll
   for (int j = 0; j < B::U; ++j)
-    dispatch_activation_for<T, /*kAny=*/kVariant != GradientVariant::from_output>(
+    dispatch_activation_for<T, /*kIncludesNonInvertible=*/kVariant != GradientVariant::from_output>(
         args.activation, [&]<class Act>(Act) {
           A input[B::V], dy[B::V];
           [[maybe_unused]] A residual[B::V];
@@ -177,7 +181,7 @@ __device__ __forceinline__ void write_gradients(
             const int channel = kIsRows ? k : 0;
             const ElementGradient<A> gradient = compute_element_gradient<Act, kVariant>(
                 input[k], dy[k], kHasResidual ? residual[k] : A(0), constants[channel],
-                A(args.activation_param), xhat_limit);
+                A(args.activation_param), max_abs_xhat);
             const A centered_dv = add_rn(gradient.dv, -corrections[channel].mean_dv);
             input[k] = constants[channel].scale *
                        fma_rn(-gradient.second_factor, corrections[channel].slope, centered_dv);

@@ -5,7 +5,7 @@
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. The last
 //           block of a tile to finish merges the slices. Loads of 16 bytes.
 // Numerics: compensated sums in float (double for double), in a fixed order, without float atomics.
-// Needs:    from y (from_output): an invertible activation, and gamma != 0, which a floor of |gamma| ensures.
+// Needs:    with from_output, an invertible activation, and gamma != 0, which a floor of |gamma| ensures.
 // Source:   arXiv:1712.02616, section 3.
 #include "bn_gradient.cuh"
 #include "exchange.cuh"
@@ -24,8 +24,8 @@ struct BnReduceParams : BnBackwardArgs, ExchangeParams<kHasExchange> {
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kVariant: dv is computed from x, from x and a residual, or from y. kHasExchange: the sums are added over
 // ranks.
-// kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
-// channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// kIsRows: a block walks rows of all channels (channels_last, tokens; short planes such as 7x7 are joined to
+// rows too), and a thread has the V channels of its vector. Otherwise it walks planes (NCHW) of one channel.
 // A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kHasExchange, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_kernel(
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   __syncthreads();
   GradientConstants<A, kVariant> thread_constants[kThreadChannels];
   load_thread_constants<kIsRows, V>(thread_constants, tile_constants, args.plan, work);
-  const A xhat_limit = compute_xhat_limit<A, kVariant>(args);
+  // An xhat that is recovered from y is clamped to this.
+  const A max_abs_xhat = compute_max_abs_xhat<A, kVariant>(args);
 
   // The walk begins at the end, which the previous op accessed last and which is still in the L2 cache.
   KahanSums<A> thread_sums[kThreadChannels];
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
       args.plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
         inputs.template load<kNoHint, ReduceStrides::residual>(batch, args);
-        accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, xhat_limit,
+        accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, max_abs_xhat,
                                     [&](int j) { return inputs.get_vector(j); });
       });
 
@@ -65,7 +66,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   const int stride = merge_block(block_sums, thread_sums, args.plan, work);
   const int64_t C = args.layout.channels;
   A* const local_sums = static_cast<A*>(args.local_sums);
-  const auto write_local_sums = [&](int64_t c, GradientSums<A> sums) {
+  const auto finish_and_write_sums = [&](int64_t c, GradientSums<A> sums) {
+    // From x the second sum is of dv * (x - mean), and becomes that of dv * xhat.
     if (kVariant != GradientVariant::from_output)
       sums.dv_times_second_factor *= load_saved_invstd<A>(args, c);
     local_sums[c] = sums.dv;
@@ -75,18 +77,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   if constexpr (kHasExchange) {
     const MessageSender<A> sender(args.group_exchange);
     sender.header();
-    const auto write_and_send = [&](int64_t c, const GradientSums<A>& tile_sums) {
-      const GradientSums<A> sums = write_local_sums(c, tile_sums);
+    const auto write_and_send = [&](int64_t c, const GradientSums<A>& channel_sums) {
+      const GradientSums<A> sums = finish_and_write_sums(c, channel_sums);
       sender.pair(c, sums.dv, sums.dv_times_second_factor);
     };
     if (merge_slices(block_sums, stride, args.slice_results, args.plan, work, write_and_send))
-      // The last blocks to finish a tile wait for the other ranks, each for a range of channels.
+      // This block is the last of its tile. The blocks that finish a tile last wait for the other ranks, each
+      // for a range of channels.
       receive_in_last_blocks(
           args.plan, args.max_ranges, args.exchange_counters, [&](const ChannelRange& range) {
             receive_sums(args.group_exchange, range, /*global_sums*/ local_sums + 2 * C, C);
           });
   } else {
-    merge_slices(block_sums, stride, args.slice_results, args.plan, work, write_local_sums);
+    merge_slices(block_sums, stride, args.slice_results, args.plan, work, finish_and_write_sums);
   }
 }
 
@@ -109,7 +112,7 @@ void backend::bn_reduce(const BnBackwardArgs& args) {
                                                 .operands = operands,
                                                 .element_size = sizeof(T),
                                                 .limits = context.limits,
-                                                .merged_operands = operands}
+                                                .reduced_operands = operands}
                                       .plan(make_resident_blocks_query<T>(context, kernel_of));
           const MergeMemory<GradientSums<A>> merge_memory(plan, context, kHasExchange);
           const BnReduceParams<A, kHasExchange> params{

@@ -1,10 +1,10 @@
 // bn_stats: the moments of each channel: mean, M2 = sum (x - mean)^2 and the number of values. With an
 // exchange between ranks they are the moments of all ranks' values.
 //
-// Memory:   reads x once; writes 2C + 2 numbers. Bound by bandwidth.
+// Memory:   reads x once; writes mean[C], M2[C] and the count, as a high and a low part. Bound by bandwidth.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. The last
 //           block of a tile to finish merges the slices. Loads of 16 bytes.
-// Numerics: chunks of 32 values, relative to the first of the chunk, are merged by Chan's update, see
+// Numerics: moments of 32 values, relative to the first of them, are merged by Chan's update, see
 //           chunked_moments.cuh; float (double for double), in a fixed order, without float atomics.
 // Source:   Chan, Golub, LeVeque (1979), see moments.h.
 #include "../batch_norm.h"
@@ -24,8 +24,8 @@ struct BnStatsParams : BnStatsArgs, ExchangeParams<kHasExchange> {
 
 // T: storage type of x. V: elements of a vector, which is 16 bytes or one element.
 // kHasExchange: the moments of all ranks are merged.
-// kIsRows: a block walks rows (channels_last, tokens, or short planes side by side), and a thread has the V
-// channels of its vector. Otherwise it walks planes (NCHW) of one channel.
+// kIsRows: a block walks rows of all channels (channels_last, tokens; short planes such as 7x7 are joined to
+// rows too), and a thread has the V channels of its vector. Otherwise it walks planes (NCHW) of one channel.
 // A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kHasExchange, bool kIsRows, int V>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_kernel(
@@ -46,8 +46,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
   __shared__ A pivots[ThreadMoments::kTileCapacity];
   // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
   // channel of the tile is element tile_channel * stride.
-  __shared__ __align__(16) unsigned char bytes[kThreads * ThreadMoments::K * sizeof(PartialMoments<A>)];
+  __shared__ __align__(
+      16) unsigned char bytes[kThreads * ThreadMoments::kThreadChannels * sizeof(PartialMoments<A>)];
   PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);
+  // Makes the means relative to the pivots of the tile's channels, which it also writes to `pivots`.
   thread_moments.finish(pivots, args.plan, work);
   const int stride = merge_block(block_moments, thread_moments.moments, args.plan, work);
   const int64_t first_channel = work.first_channel(args.plan), C = args.layout.channels;
@@ -56,19 +58,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
   if constexpr (kHasExchange) {
     const MessageSender<A> sender(args.group_exchange);
     sender.header(C, count);
-    const auto send = [&](int64_t c, const PartialMoments<A>& tile_moments) {
-      sender.pair(c, pivots[c - first_channel] + tile_moments.mean, tile_moments.m2);
+    const auto send = [&](int64_t c, const PartialMoments<A>& channel_moments) {
+      sender.pair(c, pivots[c - first_channel] + channel_moments.mean, channel_moments.m2);
     };
     if (merge_slices(block_moments, stride, args.slice_results, args.plan, work, send))
-      // The last blocks to finish a tile wait for the other ranks, each for a range of channels.
+      // This block is the last of its tile. The blocks that finish a tile last wait for the other ranks, each
+      // for a range of channels.
       receive_in_last_blocks(
           args.plan, args.max_ranges, args.exchange_counters,
           [&](const ChannelRange& range) { receive_moments(args.group_exchange, range, moments, C); });
   } else {
     merge_slices(block_moments, stride, args.slice_results, args.plan, work,
-                 [&](int64_t c, const PartialMoments<A>& tile_moments) {
-                   moments[c] = pivots[c - first_channel] + tile_moments.mean;
-                   moments[C + c] = tile_moments.m2;
+                 [&](int64_t c, const PartialMoments<A>& channel_moments) {
+                   moments[c] = pivots[c - first_channel] + channel_moments.mean;
+                   moments[C + c] = channel_moments.m2;
                  });
     if (blockIdx.x == 0 && threadIdx.x == 0) pack_count(moments + 2 * C, count);
   }
@@ -89,7 +92,7 @@ void backend::bn_stats(const BnStatsArgs& args) {
                                                 .operands = 1,
                                                 .element_size = sizeof(T),
                                                 .limits = context.limits,
-                                                .merged_operands = 1}
+                                                .reduced_operands = 1}
                                       .plan(make_resident_blocks_query<T>(context, kernel_of));
           const MergeMemory<PartialMoments<A>> merge_memory(plan, context, kHasExchange);
           const BnStatsParams<A, kHasExchange> params{

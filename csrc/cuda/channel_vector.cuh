@@ -7,7 +7,7 @@
 
 namespace fastvit {
 
-// Returns the number of channel c, or `default_value` if there are no numbers.
+// Returns the value of channel c, or `default_value` if the vector is null.
 template <class A>
 __device__ __forceinline__ A load_channel(const ChannelVector& source, int64_t c, A default_value) {
   if (!source.data) return default_value;

@@ -1,11 +1,12 @@
 // ChunkedMoments: the mean and m2 (sum of squared deviations) of the values of one thread, in one pass.
 //
 // The thread's values are taken in chunks, of one or more batches and usually 32 values. A chunk's pivot is
-// its first value. With d = value - pivot, a chunk sums d and d * d, and m2 = sum(d * d) - sum(d)^2 / n. One
-// of its n deviations d is 0, so the subtraction cancels at most a fraction of (n - 1) / n, which costs one
-// or two digits however large the mean is. This takes four instructions per value; two passes over registers
-// would take five. Squares overflow in float only if values differ by more than 1e18. Chunks are merged by
-// Chan's update (moments.h), with a reciprocal that is accurate to 2 units in the last place.
+// its first value. With d = value - pivot, a chunk sums d and d * d, and m2 = sum(d * d) - sum(d)^2 / n. As
+// one of the n deviations d is 0, sum(d)^2 / n <= (n - 1) / n * sum(d * d): at least 1 / n of sum(d * d)
+// remains, so one or two digits are lost, however large the mean is. This takes four instructions per value;
+// two passes over registers would take five. Squares overflow in float only if values differ by more than
+// 1e18. Chunks are merged by Chan's update (moments.h), with a reciprocal that is accurate to 2 units in the
+// last place.
 //
 // All means are relative to a pivot, so they are as small as the deviations, and no digits are lost when
 // means are shifted or merged. The thread's mean is relative to the pivot of its current chunk, and is
@@ -21,15 +22,15 @@ namespace fastvit {
 constexpr int kChunkValues = 32;
 
 // T: storage type of x. kIsRows: the channels are the fastest dimension of the walk. V: elements of a vector.
-// A thread has K channels: those of its V columns (rows), or one (planes).
+// A thread has kThreadChannels channels: those of its V columns (rows), or one (planes).
 template <class T, bool kIsRows, int V>
 struct ChunkedMoments {
   using A = Accumulation<T>;
-  static constexpr int K = kIsRows ? V : 1;
+  static constexpr int kThreadChannels = kIsRows ? V : 1;
   static constexpr int kTileCapacity = kIsRows ? kMaxTileChannels : 1;  // a tile has at most so many channels
   // Moments of the complete chunks, with means relative to chunk_pivot. After finish(): of all values, with
   // means relative to the channels' pivots.
-  PartialMoments<A> moments[K];
+  PartialMoments<A> moments[kThreadChannels];
 
   __device__ __forceinline__ ChunkedMoments(const LaunchPlan& plan, const BlockWork& work, const void* x) {
     static_assert(kTileCapacity <= kThreads);
@@ -47,7 +48,7 @@ struct ChunkedMoments {
     if (kChunkIsBatch || chunk_count == 0) {
       x[0].unpack(value);
 #pragma unroll
-      for (int k = 0; k < K; ++k) {
+      for (int k = 0; k < kThreadChannels; ++k) {
         move_pivot(k, value[k]);
         chunk_pivot[k] = value[k], sum[k] = sum_of_squares[k] = 0;
       }
@@ -79,10 +80,10 @@ struct ChunkedMoments {
     }
     __syncthreads();
     if (chunk_count > 0) close_chunk();
-    A thread_pivots[K];
+    A thread_pivots[kThreadChannels];
     load_thread_constants<kIsRows, V>(thread_pivots, pivots, plan, work);
 #pragma unroll
-    for (int k = 0; k < K; ++k) move_pivot(k, thread_pivots[k]);
+    for (int k = 0; k < kThreadChannels; ++k) move_pivot(k, thread_pivots[k]);
   }
 
  private:
@@ -95,12 +96,12 @@ struct ChunkedMoments {
     const A count = moments[0].count, total = count + n, chunk_share = approximate_quotient(n, total),
             weight = count * chunk_share;
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      const A d = sum[k] * one_over_n, delta = add_rn(d, -moments[k].mean);
+    for (int k = 0; k < kThreadChannels; ++k) {
+      const A chunk_mean = sum[k] * one_over_n, delta = add_rn(chunk_mean, -moments[k].mean);
       moments[k].count = total;  // the same in all columns
       moments[k].mean = fma_rn(delta, chunk_share, moments[k].mean);
-      moments[k].m2 =
-          add_rn(moments[k].m2, fma_rn(delta * delta, weight, fma_rn(-sum[k], d, sum_of_squares[k])));
+      moments[k].m2 = add_rn(moments[k].m2,
+                             fma_rn(delta * delta, weight, fma_rn(-sum[k], chunk_mean, sum_of_squares[k])));
     }
     chunk_count = 0;
   }
@@ -112,10 +113,11 @@ struct ChunkedMoments {
     moments[k].mean = has_values * add_rn(moments[k].mean, add_rn(chunk_pivot[k], -new_pivot));
   }
 
-  A chunk_pivot[K] = {};        // the pivot of the current chunk, per channel
-  A sum[K], sum_of_squares[K];  // of the current chunk's deviations from chunk_pivot
-  int chunk_count = 0;          // values per channel in the current chunk
-  Vector<T, 1> channel_pivot;   // the pivot of channel threadIdx.x of the tile
+  A chunk_pivot[kThreadChannels] = {};  // the pivot of the current chunk, per channel
+  A sum[kThreadChannels],
+      sum_of_squares[kThreadChannels];  // of the current chunk's deviations from chunk_pivot
+  int chunk_count = 0;                  // values per channel in the current chunk
+  Vector<T, 1> channel_pivot;           // the pivot of channel threadIdx.x of the tile
 };
 
 }  // namespace fastvit

@@ -26,7 +26,7 @@ namespace fastvit {
 
 // Asks CUDA for an integer property of a kernel or a device, once per host thread, and remembers the answer.
 // query(value) calls CUDA, sets value, and returns CUDA's status. `kernel` is null for a property of the
-// device. Query: the type of a lambda, so that each place of a call has answers of its own. Every kernel is
+// device. Query must be a lambda: each has a type of its own, and so answers of its own. Every kernel is
 // asked about before its first launch, so a GPU without code for it is refused here, with a message.
 template <class Query>
 int cached_query(const void* kernel, int device_index, const Query& query) {
@@ -45,12 +45,14 @@ int cached_query(const void* kernel, int device_index, const Query& query) {
   return answers[{kernel, device_index}] = value;
 }
 
-// Shared memory that is not for a single launch's vectors: the most that merging and per-channel tables take
-// in a kernel (for rows of 16-bit elements), and the 1 KiB per block that CUDA reserves.
+// A single launch is one kernel for the statistics and the op, which keeps its vectors in shared memory. This
+// much of a block's shared memory is kept free of vectors: for merging and per-channel tables, of which rows
+// of 16-bit elements need the most, and the 1 KiB that CUDA reserves.
 constexpr int kReservedSharedBytes = 32 << 10;
 
 // With at least this much shared memory per multiprocessor (A100, H100, B200), two blocks of a single launch
-// each keep more than a batch of every operand. GeForce cards and the T4 have at most 100 KiB, for one block.
+// have room for more than the vectors that their threads load together. GeForce cards and the T4 have at most
+// 100 KiB, which one block gets.
 constexpr int kMinSharedForTwoBlocks = 128 << 10;
 
 // Makes the op's device current while the object lives, and has its current stream and its limits.
@@ -86,7 +88,8 @@ class LaunchContext {
 };
 
 // Calls f.template operator()<kIsRows, V>() with a kernel's template parameters for a plan. kIsRows: the
-// channels are the fastest dimension of the walk. V: elements of a vector, which is 16 bytes or one element.
+// kernel visits the elements with the channels as the fastest dimension. V: elements of a vector, which is 16
+// bytes or one element.
 template <class T, class F>
 void dispatch_kernel_of_plan(const LaunchPlan& plan, const F& f) {
   if (plan.is_rows)
@@ -111,8 +114,8 @@ inline int count_resident_blocks(const LaunchContext& context, const void* kerne
 }
 
 // Returns a function for LaunchPlanner::plan. That function takes a plan, and returns how many blocks of the
-// plan's kernel, kernel_of<kIsRows, V>(), are resident on a multiprocessor. It asks about no other kernel: a
-// question loads the kernel, and loading may wait for the GPU, which may wait for other ranks.
+// plan's kernel, kernel_of<kIsRows, V>(), are resident on a multiprocessor. No other kernel is queried:
+// a query loads the kernel, loading may wait for the GPU, and the GPU may wait for other ranks.
 template <class T, class KernelOf>
 auto make_resident_blocks_query(const LaunchContext& context, const KernelOf& kernel_of) {
   return [&](const LaunchPlan& plan) {

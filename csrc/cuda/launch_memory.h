@@ -31,9 +31,9 @@ class Scratch {
 // after every launch. The launches of a stream access memory one after the other (see KernelParams), so they
 // share the counters, and none has to clear them.
 //
-// The counters are allocated once and never freed. They are not from torch's allocator: if the first launch
-// is the warm-up of a CUDA graph, memory of that allocator belongs to the graph's pool, which expects it
-// back. The counters are found by the stream's id, not by its handle: the handle of a destroyed stream may be
+// The counters are allocated once and never freed. They are not from torch's allocator: the first launch may
+// be in the warm-up of a CUDA graph, where torch's memory comes from the graph's pool and must be returned to
+// it. The counters are found by the stream's id, not by its handle: the handle of a destroyed stream may be
 // given to a new one while work of the old one still runs.
 inline unsigned* stream_semaphores(const LaunchContext& context) {
   static std::mutex mutex;
@@ -58,10 +58,10 @@ inline unsigned* stream_semaphores(const LaunchContext& context) {
   return counters;
 }
 
-// The memory with which a launch merges slices, and with has_exchange the counters with which its last blocks
-// wait for other ranks. A launch that is captured into a CUDA graph has counters of its own, which the graph
-// clears: the graph may run on any stream, at the same time as other work.
-// R: a slice's result for one channel, such as PartialMoments.
+// The memory with which a launch merges slices, and with has_exchange also the counters of the exchange, by
+// which the blocks that finish last wait for other ranks. A launch that is captured into a CUDA graph has
+// counters of its own, which the graph clears: the graph may run on any stream, at the same time as other
+// work. R: a slice's result for one channel, such as PartialMoments.
 template <class R>
 class MergeMemory {
  public:

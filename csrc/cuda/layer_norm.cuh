@@ -80,18 +80,20 @@ struct TeamMember {
   }
 };
 
-// Weight or bias in the type of the arithmetic. If a row takes one pass, a block copies it to shared memory:
+// Weight or bias in the type of the arithmetic. If a row takes one pass, a block copies the weight or bias to
+// shared memory:
 // first the first 16 bytes of every vector, then the second 16 bytes of every vector, and so on, so that the
 // threads of a warp access consecutive memory, without bank conflicts. Otherwise it stays in global memory.
 template <class A, int V>
 class ColumnTable {
-  static constexpr int kAccessWidth = V < kVectorWidth<A> ? V : kVectorWidth<A>;  // numbers of 16 bytes
+  static constexpr int kAccessWidth =
+      V < kVectorWidth<A> ? V : kVectorWidth<A>;  // numbers in an access of 16 bytes
   const ChannelVector& source;
   const A default_value;  // if there is no weight or no bias
   A* const table;         // null: the numbers stay in global memory
   const int row_vectors;
 
-  // k: a multiple of kAccessWidth; the address of number k of a vector.
+  // Returns the address of the access that holds number k of a vector.
   __device__ __forceinline__ A* address(int vector, int k) const {
     return table + (k / kAccessWidth * row_vectors + vector) * kAccessWidth;
   }
@@ -133,7 +135,7 @@ size_t column_table_bytes(const RowPlan& plan) {
 }
 
 // Replaces each value by its sum over the members of the team, with the same bits in all members. All threads
-// of the block call.
+// of the block must call it.
 template <class A, int kValues>
 __device__ __forceinline__ void sum_over_team(A (&values)[kValues], int team_size) {
   for (int offset = min(team_size, 32) / 2; offset > 0; offset /= 2) {
@@ -158,7 +160,7 @@ __device__ __forceinline__ void sum_over_team(A (&values)[kValues], int team_siz
 
 // Calls f.template operator()<V, K>(plan). T: type of x and dx. Y: type of y and dy. V elements of the larger
 // type are 16 bytes, or V is 1 if rows do not begin at 16-byte boundaries. A member has one of kColumnChoices
-// columns.
+// columns, or kFewColumns for double and for V = 1.
 template <class T, class Y, const int (&kColumnChoices)[2], class F>
 void dispatch_row_plan(int64_t rows, int64_t columns, std::initializer_list<const void*> pointers,
                        const F& f) {
@@ -181,7 +183,7 @@ void dispatch_row_plan(int64_t rows, int64_t columns, std::initializer_list<cons
 }
 
 // A launch of as many blocks as run at once without dynamic shared memory; each takes rows in turn. If the
-// tables of long rows leave room for fewer blocks, the others run after them.
+// tables of long rows leave room for fewer blocks, the remaining blocks run later.
 template <class... Parameters>
 LaunchConfig make_row_launch(const LaunchContext& context, void (*kernel)(Parameters...), const RowPlan& plan,
                              size_t shared_bytes) {

@@ -25,8 +25,8 @@ constexpr int kBackwardColumnChoices<__half>[2] = {16, 16};
 // T: type of x and dx. Y: type of dy. V: elements of a vector, 16 bytes of the larger type, or one.
 // K: vectors of a row that a thread has in registers. A thread without a row takes part in sum_over_team too.
 //
-// Kept in one function: the parts would share the vectors and sums in registers, and other boundaries between
-// them change the compiler's use of registers.
+// Kept in one function: its parts would all need the vectors and sums in registers, and a split changes the
+// compiler's use of registers.
 template <class T, class Y, int V, int K>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm_backward_kernel(
     const __grid_constant__ KernelParams<LayerNormBackwardParams<Accumulation<T>>> kernel_params) {
@@ -142,14 +142,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
   merge_teams(thread_weight_sums, block_weight_sums);
 }
 
-// Columns of a block that adds the blocks' sums: 32 bytes of float, which is what a read of memory fetches.
-constexpr int kColumnsPerBlock = 8;
+// Columns that a block of add_rows_kernel adds: 8 floats are 32 bytes, a sector of memory.
+constexpr int kAddedColumnsPerBlock = 8;
 // Rows that a thread has in flight. A column has 32 threads, so a block adds 512 rows in one turn.
 constexpr int kRowsInFlight = 16;
 
-// A matrix of rows x columns numbers, and the sum of each column.
+// A matrix of rows x columns numbers. sums[columns] gets the sum of its rows, a sum for each column.
 template <class A>
-struct SumRowsParams {
+struct AddRowsParams {
   const A* matrix;
   A* sums;
   int64_t rows, columns;
@@ -157,14 +157,14 @@ struct SumRowsParams {
 
 template <class A>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    sum_rows_kernel(const __grid_constant__ KernelParams<SumRowsParams<A>> kernel_params) {
+    add_rows_kernel(const __grid_constant__ KernelParams<AddRowsParams<A>> kernel_params) {
   const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
-  constexpr int kWarps = kThreads / 32, kThreadsPerColumn = kThreads / kColumnsPerBlock;
-  __shared__ A warp_sums[kWarps][kColumnsPerBlock];
-  const int block_column = int(threadIdx.x) % kColumnsPerBlock;
-  const int64_t column = int64_t(blockIdx.x) * kColumnsPerBlock + block_column;
+  constexpr int kWarps = kThreads / 32, kThreadsPerColumn = kThreads / kAddedColumnsPerBlock;
+  __shared__ A warp_sums[kWarps][kAddedColumnsPerBlock];
+  const int block_column = int(threadIdx.x) % kAddedColumnsPerBlock;
+  const int64_t column = int64_t(blockIdx.x) * kAddedColumnsPerBlock + block_column;
   A sum = 0;
-  for (int64_t first_row = int(threadIdx.x) / kColumnsPerBlock; first_row < args.rows;
+  for (int64_t first_row = int(threadIdx.x) / kAddedColumnsPerBlock; first_row < args.rows;
        first_row += kThreadsPerColumn * kRowsInFlight) {
     A values[kRowsInFlight];
 #pragma unroll
@@ -175,11 +175,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 #pragma unroll
     for (int k = 0; k < kRowsInFlight; ++k) sum += values[k];
   }
-  for (int offset = kColumnsPerBlock; offset < 32; offset *= 2)
+  for (int offset = kAddedColumnsPerBlock; offset < 32; offset *= 2)
     sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-  if (threadIdx.x % 32 < kColumnsPerBlock) warp_sums[threadIdx.x / 32][block_column] = sum;
+  if (threadIdx.x % 32 < kAddedColumnsPerBlock) warp_sums[threadIdx.x / 32][block_column] = sum;
   __syncthreads();
-  if (int(threadIdx.x) >= kColumnsPerBlock || column >= args.columns) return;
+  if (int(threadIdx.x) >= kAddedColumnsPerBlock || column >= args.columns) return;
   for (int warp = 1; warp < kWarps; ++warp) sum += warp_sums[warp][block_column];
   args.sums[column] = sum;
 }
@@ -197,17 +197,18 @@ void backend::layer_norm_backward(const LayerNormArgs& args) {
     dispatch_row_plan<T, Y, kBackwardColumnChoices<T>>(
         args.rows, args.columns, pointers, [&]<int V, int K>(const RowPlan& plan) {
           const auto kernel = layer_norm_backward_kernel<T, Y, V, K>;
-          // The weight; after the last row, the sums of all threads for one of the two gradients.
+          // Shared memory holds the weight, and after the last row the threads' sums of one gradient at a
+          // time.
           const size_t shared_bytes = std::max(column_table_bytes<A>(plan), kThreads * K * V * sizeof(A));
           const LaunchConfig config = make_row_launch(context, kernel, plan, shared_bytes);
           const Scratch block_sums(args.sums ? config.blocks * num_sums * sizeof(A) : 0);
           const LayerNormBackwardParams<A> params{{args}, plan, static_cast<A*>(block_sums.data)};
           STD_CUDA_CHECK(launch(kernel, config, params));
           if (!args.sums) return;
-          const SumRowsParams<A> sum_params{params.block_sums, static_cast<A*>(args.sums), config.blocks,
+          const AddRowsParams<A> sum_params{params.block_sums, static_cast<A*>(args.sums), config.blocks,
                                             num_sums};
-          const int64_t blocks = ceil_div(num_sums, kColumnsPerBlock);
-          STD_CUDA_CHECK(launch(sum_rows_kernel<A>, {blocks, context}, sum_params));
+          const int64_t blocks = ceil_div(num_sums, kAddedColumnsPerBlock);
+          STD_CUDA_CHECK(launch(add_rows_kernel<A>, {blocks, context}, sum_params));
         });
   });
 }

@@ -1,10 +1,10 @@
 // layer_norm_forward: y = (x - mean) * invstd * gamma + beta for each row.
 //
-// Memory:   reads x once; writes y, and two numbers per row for backward. Writes y of 16 bits from x of
-//           float32 too, so that autocast needs no cast of y. Bound by bandwidth.
+// Memory:   reads x once; writes y, and two numbers per row for backward. It can write a y of 16 bits from
+//           an x of float32, so that autocast needs no cast of y. Bound by bandwidth.
 // Mapping:  a team of threads takes a row, see layer_norm.cuh. A block takes rows until none is left, and
 //           keeps weight and bias in shared memory; it loads its first row before them.
-// Numerics: float (double for double). The deviations from a first mean are summed, which corrects the mean.
+// Numerics: float (double for double). The mean of the deviations from a first mean corrects it.
 // Source:   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "layer_norm.cuh"
 
@@ -14,7 +14,7 @@ struct LayerNormForwardParams : LayerNormArgs {
   RowPlan plan;
 };
 
-// Blocks that share a multiprocessor and hide each other's latency. Half takes more registers than
+// Blocks that share a multiprocessor and hide each other's latency. __half takes more registers than
 // other types.
 template <class T>
 constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kExtraBlocksOnSm90;
@@ -22,8 +22,8 @@ constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kExtraBlock
 // T: type of x. Y: type of y. V: elements of a vector, 16 bytes of the larger type, or one.
 // K: vectors of a row that a thread has in registers. A thread without a row takes part in sum_over_team too.
 //
-// Kept in one function: the parts would share the vectors in registers, and other boundaries between them
-// change the compiler's unrolling of the loops over a row.
+// Kept in one function: its parts would all need the vectors in registers, and a split changes how the
+// compiler unrolls the loops over a row.
 template <class T, class Y, int V, int K>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
     layer_norm_forward_kernel(const __grid_constant__ KernelParams<LayerNormForwardParams> kernel_params) {

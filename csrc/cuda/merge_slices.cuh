@@ -8,8 +8,8 @@
 // blocks merges the groups. In some ops the other blocks then wait until that block has published the totals.
 //
 // The order of merging depends only on the launch, so the same call on the same device gives the same bits.
-// R: a result, such as the moments of a channel: a plain struct with merge(const R&), without branches.
-// Merging an R{} has no effect.
+// R is a plain struct with the result for one channel, such as its moments, and a function merge(const R&).
+// merge has no branches, so that several merges overlap. Merging an R{} has no effect.
 #pragma once
 
 #include "../elementary_functions.h"
@@ -22,11 +22,13 @@ namespace fastvit {
 constexpr unsigned kLoadsInFlight = 8;  // results of slices that a thread loads together
 // A semaphore is a counter in global memory by which blocks know of each other. A stream has this many.
 constexpr int64_t kMaxSemaphores = 2 * kMaxMergedTiles;
-// Further counters of an exchange between ranks (exchange.cuh): finished tiles, ended ranges, failed ranges.
+// Further counters of an exchange between ranks (exchange.cuh): finished tiles; ranges of
+// channels that have ended; whether one of these has failed.
 constexpr int64_t kExchangeCounters = 3;
 
-// How the slices of a tile are merged: in `count` groups of `size` slices (the last group may have fewer). If
-// one block can merge all slices in the time of one group, size is 1 and count is the number of slices.
+// How the slices of a tile are merged: in `count` groups of `size` slices (the last group may have fewer).
+// size is 1 if there are no groups: one block merges all slices as fast, or there are not enough semaphores.
+// Then count is the number of slices.
 struct MergeGroups {
   unsigned size, count;
 
@@ -77,15 +79,15 @@ struct KahanSums {
 
 // a / b for a b that is not denormal. For float the error is at most 2 units in the last place.
 __device__ __forceinline__ float approximate_quotient(float a, float b) {
-  return a * reciprocal(b, b);
+  return a * reciprocal(b, /*type_only=*/b);
 }
 __device__ __forceinline__ double approximate_quotient(double a, double b) {
   return a / b;
 }
 
 // Moments of a part of a channel's values: their count, their mean and m2, the sum of squared deviations from
-// that mean. merge() is the update of Chan, Golub, LeVeque (moments.h). The count is only a weight there, so
-// it needs no more digits than the mean.
+// that mean. merge() is the update of Chan, Golub, LeVeque (moments.h). merge() uses the
+// count as a weight, so a count that is rounded to A is exact enough.
 template <class A>
 struct PartialMoments {
   A count = 0, mean = 0, m2 = 0;
@@ -121,7 +123,8 @@ __device__ __forceinline__ void merge_tree(R* shared, int sequences, int sequenc
 template <int K, class R, class ThreadResult>
 __device__ __forceinline__ int merge_block(R* shared, const ThreadResult (&thread_results)[K],
                                            const LaunchPlan& plan, const BlockWork& work) {
-  const int columns = plan.is_rows ? plan.team_size * K : 1;  // results of a team
+  // Results of a team. With planes, each thread counts as a team with one result.
+  const int columns = plan.is_rows ? plan.team_size * K : 1;
   const int teams = plan.is_rows ? plan.teams : plan.teams * plan.team_size;
   if (work.team < plan.teams) {
 #pragma unroll
@@ -221,9 +224,9 @@ __device__ __forceinline__ void wait_for_totals(unsigned* semaphore, unsigned bl
 }
 
 // Merges the results of a tile's slices. At first `shared` has those of this block, from merge_block and
-// `stride` apart; it is then used for kThreads * K results. The last block of the tile calls write(c, total)
-// for each channel c of the tile, and returns true. With kAllBlocksGetTotals every block of the tile does so:
-// the others wait for the last one, so all blocks of the grid must be resident.
+// `stride` apart. It has room for kThreads * K results (K as in merge_block). The last block of the tile
+// calls write(c, total) for each channel c of the tile, and returns true. With kAllBlocksGetTotals every
+// block of the tile does so: the others wait for the last one, so all blocks of the grid must be resident.
 // Kept in one function: with functions for its phases, kernels need more registers and instructions.
 template <bool kAllBlocksGetTotals = false, class R, class Write>
 __device__ __forceinline__ bool merge_slices(R* shared, int stride, const SliceResults<R>& slice_results,

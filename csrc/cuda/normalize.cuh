@@ -1,7 +1,8 @@
 // Shared by the forward kernels: from a channel's moments to y, `saved` and the running statistics.
 //
 // The moments of a channel are its mean, M2 (the sum of squared deviations from the mean) and its number of
-// values. `saved` is the tensor that backward needs: mean[C], invstd[C], and the count as two numbers.
+// values. `saved` is the tensor that backward needs: mean[C], invstd[C], and the count as two
+// numbers, a high and a low part, so that a large count is exact in float (pack_count).
 // invertible: |gamma| gets a floor (gamma_floor), so that backward can recover x from y.
 //
 // A: type of the arithmetic and of `saved`, double for tensors of double and float for all others.
@@ -60,6 +61,7 @@ struct ChannelAffine {
   __device__ __forceinline__ static ChannelAffine load(const BnForwardArgs& args, int64_t c,
                                                        const MeanInvstd<A>& mean_invstd) {
     const A beta = load_channel(args.bias, c, A(0)), gamma = load_channel(args.weight, c, A(1));
+    // The floor of |gamma| grows with |beta|, since y is rounded at the size of beta.
     const auto floor = gamma_floor<A>(args.invertible, args.dtype);
     return {mean_invstd.mean,
             (args.invertible ? effective_gamma(gamma, beta, floor) : gamma) * mean_invstd.invstd, beta};
@@ -75,7 +77,7 @@ __device__ __forceinline__ void normalize_batch(
     const Vector<T, B::V> (&residual)[kResidualVectors],
     const ChannelAffine<Accumulation<T>> (&thread_affine)[kThreadChannels]) {
   using A = Accumulation<T>;
-  dispatch_activation_for<T, /*kAny=*/true>(args.activation, [&]<class Act>(Act) {
+  dispatch_activation_for<T, /*kIncludesNonInvertible=*/true>(args.activation, [&]<class Act>(Act) {
 #pragma unroll
     for (int j = 0; j < B::U; ++j) {
       A values[B::V];

@@ -8,7 +8,7 @@
 //   rows    The fastest dimension is channels. A unit is a row: all channels for one outer index. A member
 //           has the same columns in every row, so the constants of its channels stay in registers.
 //   folded  Short contiguous planes, such as 7x7 and 14x14, are walked as rows of channels * inner columns,
-//           so that loads are 16 bytes wide. A channel then has columns_per_channel = inner columns.
+//           so that loads are 16 bytes wide. A channel then has `inner` columns (columns_per_channel).
 // An operand is a tensor that the kernel reads or writes. A vector is what one load moves: 16 bytes, or one
 // element. A batch is kMaxBatchVectors vectors of a thread. Blocks that are resident at the same time are a
 // wave.
@@ -25,26 +25,29 @@ namespace fastvit {
 constexpr int kThreads = 256;                // threads of a block, in every kernel
 constexpr int kBlocksPerMultiprocessor = 2;  // launch bound; leaves 128 registers for a thread
 constexpr int kMaxBatchVectors = 4;          // vectors of each operand that a thread has in flight
-// An op with more tiles has one slice per tile. This bounds the counters of a stream (launch_memory.h).
+// An op with more tiles has one slice per tile, and merges none. Merging takes counters in global memory, of
+// which a stream has a fixed number (launch_memory.h).
 constexpr int kMaxMergedTiles = 4096;
 
 // Rows: limits of a team and of its columns.
-constexpr int kMaxTeam = 32;         // members; 32 members access 512 bytes of a row
-constexpr int kMaxMergingTeam = 16;  // members, if slices are merged: a smaller tile has more slices
-constexpr int kMinTeam = 4;          // members; 4 members access one or two sectors of 32 bytes
+constexpr int kMaxTeam = 32;  // members; 32 members access 512 bytes of a row
+// Members, if slices are merged. A smaller team has fewer channels, so more of the block's threads merge
+// each.
+constexpr int kMaxMergingTeam = 16;
+constexpr int kMinTeam = 4;                     // members; 4 members access one or two sectors of 32 bytes
 constexpr int kMaxTileChannels = 8 * kMaxTeam;  // channels; a vector of 16 bytes holds at most 8 elements
 constexpr int kMaxFoldedVectors = 64;  // vectors of the longest plane that is walked as a part of a row
 
 // Planes: limits of a team and of a segment.
-constexpr int kVectorsPerLine = 8;        // a line of 128 bytes has 8 vectors of 16 bytes
-constexpr int kMaxBatchesPerSegment = 4;  // batches that a thread has in a segment, if the team has kThreads
+constexpr int kVectorsPerLine = 8;            // a line of 128 bytes has 8 vectors of 16 bytes
+constexpr int kMaxBatchesPerSegment = 4;      // batches of a thread in a segment, in a team of kThreads
 constexpr int kMinTeamOfSeveralBatches = 16;  // members of a team, if each has several batches in a segment
 
-// The planner tries several plans. A plan's filled fraction is the share of the threads' vectors that hold
-// data.
+// The planner tries several plans. A plan's filled fraction is the share of the places for vectors in the
+// threads' batches that hold data.
 constexpr double kFullEnough = 0.95;     // the search ends at this filled fraction
 constexpr double kMinGain = 0.02;        // a later plan is chosen only if its fraction is larger by this
-constexpr double kMinGainMerging = 0.1;  // the same for plans with more waves, if more slices must be merged
+constexpr double kMinGainMerging = 0.1;  // the same in a reduction, where more waves are more slices to merge
 constexpr int kMaxWaves = 4;             // with 4 waves an incomplete last one is a small part of the time
 
 struct DeviceLimits {
@@ -78,18 +81,18 @@ struct LaunchPlanner {
   const void* const* pointers;  // one per operand, in the order of layout.strides
   int operands, element_size;   // number of operands; bytes of an element
   const DeviceLimits& limits;
-  // Operands that a reduction over each channel reads; its slices are merged. 0: the op has no reduction.
-  int merged_operands;
+  // Operands that a reduction over each channel reads. 0: the op has no reduction, and merges no slices.
+  int reduced_operands;
   // More than one if blocks end at different times and are cheap to begin: later blocks then fill the gaps.
   int min_waves = 1;
   int vector_width = 16 / element_size;  // elements of a vector of 16 bytes
 
   // Plans a single launch, whose blocks keep their values of the merged operands in shared memory. In the
-  // result vectors_in_shared is 0 if these values do not fit, or if the plan has no vectors.
+  // result vectors_in_shared is 0 if these values do not fit, or if the plan has no 16-byte vectors.
   LaunchPlan plan_single_launch() const {
     LaunchPlan plan = choose_walk();
     // Shared memory for one vector of each merged operand in each thread.
-    const int64_t bytes_per_vector = int64_t(merged_operands) * kThreads * 16;
+    const int64_t bytes_per_vector = int64_t(reduced_operands) * kThreads * 16;
     if (bytes_per_vector == 0 || !plan.is_vectorized || bytes_per_vector > limits.smem_cache_bytes)
       return plan;
     choose_slices(plan, int64_t(limits.multiprocessors) * limits.single_launch_blocks, /*max_waves=*/1);
@@ -100,7 +103,7 @@ struct LaunchPlanner {
 
   // Plans one launch of the op. The plan equals that of plan_single_launch() if a single launch is possible,
   // so that an op gives the same bits in a single launch and in several. blocks_per_multiprocessor(plan)
-  // returns how many blocks of the kernel that the plan needs are resident on a multiprocessor.
+  // returns how many blocks of the plan's kernel are resident on a multiprocessor.
   LaunchPlan plan(const auto& blocks_per_multiprocessor) const {
     LaunchPlan plan = plan_single_launch();
     if (plan.vectors_in_shared == 0)
@@ -161,17 +164,18 @@ struct LaunchPlanner {
   }
 
   // Plans a walk of rows in vectors of `width` elements, and returns whether that is possible. Chooses the
-  // team size for which the fewest threads and columns have no work. A team has whole channels.
+  // team size that keeps the most threads of a block busy, on average over the tiles. A team has whole
+  // channels.
   bool try_rows(LaunchPlan& plan, int64_t columns_per_channel, int64_t width) const {
     const int64_t columns = layout.channels * columns_per_channel,
                   vectors = std::max<int64_t>(1, columns / width);
-    // The smallest group of channels whose columns are whole vectors, and the members that have its vectors.
+    // A group is the fewest channels whose columns fill whole vectors. It has a member for each vector.
     const int64_t group_channels = width / std::gcd(width, columns_per_channel),
                   group_members = group_channels * columns_per_channel / width;
     if (group_members > kThreads || (width > 1 && !rows_have_vectors(columns))) return false;
     plan.is_rows = true, plan.is_vectorized = width > 1;
     plan.columns_per_channel = int(columns_per_channel), plan.columns = columns;
-    const int64_t max_team = std::min<int64_t>(vectors, merged_operands ? kMaxMergingTeam : kMaxTeam);
+    const int64_t max_team = std::min<int64_t>(vectors, reduced_operands ? kMaxMergingTeam : kMaxTeam);
     double max_busy_threads = 0;
     for (int64_t groups = std::max<int64_t>(1, max_team / group_members);
          groups && (!max_busy_threads || groups * group_members >= kMinTeam); --groups) {
@@ -190,7 +194,7 @@ struct LaunchPlanner {
 
   int elements_per_vector(const LaunchPlan& plan) const { return plan.is_vectorized ? vector_width : 1; }
 
-  // The vectors of each operand for which a thread has time in its walk, whether they hold data or not.
+  // The places for vectors of each operand in a thread's walk, whether they hold data or not.
   int64_t vectors_per_thread(const LaunchPlan& plan) const {
     const int64_t teams = int64_t(plan.slices) * plan.teams;
     if (plan.is_rows) return ceil_div(plan.units, teams * kMaxBatchVectors) * kMaxBatchVectors;
@@ -214,8 +218,8 @@ struct LaunchPlanner {
     return double(layout.numel()) / std::max(1.0, double(vectors) * elements_per_vector(plan));
   }
 
-  // Sets the number of slices so that the grid has at most so many waves of blocks. A slice has at least a
-  // batch of rows, or a unit of planes, for each of its teams.
+  // Sets the number of slices so that the grid has at most `waves` waves of blocks. A slice has at least a
+  // batch of rows, or a plane or segment, for each of its teams.
   void set_slices(LaunchPlan& plan, int64_t resident_blocks, int waves) const {
     plan.teams = kThreads / plan.team_size;
     plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(layout.channels, plan.tile_channels)));
@@ -223,7 +227,7 @@ struct LaunchPlanner {
     const int64_t min_units =
                       int64_t(plan.teams) * (plan.is_rows ? kMaxBatchVectors : 1),  // units of a slice
         max_slices = ceil_div(plan.units, min_units);
-    const bool has_one_slice = max_slices == 0 || (merged_operands && plan.tiles > kMaxMergedTiles);
+    const bool has_one_slice = max_slices == 0 || (reduced_operands && plan.tiles > kMaxMergedTiles);
     plan.slices = has_one_slice
                       ? 1
                       : unsigned(std::clamp<int64_t>(waves * resident_blocks / plan.tiles, 1, max_slices));
@@ -232,8 +236,9 @@ struct LaunchPlanner {
   // Chooses the segments of a plane, and the team size that leaves the fewest vectors of a batch empty. For
   // example, a plane of 98 vectors (28x28 values of 16 bits) fills three quarters of the 128 vectors in a
   // batch of a team of 32, but a tenth of the 1024 vectors in a batch of a team of 256. A team accesses whole
-  // lines of memory, since a line that two warps write apart takes longer. Planes have several segments if
-  // they are longer than kMaxBatchesPerSegment batches of all threads, or fewer than the resident blocks.
+  // lines of memory, since a line of which two warps write a part each takes longer. A plane is divided into
+  // segments if it is longer than kMaxBatchesPerSegment batches of all threads, or if there are fewer planes
+  // than resident blocks.
   void choose_segments_and_team(LaunchPlan& plan, int64_t resident_blocks) const {
     const int64_t vectors_per_plane = ceil_div(layout.inner, elements_per_vector(plan));
     const int64_t segments_by_length =
@@ -246,7 +251,7 @@ struct LaunchPlanner {
     plan.segments = ceil_div(layout.inner, plan.segment_length);
     double best_fraction = 0;
     int best_team_size = kThreads;
-    // Each candidate is the team that walks a segment in so many batches; 0 stands for a team of all threads.
+    // A candidate is the team that walks a segment in `batches` batches. 0 stands for a team of all threads.
     for (int batches = 0; batches <= 2 * kMaxBatchesPerSegment && best_fraction < kFullEnough; ++batches) {
       const int64_t members = batches ? ceil_div(vectors, batches * kMaxBatchVectors) : kThreads;
       if (members > kThreads || (batches > 1 && members < kMinTeamOfSeveralBatches)) continue;
@@ -263,7 +268,7 @@ struct LaunchPlanner {
   // at the same time.
   void choose_slices(LaunchPlan& plan, int64_t resident_blocks, int max_waves) const {
     if (!plan.is_rows) choose_segments_and_team(plan, resident_blocks);
-    const double min_gain = merged_operands ? kMinGainMerging : kMinGain;
+    const double min_gain = reduced_operands ? kMinGainMerging : kMinGain;
     double best_fraction = 0;
     int best_waves = min_waves;
     for (int waves = min_waves; waves <= max_waves && best_fraction < kFullEnough; ++waves) {

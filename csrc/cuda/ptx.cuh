@@ -36,7 +36,8 @@ void store_wide(Words* destination, Words value) {
   *destination = value;
 }
 inline void prefetch(const void*) {}
-inline unsigned increment_wrapping(unsigned* counter, unsigned max_value, CUDA_HOST_AT) {
+inline unsigned increment_wrapping(unsigned* counter, unsigned max_value,
+                                   CUDA_HOST_AT) {  // the caller's place, for the race checker
   const auto next = [=](unsigned old_value) { return old_value >= max_value ? 0 : old_value + 1; };
   return cuda_host::rmw(counter, next, CUDA_HOST_LOC, cuda_host::acq_rel, cuda_host::gpu);
 }
@@ -76,7 +77,7 @@ __device__ __forceinline__ void store_wide(uint4* destination, uint4 value) {
 }
 template <CacheHint kHint>
 __device__ __forceinline__ uint2 load_wide(const uint2* source) {
-  static_assert(kHint == kNoHint, "hinted loads take 16 bytes or one element");
+  static_assert(kHint == kNoHint, "a hint is supported for loads of 16 bytes only");
   uint2 value;
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
                : "=r"(value.x), "=r"(value.y)
@@ -93,8 +94,8 @@ __device__ __forceinline__ void store_wide(uint2* destination, uint2 value) {
 __device__ __forceinline__ void prefetch(const void* source) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(source)));
 }
-// Increments the counter, from max_value to 0, and returns its old value. Whoever increments it later sees
-// what this thread wrote before: acquire and release order for all blocks of the GPU.
+// Increments the counter, which wraps to 0 after max_value, and returns its old value. Whoever increments it
+// later sees what this thread wrote before: acquire and release order for all blocks of the GPU.
 __device__ __forceinline__ unsigned increment_wrapping(unsigned* counter, unsigned max_value) {
   unsigned old_value;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -139,7 +140,8 @@ __device__ __forceinline__ void load_two_words(uint64_t* source, uint64_t& word0
 
 // Store or load a packet, the 16 bytes in which ranks exchange data. It has two halves of 8 bytes, each with
 // a data word and the epoch (the number of the exchange). A half is written or read as a whole, so a half
-// with the expected epoch has the word of that exchange. Other memory is not ordered.
+// with the expected epoch has the word of that exchange. The
+// accesses are relaxed: they do not order accesses to other memory.
 __device__ __forceinline__ void store_packet(peer::Packet* destination, const peer::Packet& packet) {
   store_two_words(reinterpret_cast<uint64_t*>(destination), packet.word0 | uint64_t(packet.epoch0) << 32,
                   packet.word1 | uint64_t(packet.epoch1) << 32);

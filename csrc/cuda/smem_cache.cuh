@@ -1,5 +1,6 @@
-// A single launch is one kernel for the statistics and the op. SmemCache keeps its vectors in shared memory
-// between its two walks, so that global memory is read once. try_single_launch launches such a kernel.
+// A single launch is one kernel for the statistics and the op. The kernel walks its data twice; SmemCache
+// keeps the vectors in shared memory in between, so that global memory is read once. try_single_launch
+// launches such a kernel.
 //
 // A thread reads only vectors that it wrote, so no barrier is needed. Vectors of neighboring threads are
 // adjacent, so there are no bank conflicts. The second walk must have the batches of the first, in the same
@@ -55,7 +56,7 @@ __device__ __forceinline__ void force_reload_from_shared() {
 }
 
 // Returns the shared memory of a block in which a single launch keeps its operands.
-inline size_t smem_cache_bytes(const LaunchPlan& plan, int operands) {
+inline size_t required_cache_bytes(const LaunchPlan& plan, int operands) {
   return size_t(plan.vectors_in_shared) * operands * kThreads * 16;
 }
 
@@ -80,7 +81,7 @@ bool try_single_launch(void (*kernel)(KernelParams<Params>), const LaunchPlan& p
   });
   const LaunchConfig config{.blocks = plan.blocks(),
                             .context = context,
-                            .shared_bytes = smem_cache_bytes(plan, cached_operands),
+                            .shared_bytes = required_cache_bytes(plan, cached_operands),
                             .cooperative = plan.slices > 1};
   const cudaError_t status = launch(kernel, config, params);
   if (status == cudaErrorCooperativeLaunchTooLarge || status == cudaErrorNotSupported) {

@@ -113,17 +113,17 @@ struct BlockWork {
   }
 };
 
-// Copies this thread's constants from a table with an entry per channel of the tile: one for each of its
-// columns (rows), or one (planes).
+// Copies this thread's constants from tile_table, which has an entry for each channel of the tile. A thread
+// has a constant for each of its columns (rows), or one constant (planes).
 template <bool kIsRows, int V, class Constants, int K>
 __device__ __forceinline__ void load_thread_constants(Constants (&thread_constants)[K],
                                                       const Constants* tile_table, const LaunchPlan& plan,
                                                       const BlockWork& work) {
   if constexpr (kIsRows) {
     const int last = max(0, work.channels(plan) - 1);  // keeps threads past the last column within the table
-    int channel = work.member * V, columns_left = 1;   // columns_left: until the next channel begins
+    const int column = work.member * V;
+    int channel = column, columns_left = 1;  // columns_left: until the next channel begins
     if (plan.columns_per_channel > 1) {
-      const int column = channel;
       channel = column / plan.columns_per_channel;
       columns_left = plan.columns_per_channel - (column - channel * plan.columns_per_channel);
     }
@@ -140,7 +140,7 @@ __device__ __forceinline__ void load_thread_constants(Constants (&thread_constan
 // Planes: calls body(batch) for this thread's elements of channel work.tile. data0 is the address of operand
 // 0, whose 16-byte boundaries are at the same elements as those of the other operands. A unit has `head`
 // single elements up to a boundary, then vectors, then single elements again. If V is 1, each element is a
-// vector. Kept in one function: with functions for its parts, some kernels have other instructions.
+// vector. Kept in one function: with functions for its parts, some kernels have more instructions.
 template <int V, int U, int kOperands, WalkOrder kOrder, class Body>
 __device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockWork& work, const void* data0,
                                             const Body& body) {
@@ -211,7 +211,7 @@ __device__ __forceinline__ void walk_rows(const LaunchPlan& plan, const BlockWor
     vector_stride[k] =
         (kOrder == WalkOrder::descending ? -plan.teams : plan.teams) * int(layout.strides[k].outer[0] / V);
   }
-  const unsigned batch_rows = plan.teams * U;  // rows of all teams of the block in one batch
+  const unsigned batch_rows = plan.teams * U;  // rows that the block's teams walk in one step
   const Index rows = Index(plan.units), step = plan.slices * batch_rows;
   for (Index i = Index(work.slice) * batch_rows + work.team; i < rows; i += step) {
     Batch<V, U, kOperands> batch;

@@ -18,9 +18,9 @@ std::set<std::string> kernels();
 
 // Plans an op whose `operands` tensors are aligned and have equal sizes and strides, for a device with so
 // many multiprocessors. A multiprocessor has `resident_blocks` blocks of the kernel, each with
-// `smem_cache_bytes` of shared memory for the data of a single launch. See LaunchPlanner for merged_operands.
+// `smem_cache_bytes` of shared memory for the data of a single launch. See LaunchPlanner for reduced_operands.
 pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int channel_dim,
-                    int element_size, int operands, int merged_operands, int multiprocessors,
+                    int element_size, int operands, int reduced_operands, int multiprocessors,
                     int resident_blocks, int64_t smem_cache_bytes) {
   using namespace fastvit;
   const int64_t* const operand_strides[kMaxOperands] = {strides.data(), strides.data(), strides.data(),
@@ -34,7 +34,7 @@ pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t
                                                .operands = operands,
                                                .element_size = element_size,
                                                .limits = limits,
-                                               .merged_operands = merged_operands}
+                                               .reduced_operands = reduced_operands}
                                      .plan([&](const LaunchPlan&) { return resident_blocks; });
   const MergeGroups groups(launch_plan);
   pybind11::dict result;

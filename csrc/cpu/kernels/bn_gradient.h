@@ -24,7 +24,7 @@ template <class A, bool kIsRows>
 struct BnGradientConstants {
   using Constant = ChannelConstant<A, kIsRows>;
   Constant mean, scale, beta, inverse_gamma;
-  A xhat_limit;  // the largest possible |xhat|; a recovered xhat is clamped to it
+  A max_abs_xhat;  // the largest possible |xhat|; a recovered xhat is clamped to it
   A activation_param;
 
   BnGradientConstants(const CpuBnBackwardParams& args, int64_t first_channel)
@@ -32,7 +32,7 @@ struct BnGradientConstants {
         scale(args.scale, first_channel),
         beta(args.beta, first_channel),
         inverse_gamma(args.inverse_gamma, first_channel),
-        xhat_limit(A(args.xhat_limit)),
+        max_abs_xhat(A(args.max_abs_xhat)),
         activation_param(A(args.activation_param)) {}
 
   // position: of a vector in the spans `input` (x, or y with kFromOutput), `dy` and `residual`, which may be
@@ -44,7 +44,7 @@ struct BnGradientConstants {
     if constexpr (kFromOutput) {
       return {ActFunction::backward_from_output(dy_values, input_values, activation_param),
               recover_xhat(ActFunction::inverse(input_values, activation_param), beta.load(position),
-                           inverse_gamma.load(position), xhat_limit)};
+                           inverse_gamma.load(position), max_abs_xhat)};
     } else {
       const Simd<A> centered = input_values - mean.load(position);
       Simd<A> v = centered * scale.load(position) + beta.load(position);
