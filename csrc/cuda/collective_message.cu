@@ -1,5 +1,6 @@
-// pack_message: a rank's message to a collective of torch.distributed: its moments (mean, M2, count) or sums.
-// merge_messages: the moments (by Chan's update) or sums of all ranks, from what the collective returns.
+// pack_message: the message of a rank (process) to a collective of torch.distributed: moments or sums.
+// merge_messages: moments (mean, M2, count; merged by Chan's update) or sums of all ranks, from what the
+// collective returns.
 //
 // Memory:   reads and writes each message once. Bound by latency.
 // Mapping:  a thread for each number of a message, or for each channel or sum of the result. To merge, every
@@ -25,19 +26,22 @@ using namespace peer;
 // A tag is {layer, forward_index}, by which ranks see that they are in the same exchange.
 constexpr int64_t kNumbersPerTag = 2;
 
-// A message has `capacity` numbers, of which the first n are used, and then its tags; the rest is 0. All
-// messages of a group have the same capacity, also in different layers.
+// A message has `capacity` numbers, then its tags. Numbers after the first n, and in a message of sums the
+// tags of other ranks, are 0. All messages of a group have the same capacity, also in different layers.
 // Moments: a message has one tag, and all_gather returns the messages of all ranks.
-// Sums: a message has a tag for each rank; each rank writes its own, and all_reduce adds the messages, so
+// Sums: a message has a tag for each rank; each rank writes its own tag, and all_reduce adds the messages, so
 // it returns one message with the sums and the tags of all ranks.
 struct MessageArgs {
-  NumberKind kind;
-  // Numbers of a rank: moments [2C + 2] (mean[C], M2[C], a count of two numbers), or sums [2C].
+  NumberKind kind;  // moments, or sums
+  // How many numbers each rank has: moments [2C + 2] (mean[C], M2[C] and the count, stored as two numbers),
+  // or sums [2C].
   int64_t n;
   int64_t capacity;  // the largest n of the group's layers
-  int64_t ranks;     // how many there are
+  int64_t ranks;     // how many ranks the group has
   int64_t own_rank;
-  int64_t layer, forward_index;  // of this rank's tag; below 2^24, so a float holds them
+  // This rank's tag: the index of the layer in the group, and the group's count of forward exchanges (a
+  // backward has that of its forward). Both are below 2^24, so a float holds them.
+  int64_t layer, forward_index;
   const void* own_numbers;
 
   // How many messages the collective returns.
@@ -59,24 +63,25 @@ __global__ void __launch_bounds__(kThreads)
   const auto& args = kernel_params.get_after_previous_kernel();
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= args.numbers_per_message()) return;
-  const int64_t own_tag = args.capacity + (args.kind == kMoments ? 0 : kNumbersPerTag * args.own_rank);
+  const int64_t own_tag_offset = args.capacity + (args.kind == kMoments ? 0 : kNumbersPerTag * args.own_rank);
   M value = 0;
   if (i < args.n) value = M(static_cast<const A*>(args.own_numbers)[i]);
-  if (i == own_tag) value = M(args.layer);
-  if (i == own_tag + 1) value = M(args.forward_index);
+  if (i == own_tag_offset) value = M(args.layer);
+  if (i == own_tag_offset + 1) value = M(args.forward_index);
   static_cast<M*>(args.message)[i] = value;
 }
 
 struct MergeMessagesParams : MessageArgs {
   const void* messages = nullptr;  // [message_count][numbers_per_message]
-  void* result = nullptr;          // moments [2C + 2], or sums [2][2C]: this rank's, and those of all ranks
-  FaultReport* report = nullptr;   // in host memory
+  void* result = nullptr;          // merged moments [2C + 2], or sums [2][2C]: this rank's, then the total
+  FaultReport* report = nullptr;   // in host memory; the host raises an error from it
 
   template <class M>
   __device__ __forceinline__ const M* message(int64_t i) const {
     return static_cast<const M*>(messages) + i * numbers_per_message();
   }
-  // The tags of a collective's messages have no number of words.
+  // Messages of a collective do not send Tag::words and Tag::kind, so `words` is 0 and `kind` is this rank's
+  // on both sides of the comparison.
   template <class M>
   __device__ __forceinline__ Tag tag_of(int64_t rank) const {
     const M* const tag =
@@ -87,9 +92,9 @@ struct MergeMessagesParams : MessageArgs {
     return {.layer = uint32_t(layer), .forward_index = uint32_t(forward_index), .words = 0, .kind = kind};
   }
 
-  // How many threads write the result: one for each channel and one for the count of moments, or one for
+  // How many threads write the result. Moments: one for each channel, and one for the count. Sums: one for
   // each sum.
-  FASTVIT_HOST_DEVICE int64_t result_count() const { return kind == kMoments ? n / 2 : n; }
+  FASTVIT_HOST_DEVICE int64_t result_threads() const { return kind == kMoments ? n / 2 : n; }
 
   template <class A, class M>
   __device__ __forceinline__ void write_result(int64_t i, bool is_good) const {
@@ -104,7 +109,7 @@ struct MergeMessagesParams : MessageArgs {
     sums[i] = static_cast<const A*>(own_numbers)[i];
     sums[n + i] = is_good ? A(message<M>(0)[i]) : A(NAN);
   }
-  // Writes mean and M2 of channel i < C, or for i == C the count.
+  // Thread i < C writes mean and M2 of channel i, and thread C the count.
   template <class A, class M>
   __device__ __forceinline__ void write_moments(int64_t i, bool is_good) const {
     A* const moments = static_cast<A*>(result);
@@ -136,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
     differs |= !tags_match(args.template tag_of<M>(rank), args.own_tag());
   const bool is_good = !__syncthreads_or(differs);
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < args.result_count()) args.template write_result<A, M>(i, is_good);
+  if (i < args.result_threads()) args.template write_result<A, M>(i, is_good);
   if (is_good || i != 0) return;
   FaultReport report{.fault = kMismatch,
                      .rank = uint32_t(args.own_rank),
@@ -145,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
                      .own_tag = args.own_tag(),
                      .peer_tag = {},
                      .missing_ranks_mask = 0};
-  // The last assignment is that of the first rank whose tag differs.
+  // The loop runs backwards, so the last assignment is that of the first rank whose tag differs.
   for (int64_t rank = args.ranks - 1; rank >= 0; --rank) {
     const Tag tag = args.template tag_of<M>(rank);
     if (!tags_match(tag, report.own_tag)) report.peer = uint32_t(rank), report.peer_tag = tag;
@@ -170,7 +175,7 @@ MessageArgs check_message_args(const char* op, const Tensor& numbers, const Exch
           .own_numbers = numbers.data_ptr()};
 }
 
-// f.template operator()<A, M>() for the types of the numbers and of the message.
+// Calls f.template operator()<A, M>() for the types of the numbers and of the message.
 template <class F>
 void dispatch_message_types(const Tensor& numbers, bool float64_messages, const F& f) {
   if (is_float64(numbers))
@@ -215,7 +220,7 @@ Tensor merge_messages(Tensor messages, Tensor numbers, Tensor exchange) {
   params.result = result.data_ptr();
   params.report = reinterpret_cast<FaultReport*>(descriptor.report);
   const LaunchContext context(numbers.get_device_index());
-  const int64_t blocks = ceil_div(params.result_count(), kThreads);
+  const int64_t blocks = ceil_div(params.result_threads(), kThreads);
   dispatch_message_types(numbers, float64_messages, [&]<class A, class M>() {
     STD_CUDA_CHECK(launch(merge_messages_kernel<A, M>, {.blocks = blocks, .context = context}, params));
   });

@@ -1,17 +1,20 @@
-// The peer protocol (sync/protocol.h) between GPUs: the blocks of a grid send moments or sums of channels
-// to the memory of all ranks (MessageSender), and its last blocks receive the messages of all ranks and
-// merge them.
+// The peer protocol (sync/protocol.h) between the GPUs of the ranks (processes) of a process group. The
+// blocks of a grid send moments (mean, M2 and count) or sums of channels to the memory of all ranks
+// (MessageSender). The last blocks of the grid receive the messages of all ranks and merge them.
 //
-// Send:  never waits. The thread that has a channel's two numbers stores them to every rank.
-// Wait:  in the last blocks to finish, each for a range of channels. There is one range per batch of
-//        channels, at most 8, and at most one per 16 multiprocessors: the rest of the GPU stays free for
-//        the grid's other blocks and for kernels that the hosts of the other ranks, the peers, wait for.
-//        A wait ends when all packets have arrived, a tag differs, a rank has abandoned the exchange, or
-//        the GPU's clock passes the timeout.
+// Send:  never waits. The thread that has a channel's two numbers stores them to the arena of every rank:
+//        memory that all ranks can write. An arena has an inbox, with slots for the messages of each sender.
+// Wait:  in the last blocks to finish, each for a range of channels. There is one range per batch (the
+//        channels that a block loads at once), at most 8, and at most one per 16 multiprocessors. The rest
+//        of the GPU stays free for the grid's other blocks, and for other kernels on this GPU (NCCL's)
+//        without which the host of a peer (another rank) would not launch its own part of the exchange.
+//        A wait ends when all packets have arrived, a tag (by which ranks see that they are in the same
+//        exchange) differs, a rank has abandoned the exchange (stopped waiting after a fault), or the timeout
+//        is over.
 // Fault: the last range to end fills the whole result with NaN. Peers are notified, the host gets one
 //        report, and every later exchange fails at once.
-// Order: between ranks, by the epoch (the exchange's number) in each packet; between blocks, by counters;
-//        between kernels, by the stream.
+// Order: between ranks, by the epoch (the exchange's number) in each packet of 16 bytes; between blocks, by
+//        counters; between kernels, by the stream.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +30,8 @@ namespace fastvit {
 
 using peer::ExchangeState;
 
-// Pairs of numbers that a thread loads together: fewer of doubles, to save registers. A: float or double.
+// How many pairs (a pair is the two numbers of one channel of one rank) a thread loads together: fewer pairs
+// of doubles, to save registers. A: float or double, the type of the numbers.
 template <class A>
 constexpr int kPairsInFlight = 32 / int(sizeof(A));
 
@@ -37,12 +41,12 @@ constexpr int kMaxRanges = 8, kMultiprocessorsPerRange = 16;
 template <bool kHasExchange>
 struct ExchangeParams {
   Exchange group_exchange;
-  unsigned max_ranges;  // at most so many blocks wait
+  unsigned max_ranges;  // how many blocks wait at most
 };
 template <>
 struct ExchangeParams<false> {};
 
-// Calls f(ExchangeParams<...>) for args.exchange, which may be null.
+// Calls f(ExchangeParams<true>{...}) for args.exchange, or f(ExchangeParams<false>{}) if that is null.
 template <class A, class Args, class F>
 void dispatch_exchange(const Args& args, const DeviceLimits& limits, const F& f) {
   if (!args.exchange) return f(ExchangeParams<false>{});
@@ -57,13 +61,15 @@ void dispatch_exchange(const Args& args, const DeviceLimits& limits, const F& f)
 // The channels of an exchange that one block waits for.
 struct ChannelRange {
   int begin, end;
-  unsigned index = 0, range_count = 1;
-  // Two zeros, if there are several ranges: how many ranges have ended, and whether one of them has failed.
+  unsigned index = 0, range_count = 1;  // range `index` of `range_count`
+  // Two counters, zero at first: how many ranges have ended, and whether one has failed. Unused, and may be
+  // null, if there is one range.
   unsigned* end_counters = nullptr;
 };
 
-// Called by each block that finishes a tile (a set of channels whose numbers it has sent). Calls f(range)
-// in the last of these blocks. `counters` are kExchangeCounters zeros; the launch leaves zeros.
+// Called by each block that finishes a tile (a set of channels whose numbers the block has sent). Calls
+// f(range) in the last of these blocks. `counters` has kExchangeCounters words, which are zero before the
+// launch; the kernel sets them back to zero.
 template <class F>
 __device__ __forceinline__ void receive_in_last_blocks(const LaunchPlan& plan, unsigned max_ranges,
                                                        unsigned* counters, const F& f) {
@@ -76,18 +82,22 @@ __device__ __forceinline__ void receive_in_last_blocks(const LaunchPlan& plan, u
 }
 
 // Receives a range of channels from all ranks, and ends the exchange after the last range. All threads of the
-// block call. A: float or double, the type of the numbers.
+// block call the public functions. A: float or double, the type of the numbers.
 template <class A>
 class MessageReceiver {
   const Exchange& exchange;
   const ChannelRange range;
   const uint64_t begin_ns;
-  const uint32_t epoch;
-  const bool has_failed;      // an earlier exchange
+  const uint32_t epoch;       // of this exchange
+  const bool has_failed;      // an earlier exchange has failed
   peer::FaultReport& report;  // in the block's shared memory; `fault` is not 0 after a fault
   using PairPackets = peer::Packet[peer::kPacketsPerPair<A>];
+  // report.fault if an earlier exchange has failed: the host has a report already, so this exchange writes
+  // none.
+  static constexpr ExchangeState kAlreadyReported = peer::kDone;
 
-  // Writes the two merged numbers of channel c to the result: [2][C], which the count of moments follows.
+  // Writes the two merged numbers of channel c to the result, [2][C]. For moments the count is stored after
+  // it.
   struct ResultWriter {
     A* result;
     int C;
@@ -97,9 +107,11 @@ class MessageReceiver {
     }
   };
 
+  // Where the message of a rank begins in this rank's inbox.
   __device__ __forceinline__ peer::Packet* message_of(int rank) const {
     return exchange.inbox_slot(exchange.rank, rank, epoch);
   }
+  // The first packet of pair i of a rank's message.
   __device__ __forceinline__ peer::Packet* pair_of(int rank, int64_t i) const {
     return message_of(rank) + peer::kHeaderPackets + i * peer::kPacketsPerPair<A>;
   }
@@ -109,7 +121,7 @@ class MessageReceiver {
         .load(cuda::std::memory_order_relaxed);
   }
 
-  // Writes the block's report, unless it has a fault already. Returns false.
+  // Writes the block's report, unless the report has a fault already. Returns false.
   __device__ __forceinline__ bool fail(ExchangeState fault, int rank, const peer::Tag& peer_tag = {}) const {
     if (atomicCAS(&report.fault, 0u, uint32_t(fault)) == 0) {
       report.rank = uint32_t(exchange.rank), report.peer = uint32_t(rank), report.epoch = epoch;
@@ -124,9 +136,9 @@ class MessageReceiver {
     return int64_t(globaltimer() - begin_ns) <= int64_t(exchange.timeout_ns) || fail(peer::kTimeout, rank);
   }
 
-  // Waits for the header of a rank, and for the count of its moments, which is pair `count_pair`; sums have
-  // none, and kNoCount. Returns false after a fault.
   static constexpr int64_t kNoCount = -1;
+  // Waits for the header of a rank's message, and for the count of its moments, which is pair `count_pair` of
+  // the message. Sums have no count: pass kNoCount. Returns false after a fault.
   __device__ __forceinline__ bool wait_for_header(int rank, int64_t count_pair, A (&packed_count)[2]) const {
     peer::Packet header[peer::kHeaderPackets];
     PairPackets packets;
@@ -139,7 +151,7 @@ class MessageReceiver {
       if (has_arrived(header[0], epoch) && has_arrived(header[1], epoch)) {
         const peer::Tag peer_tag = peer::tag_from_header(header[0], header[1]);
         if (!tags_match(peer_tag, exchange.tag)) return fail(peer::kMismatch, rank, peer_tag);
-        // A complete message is valid, unless its rank has abandoned this exchange.
+        // A message with the right tag is valid, unless its rank has abandoned this exchange.
         if (abandoned_epoch == epoch) return fail(peer::kPeerAbandoned, rank);
         if (count_pair < 0 || count.unpack(epoch, packets)) break;
       }
@@ -149,9 +161,9 @@ class MessageReceiver {
     return true;
   }
 
-  // Receives every kThreads-th channel of the range. For each of them the thread calls merge(rank, pair,
-  // numbers) in the order of ranks, and then write(channel, numbers). The first loads are in flight while
-  // all threads call wait_for_headers(), which returns whether all headers are those of this exchange.
+  // Receives every kThreads-th channel of the range. For each of these channels the thread calls merge(rank,
+  // pair, numbers) in the order of ranks, and then write(channel, numbers). The first loads are in flight
+  // while all threads call wait_for_headers(), which returns whether all headers are those of this exchange.
   // Returns false after a fault. kRanks: ranks whose pairs are loaded together, for as many channels as
   // kPairsInFlight allows.
   template <int kRanks, class WaitForHeaders, class Merge, class Write>
@@ -164,10 +176,12 @@ class MessageReceiver {
     int channel = range.begin + int(threadIdx.x);
     if (!has_failed) load_pairs(channel, /*first_rank=*/0, packets);
     if (threadIdx.x == 0)
-      report.fault = has_failed ? peer::kDone : peer::kPending;  // kDone: the host has a report already
+      report.fault = has_failed ? kAlreadyReported : peer::kPending;  // kPending: no fault yet
     __syncthreads();
     if (has_failed || !wait_for_headers()) return false;
-    const int ranks = kRanks < kPairsInFlight<A> ? kRanks : exchange.world;  // few ranks take one pass
+    // A kRanks below the maximum was chosen because it covers all ranks, so one pass of constant length
+    // suffices.
+    const int ranks = kRanks < kPairsInFlight<A> ? kRanks : exchange.world;
     for (bool is_loaded = true; channel < range.end; channel += kThreads * kChannels) {
       double numbers[kChannels][2] = {};
       for (int first_rank = 0; first_rank < ranks; first_rank += kRanks) {
@@ -229,8 +243,8 @@ class MessageReceiver {
     return missing_rank;
   }
 
-  // The first failed range of a grid reports to the host; every failed range notifies the peers. All
-  // threads call.
+  // The first failed range of a grid sets `any_failed` and reports to the host; every failed range notifies
+  // the peers. All threads call.
   __device__ __forceinline__ void report_failure(unsigned* any_failed) const {
     if (threadIdx.x == 0 && (range.range_count == 1 || atomicExch(any_failed, 1u) == 0))
       write_fault_report(exchange.report, report);
@@ -238,12 +252,12 @@ class MessageReceiver {
       SystemAtomic<uint64_t>(exchange.arenas[threadIdx.x]->abandoned_epoch_of[exchange.rank])
           .store(uint64_t(epoch), cuda::std::memory_order_relaxed);
   }
-  // Ends the range, and in the last range the exchange. A fault of one range makes all `n` numbers of the
+  // Ends the range, and with the last range the exchange. A fault of one range makes all `n` numbers of the
   // result NaN. All threads call.
   __device__ __forceinline__ void finish_range(bool is_good, A* result, int64_t n) const {
     bool is_fault = __syncthreads_or(!is_good);
     unsigned* const any_failed = range.end_counters + 1;
-    if (is_fault && report.fault != peer::kDone) report_failure(any_failed);
+    if (is_fault && report.fault != kAlreadyReported) report_failure(any_failed);
     if (range.range_count > 1) {
       if (!arrives_last(range.end_counters, range.range_count)) return;
       is_fault = __syncthreads_or(threadIdx.x == 0 && atomicExch(any_failed, 0u) != 0) || is_fault;
@@ -264,8 +278,9 @@ class MessageReceiver {
         has_failed(load_arena_word(exchange.own_arena().failed) != 0),
         report(report) {}
 
-  // Writes the moments of all ranks to `result`, [2C + 2]. The counts come first, because the weights by
-  // which ranks merge are the same for all channels. `weights` and `counts` are shared memory.
+  // Writes the merged moments of all ranks to `result`, [2C + 2]: mean[C], M2[C] and the count, stored as two
+  // numbers. The counts are received first, because the weights by which ranks are merged are the same for
+  // all channels. `weights` and `counts` are shared memory with an element for each rank.
   __device__ __forceinline__ void receive_moments(A* result, int64_t C, MergeWeights* weights,
                                                   double* counts) const {
     const auto wait_for_headers = [&] {
@@ -277,7 +292,7 @@ class MessageReceiver {
       }
       is_good = !__syncthreads_or(!is_good);
       if (const int rank = int(threadIdx.x); is_good && rank <= exchange.world) {
-        double count = 0;  // of the ranks before this one; for rank == world of all ranks
+        double count = 0;  // the values of the ranks before `rank`; if rank == world, of all ranks
         for (int r = 0; r < rank; ++r) count += counts[r];
         if (rank < exchange.world)
           weights[rank] = MergeWeights::from_counts(count, counts[rank]);
@@ -294,7 +309,7 @@ class MessageReceiver {
                  result, 2 * C + 2);
   }
 
-  // Writes the sums of all ranks, added in rank order, to `result`, [2C].
+  // Writes the sums of all ranks, added in rank order, to `result`, [2][C].
   __device__ __forceinline__ void receive_sums(A* result, int64_t C) const {
     const auto wait_for_headers = [&] {
       A unused_count[2];
@@ -309,7 +324,7 @@ class MessageReceiver {
   }
 };
 
-// Receives a range of the moments of all ranks. All threads of a block call.
+// Receives the moments of all ranks for a range of channels, and merges them. All threads of a block call.
 template <class A>
 __device__ __forceinline__ void receive_moments(const Exchange& exchange, const ChannelRange& range,
                                                 A* result, int64_t C) {
@@ -320,7 +335,7 @@ __device__ __forceinline__ void receive_moments(const Exchange& exchange, const 
   MessageReceiver<A>(exchange, range, report).receive_moments(result, C, weights, counts);
 }
 
-// Receives a range of the sums of all ranks. All threads of a block call.
+// Receives the sums of all ranks for a range of channels, and adds them. All threads of a block call.
 template <class A>
 __device__ __forceinline__ void receive_sums(const Exchange& exchange, const ChannelRange& range, A* result,
                                              int64_t C) {

@@ -1,9 +1,11 @@
-// exchange_merge: the moments (mean, M2 and count) or sums of all ranks, from those of this rank, which an op
-// without the argument `exchange` has computed. Moments are merged by Chan's update; sums are added.
+// exchange_merge: sends this rank's moments (mean, M2 and count) or sums, which an op without the argument
+// `exchange` has computed, to all ranks (processes) of a group, and merges those of all ranks. Moments are
+// merged by Chan's update; sums are added.
 //
-// Memory:   writes and reads 16 bytes for two floats (or a double) of each rank. Bound by latency.
-// Mapping:  one block, a thread per channel. It sends the numbers of all channels and then waits for those of
-//           the other ranks, see exchange.cuh.
+// Memory:   a packet of 16 bytes carries 8 bytes of numbers and two epochs (the exchange's number). Bound by
+//           latency.
+// Mapping:  one block, a thread per channel. The block sends the numbers of all channels, then waits for
+//           those of the other ranks, see exchange.cuh.
 // Numerics: merges in double and in the order of ranks, so all ranks get the same bits.
 // Source:   Chan, Golub, LeVeque (1979), see moments.h.
 #include "exchange.cuh"
@@ -18,18 +20,20 @@ namespace {
 // A: float or double, the type of the numbers.
 template <class A>
 struct ExchangeMergeParams {
-  Exchange group_exchange;
-  const A* numbers;  // this rank's moments [2C + 2], or sums [2C]
-  A* result;         // moments [2C + 2], or sums [2][2C]: this rank's, and those of all ranks
+  Exchange group_exchange;  // the ranks' memory, and what the ranks exchange
+  const A* numbers;  // this rank's moments [2C + 2] (mean[C], M2[C], the count as two numbers), or sums [2C]
+  A* result;         // merged moments [2C + 2], or two rows of sums [2][2C]: this rank's, then the total
   int64_t C;
   bool are_moments;
 };
 
+// A: as in ExchangeMergeParams.
 template <class A>
 __global__ void __launch_bounds__(kThreads)
     exchange_merge_kernel(const __grid_constant__ KernelParams<ExchangeMergeParams<A>> kernel_params) {
   const auto& args = kernel_params.get_after_previous_kernel();
   const int64_t C = args.C;
+  // pair() sends the two numbers of a channel; header() sends the header, and the count of moments.
   const MessageSender<A> sender(args.group_exchange);
   for (int64_t c = threadIdx.x; c < C; c += kThreads) {
     const A first = args.numbers[c], second = args.numbers[C + c];

@@ -11,7 +11,8 @@
 namespace fastvit {
 namespace {
 
-// A tensor of `size` bytes that another owner has allocated. `deleter`: none, or what frees them.
+// Returns a tensor over `size` bytes at `data`, which torch's allocator does not own. `deleter` frees them at
+// the tensor's end; without a deleter nobody does.
 template <class... Deleter>
 Tensor byte_tensor(void* data, int64_t size, torch::stable::Device device, Deleter... deleter) {
   const int64_t stride = 1;
@@ -22,7 +23,7 @@ Tensor byte_tensor(void* data, int64_t size, torch::stable::Device device, Delet
 
 std::tuple<Tensor, Tensor> ipc_allocate(int64_t bytes, int64_t device_index) {
   using torch::headeronly::DeviceType;
-  const LaunchContext context{int(device_index)};
+  const LaunchContext context{int(device_index)};  // makes the device current until the op returns
   void* data = nullptr;
   // A handle opens a whole allocation, so this memory must be one. torch's allocator returns parts of larger
   // allocations, and so does cudaMalloc below 2 MiB (CUDA programming guide, interprocess communication).
@@ -39,7 +40,7 @@ std::tuple<Tensor, Tensor> ipc_allocate(int64_t bytes, int64_t device_index) {
 }
 
 int64_t ipc_open(Tensor handle, int64_t device_index) {
-  const LaunchContext context{int(device_index)};
+  const LaunchContext context{int(device_index)};  // makes the device current until the op returns
   cudaIpcMemHandle_t ipc_handle;
   require(handle.is_cpu() && handle.is_contiguous() && handle.scalar_type() == ScalarType::Byte &&
               handle.numel() == int64_t(sizeof(ipc_handle)),

@@ -1,6 +1,7 @@
-// MessageSender: sends a rank's message of an exchange (moments or sums of C channels) from a kernel. The
-// message goes to the memory of every rank of the group, this one included, so that all ranks are read in
-// one way. exchange.cuh receives, sync/protocol.h defines the messages.
+// MessageSender: sends a rank's message of an exchange from a kernel. In an exchange every rank (process) of
+// a group sends its moments (mean, M2 and count) or sums of C channels to all ranks, and merges those of all.
+// The message goes to this rank itself too, so that a rank reads its own message in the same way as those of
+// the other ranks. exchange.cuh receives; sync/protocol.h defines the messages.
 #pragma once
 
 #include "../moments.h"
@@ -11,20 +12,22 @@ namespace fastvit {
 
 using peer::Exchange;
 
-// Reads `epoch` or `failed` of this rank's arena. The block that ends the exchange may write it at the same
-// time.
+// Reads `epoch` or `failed` of this rank's arena: the memory to which the ranks write messages; most of it is
+// the inbox. The block that ends the exchange may write the word at the same time.
 __device__ __forceinline__ uint32_t load_arena_word(uint32_t& word) {
   return DeviceAtomic<uint32_t>(word).load(cuda::std::memory_order_relaxed);
 }
 
-// Sends this rank's message: a header with the exchange's tag, and a pair of numbers for each channel.
-// After a fault it sends nothing. A: float or double, the type of the numbers.
+// Sends this rank's message: a header with the exchange's tag (by which ranks see that they are in the same
+// exchange), and a pair of numbers for each channel. A message is packets of 16 bytes: two words of data,
+// each with the epoch. Nothing is sent after a fault. A: float or double, the type of the numbers.
 template <class A>
 class MessageSender {
   const Exchange& exchange;
-  uint32_t epoch = 0;  // 0: an earlier exchange has failed
+  // The number of this exchange, stored in every packet; 0: an earlier exchange has failed.
+  uint32_t epoch = 0;
 
-  // Calls store(slot) for the place of the message in the inbox of every rank.
+  // Calls store(slot) for every rank. `slot` is the place of the message in the rank's inbox.
   template <class Store>
   __device__ __forceinline__ void for_each_receiver(const Store& store) const {
     // The first receiver is this rank, so that ranks do not all write to one inbox.
@@ -51,7 +54,7 @@ class MessageSender {
         store_packet(slot + peer::kHeaderPackets + i * peer::kPacketsPerPair<A> + k, packets[k]);
     });
   }
-  // Sends the header. All threads of the grid may call; one sends.
+  // Sends the header, of sums. All threads of the grid may call; one sends.
   __device__ __forceinline__ void header() const {
     if (epoch == 0 || blockIdx.x != 0 || threadIdx.x != 0) return;
     for_each_receiver([&](peer::Packet* slot) {
@@ -59,7 +62,7 @@ class MessageSender {
         store_packet(slot + i, header_packet(exchange.tag, i, epoch));
     });
   }
-  // Sends the header of moments, and as pair C the count of this rank's values per channel.
+  // Sends the header of moments and, as pair C, the number of values that this rank has of each channel.
   __device__ __forceinline__ void header(int64_t C, double count) const {
     header();
     if (blockIdx.x != 0 || threadIdx.x != 0) return;

@@ -1,5 +1,5 @@
 // implement_cuda: registers the CUDA implementations of the ops. register_cuda.cu calls it for the library,
-// and the tests call it for a build that runs without a GPU.
+// and the tests call it for a test build in which the kernels run on the CPU.
 #pragma once
 
 #include "../register_ops.h"

@@ -1,34 +1,32 @@
-// The peer protocol (protocol.h) between CPU processes of one host. Each process has mapped the arenas of
-// all ranks: shared memory with an inbox, to which the other ranks, its peers, write their messages.
+// The peer protocol (protocol.h) between CPU processes of one host, the ranks of a process group. Each rank
+// has an arena: shared memory with an inbox, to which the other ranks, its peers, write their messages. Each
+// rank has mapped the arenas of all ranks. An exchange merges the numbers of all ranks: moments, `[2C + 2]`
+// (mean[C], M2[C] and the count, stored as two numbers), or two sums of each of C channels.
 //
-// Memory:  a message is a header of packets with the exchange's epoch, and a payload: the op's numbers as
-//          they are. The sender copies the payload into each peer's inbox and writes the header afterwards.
-//          The receiver merges the payload where it lies, so a cache line crosses between cores once. A
-//          release fence before the header and an acquire fence after it order the two; on x86 they cost
-//          nothing.
-// Waiting: in slices of time. Between two slices Python handles signals and looks for peers that have
-//          ended. Within a slice the thread spins for about as long as a running peer takes, then yields its
-//          core, then sleeps.
+// Memory:  a message is a header and a payload. The header is packets: words of the tag, by which ranks see
+//          that they are in the same exchange, each beside the epoch, the number of the exchange. The payload
+//          is the op's numbers as they are. The sender copies the payload into each peer's inbox and writes
+//          the header afterwards. The receiver merges the payload where it lies, so a cache line crosses
+//          between cores once. A release fence before the header is written, and an acquire fence after it
+//          is read, order header and payload; on x86 the fences cost nothing.
+// Waiting: in slices of time (WaitSlice). Between two slices Python handles signals and looks for peers that
+//          have ended.
 #include "cpu_exchange.h"
-
-#include <sched.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <thread>
 
 #include "../moments.h"
+#include "wait_slice.h"
 
 namespace fastvit {
 namespace {
 
 using namespace peer;
-using Clock = std::chrono::steady_clock;
 
 uint64_t load_relaxed(const uint64_t& word) {
   return __atomic_load_n(&word, __ATOMIC_RELAXED);
@@ -46,67 +44,17 @@ Packet load_packet(const Packet* source) {
   return std::bit_cast<Packet>(std::array<uint64_t, 2>{load_relaxed(words[0]), load_relaxed(words[1])});
 }
 
-// Where the receiver's inbox has the sender's message. The capacity counts a GPU's packets, half of which
-// are epochs; a CPU's payload has no epochs, so it fits into half as many.
+// Where the message of `sender` begins in the inbox of `receiver`. The capacity counts packets of a GPU, in
+// which every second word is an epoch. A CPU's payload has no epochs, so it needs half as many packets.
 Packet* inbox_slot(const Exchange& exchange, int receiver, int sender, uint32_t epoch) {
   const InboxLayout inbox{exchange.world, (exchange.capacity + 1) / 2};
   return reinterpret_cast<Packet*>(exchange.arenas[receiver] + 1) + inbox.slot_offset(sender, epoch);
 }
 
-// A slice of time in which a thread waits.
-class WaitSlice {
- public:
-  // A thread spins only if every rank can have a core.
-  WaitSlice(uint64_t timeout_ns, int ranks)
-      : begin_(Clock::now()),
-        slice_seconds_(double(timeout_ns) * 1e-9),
-        spin_seconds_(ranks <= core_count() ? kSpinSeconds : 0) {}
-
-  // Waits for a moment. Returns false when the slice is over.
-  bool wait() {
-    if (++rounds_ % 64 == 0 || phase_ != Phase::spin) {
-      const double waited = std::chrono::duration<double>(Clock::now() - begin_).count();
-      if (waited >= slice_seconds_) return false;
-      phase_ = waited < spin_seconds_        ? Phase::spin
-               : waited < kYieldUntilSeconds ? Phase::yield
-                                             : Phase::sleep;
-    }
-    if (phase_ == Phase::spin)
-      pause_core();
-    else if (phase_ == Phase::yield)
-      std::this_thread::yield();
-    else
-      std::this_thread::sleep_for(kSleep);
-    return true;
-  }
-
- private:
-  enum class Phase { spin, yield, sleep };
-  static constexpr double kSpinSeconds = 5e-6, kYieldUntilSeconds = 2e-3;  // seconds since the wait began
-  static constexpr std::chrono::microseconds kSleep{50};
-
-  static void pause_core() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-  }
-
-  static int64_t core_count() {  // of this process's affinity mask
-    cpu_set_t set;
-    return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-  }
-
-  Clock::time_point begin_;
-  double slice_seconds_, spin_seconds_;
-  int rounds_ = 0;
-  Phase phase_ = Phase::spin;
-};
-
 // Merges the numbers of all ranks in rank order and in double. numbers_of(rank) points to the numbers of a
-// rank; `result` may be one of these places. A block of channels is large enough that a rank's numbers are
-// read in runs of pages, and small enough that its results stay in a core's cache.
+// rank; `result` may be the numbers of one rank. kBlock channels are merged together: so many that each
+// rank's numbers are read in runs of at least one page (1024 floats), and so few that the results stay in a
+// core's cache. A: float or double, the type of the numbers.
 template <class A, class NumbersOf>
 void merge_in_rank_order(const NumbersOf& numbers_of, int64_t world, NumberKind kind, int64_t C, A* result) {
   constexpr int64_t kBlock = 1024;
@@ -137,7 +85,8 @@ void merge_in_rank_order(const NumbersOf& numbers_of, int64_t world, NumberKind 
   if (kind == kMoments) pack_count(result + 2 * C, total_count);
 }
 
-// Ends an exchange by a fault: writes its report, and NaN to the `n` numbers of its result.
+// Ends an exchange after a fault: writes the report, which the host raises as an error, and NaN to the `n`
+// numbers of the result.
 template <class A>
 void report_fault(FaultReport& report, const FaultReport& fault, A* result, int64_t n) {
   std::fill_n(result, n, std::numeric_limits<A>::quiet_NaN());
@@ -154,7 +103,7 @@ class CpuExchange {
         own_numbers_(own_numbers),
         result_(result),
         C_(channels),
-        kind_(NumberKind(exchange.tag.kind & kSums)),
+        kind_(number_kind_of(exchange.tag)),
         n_(2 * (channels + (kind_ == kMoments))),
         epoch_(next_epoch(exchange.own_arena().epoch)) {}
 
@@ -177,7 +126,7 @@ class CpuExchange {
     missing &= ~(uint64_t(1) << exchange_.rank);
     WaitSlice slice(exchange_.timeout_ns, exchange_.world);
     while (true) {
-      ExchangeState fault = kPending;
+      ExchangeState fault = kPending;  // no fault yet
       for (uint64_t left = missing; left && !fault; left &= left - 1) {
         const int peer = std::countr_zero(left);
         Tag peer_tag;
@@ -193,7 +142,7 @@ class CpuExchange {
       if (!slice.wait()) return;
     }
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    merge();  // reads this slot before the next send, after which the peers may overwrite it
+    merge();  // reads the messages before this rank's next send, after which the peers may overwrite them
     exchange_.own_arena().epoch = epoch_;
   }
 
@@ -203,19 +152,20 @@ class CpuExchange {
   A* result_;
   const int64_t C_;
   const NumberKind kind_;
-  const int64_t n_;  // numbers of a rank
-  const uint32_t epoch_;
+  const int64_t n_;       // how many numbers each rank has
+  const uint32_t epoch_;  // of this exchange
 
   const Packet* message_of(int peer) const { return inbox_slot(exchange_, exchange_.rank, peer, epoch_); }
 
-  // Returns whether the header of the peer has arrived.
+  // Reads the header of the peer's message to `peer_tag`. Returns whether the header has arrived.
   bool load_header(int peer, Tag& peer_tag) const {
     const Packet packet0 = load_packet(message_of(peer)), packet1 = load_packet(message_of(peer) + 1);
     peer_tag = tag_from_header(packet0, packet1);
     return has_arrived(packet0, epoch_) && has_arrived(packet1, epoch_);
   }
 
-  // Whether a peer has abandoned this exchange, or while messages are missing any exchange.
+  // Whether a peer has abandoned this exchange or, if messages are still missing, any exchange. A rank
+  // abandons an exchange when it stops waiting after a fault.
   bool has_abandoned(int peer, bool is_complete) const {
     const uint64_t abandoned_epoch = load_relaxed(exchange_.own_arena().abandoned_epoch_of[peer]);
     return abandoned_epoch != 0 && (!is_complete || abandoned_epoch == epoch_);
@@ -244,7 +194,8 @@ class CpuExchange {
 };
 
 // Calls f(own_numbers, merged, C) with two pointers into an op's result, which begins with this rank's
-// numbers. A result of sums has two rows. Moments are merged in place, so both pointers are the same.
+// numbers. A result of sums has two rows: this rank's sums, then the total. Moments are merged in place, so
+// both pointers are the same.
 template <class F>
 void dispatch_result(const Tensor& result, NumberKind kind, const F& f) {
   const int64_t n = numbers_per_rank(result);
@@ -297,7 +248,7 @@ Tensor merge_received(Tensor messages, Tensor numbers, Tensor exchange) {
               messages.size(1) % 2 == 0,
           op, "messages", "is ", toString(messages.scalar_type()), " ", PrintShape{messages}, "; Int (",
           descriptor.world - 1, ", ", kHeaderWords + own_tag.words,
-          ") or wider expected, contiguous, of an even width");
+          ") or wider expected, contiguous, of an even width");  // so that doubles in each row are aligned
   check_storage_size(op, "messages", messages);
   const auto message_of = [&](int64_t peer) {
     const int64_t row = peer > descriptor.rank ? peer - 1 : peer;  // this rank has no row
@@ -343,7 +294,7 @@ void exchange_wait(Tensor result, Tensor exchange) {
 }
 
 void exchange_abandon(Tensor exchange) {
-  // make_exchange checks a number of numbers, which plays no role here; 2 is always valid.
+  // make_exchange needs a valid count of numbers, which is not used here.
   const Exchange group_exchange =
       make_exchange("exchange_abandon", exchange, /*n=*/2, ScalarType::Float, kMoments);
   Arena& own_arena = group_exchange.own_arena();

@@ -2,8 +2,10 @@
 // int64 on the CPU that ops only read. The fields of ExchangeDescriptor here, and of FaultReport and Arena
 // in protocol.h, must equal those in fastvit/sync/protocol.py.
 //
-// An exchange merges the numbers of all ranks: moments, `[2C + 2]` (mean[C], M2[C] and a count of two
-// numbers), or sums, `[1, 2C]` (two sums of each of C channels).
+// An exchange merges the numbers of all ranks (processes) of the group: moments, `[2C + 2]` (mean[C], M2[C]
+// and the count, stored as two numbers), or sums, `[1, 2C]` (two sums of each of C channels). The ranks
+// exchange by shared memory, where each rank has an arena to which the others write their messages, or by a
+// collective of torch.distributed.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -16,21 +18,29 @@
 namespace fastvit::peer {
 
 struct ExchangeDescriptor {
-  int64_t rank;              // this rank
-  int64_t world;             // the number of ranks
-  int64_t capacity;          // of a message: packets of 16 bytes in an arena, numbers in a collective
+  int64_t rank;   // this rank
+  int64_t world;  // the number of ranks
+  // The largest payload of a message: in packets of 16 bytes if ranks share memory, in numbers if they use a
+  // collective.
+  int64_t capacity;
   int64_t float64_messages;  // not 0: a collective's messages are float64
-  int64_t timeout_ns;        // how long an exchange in arenas may wait, see Exchange
-  int64_t layer,
-      forward_index;          // the members of a Tag, by which ranks see that they are in the same exchange
-  int64_t report;             // address of a FaultReport
-  int64_t arenas[kMaxRanks];  // addresses of the ranks' shared memory; a collective has none
+  // How long an exchange with arenas waits: on GPUs until a missing message is a fault, on CPUs until an op
+  // returns to Python, which may wait again.
+  int64_t timeout_ns;
+  // Ranks compare both to see that they are in the same exchange: the index of the layer in the group, and
+  // the group's count of forward exchanges (a backward has that of its forward).
+  int64_t layer, forward_index;
+  int64_t report;             // the address of a FaultReport, which an op writes if the exchange fails
+  int64_t arenas[kMaxRanks];  // addresses, by rank; a row for a collective ends before them
 };
 
 constexpr int64_t kFieldsBeforeArenas = offsetof(ExchangeDescriptor, arenas) / sizeof(int64_t);
 
-// The size of a rank's arena (its shared memory): a multiple of the alignment, so that arenas may be
-// consecutive.
+// The largest number of ranks that use a collective. No group is so large; the limit keeps the length of a
+// message, at most capacity + 2 * world numbers, within int64.
+constexpr int64_t kMaxCollectiveRanks = int64_t(1) << 48;
+
+// The size of a rank's arena: a multiple of the alignment, so that arenas may be consecutive.
 inline int64_t arena_bytes(int64_t world, int64_t capacity) {
   require(world >= 1 && world <= 1 << 12 && capacity >= 0 && capacity <= int64_t(1) << 31, "arena_bytes",
           "world", "is for ", world, " ranks and ", capacity, " packets; 1 to 2^12 and 0 to 2^31 expected");
@@ -47,7 +57,7 @@ inline NumberKind number_kind_of(const Tensor& numbers) {
   return numbers.dim() == 1 ? kMoments : kSums;
 }
 
-// How many numbers each rank has: 2C + 2 of moments, 2C of sums.
+// How many numbers each rank has: 2C + 2 numbers of moments, or 2C sums. `numbers` is also a result.
 inline int64_t numbers_per_rank(const Tensor& numbers) {
   return numbers.size(numbers.dim() - 1);
 }
@@ -61,8 +71,8 @@ inline void check_numbers(const char* op, const Tensor& numbers) {
   check_storage_size(op, "numbers", numbers);
 }
 
-// A new tensor for an exchange's result: the moments of all ranks, `[2C + 2]`, or sums, `[2, 2C]`: this
-// rank's and those of all ranks.
+// A new tensor for an exchange's result: the merged moments of all ranks, `[2C + 2]`, or two rows of sums,
+// `[2, 2C]`: this rank's, then the total of all ranks.
 inline Tensor new_group_result(const Tensor& numbers) {
   const int64_t n = numbers_per_rank(numbers);
   return number_kind_of(numbers) == kMoments ? torch::stable::new_empty(numbers, {n})
@@ -81,14 +91,14 @@ inline const ExchangeDescriptor& read_descriptor(const char* op, const Tensor& e
                exchange.numel() == kFieldsBeforeArenas + descriptor.world),
           op, "exchange", "has rank ", descriptor.rank, " of ", descriptor.world, ", capacity ",
           descriptor.capacity, ", ", exchange.numel(), " numbers");
-  // A collective has its capacity in numbers, and any number of ranks.
-  require(descriptor.world <= kMaxElements && descriptor.capacity <= int64_t(1) << 31, op, "exchange",
+  // With a collective, `world` may exceed kMaxRanks.
+  require(descriptor.world <= kMaxCollectiveRanks && descriptor.capacity <= int64_t(1) << 31, op, "exchange",
           "is for ", descriptor.world, " ranks, capacity ", descriptor.capacity,
           "; at most 2^48 and 2^31 expected");
   return descriptor;
 }
 
-// The tag of a message of `n` numbers.
+// The tag (what ranks compare before they merge) of a message of `n` numbers of `dtype`.
 inline Tag make_tag(const ExchangeDescriptor& descriptor, int64_t n, ScalarType dtype, NumberKind kind) {
   const bool is_wide = dtype == ScalarType::Double;
   return {.layer = uint32_t(descriptor.layer),
@@ -97,8 +107,8 @@ inline Tag make_tag(const ExchangeDescriptor& descriptor, int64_t n, ScalarType 
           .kind = uint32_t(kind) | (is_wide ? uint32_t(kFloat64) : 0u)};
 }
 
-// Checks the op's argument `exchange` for `n` numbers of `dtype`, and returns it as a struct. Ranks must
-// share memory.
+// Checks the op's argument `exchange` for `n` numbers of `dtype`, and returns the exchange as a struct for
+// kernels. The ranks must share memory.
 inline Exchange make_exchange(const char* op, const Tensor& exchange, int64_t n, ScalarType dtype,
                               NumberKind kind) {
   const ExchangeDescriptor& descriptor = read_descriptor(op, exchange);
@@ -106,9 +116,9 @@ inline Exchange make_exchange(const char* op, const Tensor& exchange, int64_t n,
           descriptor.world, " ranks and no peer memory; at most ", kMaxRanks,
           " ranks with their arenas expected");
   const Tag tag = make_tag(descriptor, n, dtype, kind);
-  require(n > 0 && n % 2 == 0 && tag.words / 2 <= descriptor.capacity, op, "exchange", "takes ",
-          tag.words / 2, " packets of ", n, " numbers; 1 to ", descriptor.capacity,
-          " expected, the capacity, and pairs");
+  require(n > 0 && n % 2 == 0 && tag.words / 2 <= descriptor.capacity, op, "exchange", "is for ", n,
+          " numbers, that is ", tag.words / 2, " packets; an even n > 0 and at most ", descriptor.capacity,
+          " packets expected, the capacity");
   Exchange group_exchange;
   group_exchange.world = int(descriptor.world);
   group_exchange.rank = int(descriptor.rank);
