@@ -60,8 +60,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
   __shared__ A pivots[ThreadMoments::kTileCapacity];
   __shared__ ChannelAffine<A> tile_affine[ThreadMoments::kTileCapacity];
   const int64_t first_channel = work.first_channel(plan);
-  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
-  // channel of the tile is element tile_channel * stride.
+  // Bytes, because a __shared__ array cannot have a constructor. The tile's channel i is at i * stride later.
   __shared__ __align__(
       16) unsigned char bytes[kThreads * ThreadMoments::kThreadChannels * sizeof(PartialMoments<A>)];
   PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);

@@ -27,6 +27,7 @@ struct BnReduceParams : BnBackwardArgs, ExchangeParams<kHasExchange> {
 // kIsRows: a block walks rows of all channels (channels_last, tokens; short planes such as 7x7 are joined to
 // rows too), and a thread has the V channels of its vector. Otherwise it walks planes (NCHW) of one channel.
 // A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// Kept in one function: with a function for finish_and_write_sums, some kernels need more registers.
 template <class T, bool kHasExchange, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_kernel(
     const __grid_constant__ KernelParams<BnReduceParams<Accumulation<T>, kHasExchange>> kernel_params) {
@@ -76,10 +77,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   };
   if constexpr (kHasExchange) {
     const MessageSender<A> sender(args.group_exchange);
-    sender.header();
+    sender.send_header();
     const auto write_and_send = [&](int64_t c, const GradientSums<A>& channel_sums) {
       const GradientSums<A> sums = finish_and_write_sums(c, channel_sums);
-      sender.pair(c, sums.dv, sums.dv_times_second_factor);
+      sender.send_pair(c, sums.dv, sums.dv_times_second_factor);
     };
     if (merge_slices(block_sums, stride, args.slice_results, args.plan, work, write_and_send))
       // This block is the last of its tile. The blocks that finish a tile last wait for the other ranks, each

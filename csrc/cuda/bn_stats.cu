@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
   A* const moments = static_cast<A*>(args.moments);
   if constexpr (kHasExchange) {
     const MessageSender<A> sender(args.group_exchange);
-    sender.header(C, count);
+    sender.send_header(C, count);
     const auto send = [&](int64_t c, const PartialMoments<A>& channel_moments) {
-      sender.pair(c, pivots[c - first_channel] + channel_moments.mean, channel_moments.m2);
+      sender.send_pair(c, pivots[c - first_channel] + channel_moments.mean, channel_moments.m2);
     };
     if (merge_slices(block_moments, stride, args.slice_results, args.plan, work, send))
       // This block is the last of its tile. The blocks that finish a tile last wait for the other ranks, each

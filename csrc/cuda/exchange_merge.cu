@@ -33,19 +33,19 @@ __global__ void __launch_bounds__(kThreads)
     exchange_merge_kernel(const __grid_constant__ KernelParams<ExchangeMergeParams<A>> kernel_params) {
   const auto& args = kernel_params.get_after_previous_kernel();
   const int64_t C = args.C;
-  // pair() sends the two numbers of a channel; header() sends the header, and the count of moments.
+  // send_pair() sends the two numbers of a channel; send_header() sends the header, and the count of moments.
   const MessageSender<A> sender(args.group_exchange);
   for (int64_t c = threadIdx.x; c < C; c += kThreads) {
     const A first = args.numbers[c], second = args.numbers[C + c];
-    sender.pair(c, first, second);
+    sender.send_pair(c, first, second);
     if (!args.are_moments) args.result[c] = first, args.result[C + c] = second;
   }
   const ChannelRange all_channels{0, int(C)};
   if (args.are_moments) {
-    sender.header(C, unpack_count(args.numbers + 2 * C));
+    sender.send_header(C, unpack_count(args.numbers + 2 * C));
     receive_moments(args.group_exchange, all_channels, args.result, C);
   } else {
-    sender.header();
+    sender.send_header();
     receive_sums(args.group_exchange, all_channels, args.result + 2 * C, C);
   }
 }

@@ -44,7 +44,7 @@ class MessageSender {
       epoch = peer::next_epoch(load_arena_word(exchange.own_arena().epoch));
   }
   // Sends pair i, the two numbers of channel i: mean and M2, or the two sums.
-  __device__ __forceinline__ void pair(int64_t i, A first, A second) const {
+  __device__ __forceinline__ void send_pair(int64_t i, A first, A second) const {
     if (epoch == 0) return;
     peer::Packet packets[peer::kPacketsPerPair<A>];
     peer::Pair<A>{first, second}.pack(epoch, packets);
@@ -55,7 +55,7 @@ class MessageSender {
     });
   }
   // Sends the header, of sums. All threads of the grid may call; one sends.
-  __device__ __forceinline__ void header() const {
+  __device__ __forceinline__ void send_header() const {
     if (epoch == 0 || blockIdx.x != 0 || threadIdx.x != 0) return;
     for_each_receiver([&](peer::Packet* slot) {
       for (int i = 0; i < peer::kHeaderPackets; ++i)
@@ -63,12 +63,12 @@ class MessageSender {
     });
   }
   // Sends the header of moments and, as pair C, the number of values that this rank has of each channel.
-  __device__ __forceinline__ void header(int64_t C, double count) const {
-    header();
+  __device__ __forceinline__ void send_header(int64_t C, double count) const {
+    send_header();
     if (blockIdx.x != 0 || threadIdx.x != 0) return;
     A packed_count[2];
     pack_count(packed_count, count);
-    pair(C, packed_count[0], packed_count[1]);
+    send_pair(C, packed_count[0], packed_count[1]);
   }
 };
 
