@@ -10,8 +10,8 @@
 // the type Scalar and whose value is not used. Every branch selects one of two computed values, so the code
 // is the same for a scalar and for a vector.
 //
-// The gradient at a kink is torch's: at v = 0 that of the side v < 0. So y = 0 may also stand for a tiny
-// negative v, whose leaky_relu underflowed. If v is NaN, y is NaN.
+// The gradient at a kink is torch's: at v = 0 that of the side v < 0. That is right also where y = 0 stands
+// for a tiny negative v, whose leaky_relu underflowed. If v is NaN, y is NaN.
 #pragma once
 
 #include "elementary_functions.h"
@@ -114,8 +114,8 @@ struct ActivationFunction<Activation::elu> {  // y = alpha * expm1(v) for v <= 0
   static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar alpha) {
     return v > Scalar(0) ? dy : dy * (alpha * fast_exp(v > Scalar(0) ? V{} : v));
   }
-  // For v far below 0, y is rounded to -alpha and v is lost. The result is then the v of the smallest number
-  // y / alpha above -1, since log1p(-1) is infinite. The gradient dy * (y + alpha) is 0 there.
+  // For v far below 0, y is rounded to -alpha and v is lost. The result is then log1p of the smallest number
+  // above -1, since log1p(-1) is infinite. The gradient dy * (y + alpha) is 0 there.
   template <class V, class Scalar>
   static FASTVIT_HOST_DEVICE V inverse(V y, Scalar alpha) {
     const Scalar above_minus_1 = Scalar(sizeof(Scalar) == 8 ? -1 + 0x1p-53 : -1 + 0x1p-24);

@@ -104,7 +104,8 @@ struct BnBackwardArgs : BnArgs {
   const void* saved = nullptr;  // [2C + 2]
   void* dx = nullptr;
   void* dresidual = nullptr;  // null without a residual
-  // [2C], of all ranks, which bn_backward reads. Null: the statistics were constants (running statistics).
+  // [2C], of all ranks, which bn_backward reads. Null: the statistics were constants (running statistics), or
+  // bn_backward_single_launch computes the sums itself.
   const void* global_sums = nullptr;
   // Result of bn_reduce and bn_backward_single_launch: this rank's sums, [2C]; with an exchange also the
   // global sums, [2][2C].
@@ -113,8 +114,9 @@ struct BnBackwardArgs : BnArgs {
 };
 
 // Returns the bounds of |gamma| from below for activations of `dtype`; 0 where nothing is inverted. float16
-// has a larger bound because its exponent is short. Types of 16 bits have no bound relative to |beta|:
-// 2^7 u |beta| is a large part of |beta| there, and such a gamma would change y. The Python layer warns.
+// has a larger bound because its exponent is short. Types of 16 bits have no bound relative to |beta|: 2^7 u
+// |beta|, u the relative error of a rounding, is a large part of |beta| there, and a gamma raised to it would
+// change y. The Python layer warns of a large |beta| / |gamma| instead.
 template <class A>
 FASTVIT_HOST_DEVICE GammaFloor<A> gamma_floor(bool invertible, ScalarType dtype) {
   if (!invertible) return {};

@@ -90,7 +90,8 @@ FASTVIT_HOST_DEVICE V fast_exp(V v) {
   v = v < Constants::kMinExp ? V{} + Constants::kMinExp : v;
   v = v > Constants::kMaxExp ? V{} + Constants::kMaxExp : v;
   const Reduced reduced(v);
-  // exp(v) may be a finite number, not 0, where power_of_2(exponent) is neither: 2^exponent is two factors.
+  // power_of_2 is right for normal numbers only, but exp(v) may be finite and not 0 where 2^exponent is no
+  // normal number. So 2^exponent is the product of two factors.
   const typename Reduced::Integers half = reduced.exponent >> 1;
   return (expm1_near_0(reduced.remainder) + typename Reduced::Scalar(1)) * Reduced::power_of_2(half) *
          Reduced::power_of_2(reduced.exponent - half);

@@ -3,9 +3,9 @@
 // between ranks, and computes the constants per channel that the kernels read.
 //
 // A is the accumulation type: double for tensors of double, else float. xhat is (x - mean) * invstd, dv is
-// the gradient of the activation's input. Counts take two numbers (pack_count), so large ones are exact in
-// float. saved: mean[C], invstd[C], count. A unit is a row, or the same segment of the planes of all
-// channels.
+// the gradient of the activation's input. A count is stored as two numbers (pack_count), so that a large
+// count is exact in float. saved: mean[C], invstd[C], count. A unit is a row, or one segment of each
+// channel's plane at one outer index.
 #include <cmath>
 #include <limits>
 
@@ -95,7 +95,7 @@ void backend::bn_stats(const BnStatsArgs& args) {
     }
     for (int64_t i = 0; i < 2 * C; ++i) moments[i] = A(mean[i]);
     pack_count(moments + 2 * C, double(layout.values_per_channel()));
-    // The moments of all ranks replace those of this rank.
+    // Overwrites this rank's moments with the merged moments of all ranks.
     if (args.exchange) exchange_numbers(*args.exchange, moments, moments, C);
   });
 }
@@ -168,7 +168,7 @@ void backend::bn_reduce(const BnBackwardArgs& args) {
       // The kernel multiplied dv by xhat (from_output) or by x - mean.
       sums[C + c] = A(args.from_output ? sum_dv_times_factor[c] : sum_dv_times_factor[c] * double(invstd[c]));
     }
-    // The sums of all ranks follow those of this rank.
+    // Writes the sums over all ranks to sums[2 * C] and on, behind those of this rank.
     if (args.exchange) exchange_numbers(*args.exchange, sums, sums + 2 * C, C);
   });
 }
@@ -180,7 +180,8 @@ void backend::bn_backward(const BnBackwardArgs& args) {
     const A *saved = static_cast<const A*>(args.saved), *sums = static_cast<const A*>(args.global_sums);
     const double count = unpack_count(saved + 2 * C);
     // dx = scale * (dv - mean_dv - slope * second_factor): second_factor is xhat, or x - mean = xhat /
-    // invstd. Both stay 0 if the statistics were constants, which have no gradient (global_sums is null).
+    // invstd. mean_dv and slope stay 0 if the statistics were constants, which have no gradient (global_sums
+    // is null).
     std::vector<A> mean_dv(C), slope(C);
     for (int64_t c = 0; sums && count > 0 && c < C; ++c) {
       mean_dv[c] = A(sums[c] / count);

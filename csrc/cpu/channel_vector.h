@@ -1,5 +1,5 @@
-// Reads and writes a ChannelVector, a parameter or buffer with one number per channel, as double. The ops of
-// batch norm and layer norm on the CPU share these functions.
+// Reads and writes a ChannelVector, a parameter or buffer with one number per channel, converted to or from
+// double. The ops of batch norm and layer norm on the CPU share these functions.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -25,7 +25,8 @@ inline void store_channel(const ChannelVector& vector, int64_t channel, double v
 }
 
 // Returns gamma. With `invertible`, |gamma| is raised to a floor, because recovering x from y divides by
-// gamma. The floor grows with |bias|, by which y is rounded (moments.h).
+// gamma. The floor grows with |bias|, because a large bias makes the rounding error of y large, and that
+// error is divided by gamma (moments.h).
 inline double floored_gamma(const BnArgs& args, int64_t channel, bool invertible) {
   return effective_gamma(load_channel(args.weight, channel, 1), load_channel(args.bias, channel, 0),
                          gamma_floor<double>(invertible, args.dtype));

@@ -55,10 +55,11 @@ KernelTable select_kernel_table() {
 }
 
 // A task of a reduction sums a tile (a range of channels) over a slice (a range of rows, or of segments of
-// planes). A slice has at least this many values per channel, so that its results are small beside the
-// values.
+// planes). A slice has at least this many values per channel, so that its results take little memory compared
+// with the values.
 constexpr int64_t kMinValuesPerSlice = 1 << 8;
-// Rows may have fewer, since the results of a slice stay in the cache while its rows are summed.
+// A slice of rows may have fewer values per channel, since its results stay in the cache while its rows are
+// summed.
 constexpr int64_t kMinRowsPerSlice = 1 << 7;
 constexpr int64_t kMaxTasks = 256;
 // Planes with fewer elements are summed together with other planes of their channel.
@@ -85,7 +86,7 @@ CpuPlan plan_cpu_work(const WalkLayout& layout) {
   plan.segments = std::max<int64_t>(1, ceil_div(span_length, std::max<int64_t>(plan.segment_length, 1)));
   plan.planes_at_once =
       layout.inner < kMinLengthSummedAlone ? kMaxSegmentLength / std::max<int64_t>(layout.inner, 1) : 1;
-  // A unit is a row, or the same segment of the planes of all channels.
+  // A unit is a row, or one segment of each channel's plane at one outer index.
   plan.units = layout.is_rows ? layout.outer : layout.outer * plan.segments;
   const int64_t max_tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kMinTaskElements), 1, kMaxTasks);
   const int64_t max_slices =

@@ -26,10 +26,11 @@ constexpr int64_t kMaxSegmentLength = 2048;
 struct CpuPlan {
   int64_t segments;        // number of segments into which a span is divided
   int64_t segment_length;  // elements of a segment; the last segment of a span may be shorter
-  int64_t planes_at_once;  // number of a channel's short planes that are summed into one result; else 1
-  int64_t units;           // number of units: a unit is a row, or the same segment of all channels' planes
-  int64_t slices;          // number of slices: a slice is a range of units, with a result per channel
-  int64_t tiles;           // number of tiles: a tile is a range of channels
+  int64_t planes_at_once;  // short planes of a channel that are summed into one result; 1 if planes are long
+  // Number of units: a unit is a row, or one segment of each channel's plane at one outer index.
+  int64_t units;
+  int64_t slices;  // number of slices: a slice is a range of units, with a result per channel
+  int64_t tiles;   // number of tiles: a tile is a range of channels
 };
 
 CpuPlan plan_cpu_work(const WalkLayout& layout);
@@ -71,8 +72,9 @@ struct CpuLayerNormBackwardParams : LayerNormArgs {
   int64_t slices;          // number of slices: a slice is a range of rows, with sums of its own
   const void* gamma;       // [columns]
   int64_t padded_columns;  // columns, rounded up to whole SIMD vectors
-  // The sums of dy and of dy * xhat of a slice. chunk_sums, [slices][2][padded_columns], has those of at most
-  // 128 rows, and is then added to slice_sums, [slices][2][columns]. Both are null if args.sums is null.
+  // Each slice's sums of dy and of dy * xhat. chunk_sums, [slices][2][padded_columns], has the sums of one
+  // chunk of at most 128 rows, and is added to slice_sums, [slices][2][columns], after each chunk. Neither is
+  // used if `sums` is null.
   void* chunk_sums;
   double* slice_sums;
 };

@@ -100,7 +100,8 @@ void run_act(const ActArgs& args) {
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
                                           .reduced_operands = 0,
-                                          .min_waves = kMaxWaves}  // blocks begin with little work
+                                          .min_waves = kMaxWaves}
+                                // blocks are cheap to begin: they load no constants
                                 .plan(make_resident_blocks_query<T>(context, kernel_of));
     launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, ActParams{{args}, plan});
   });

@@ -37,7 +37,7 @@ class GradientCache {
     cache.store(batch, kDy, inputs.dy);
     if constexpr (kHasResidual) cache.store(batch, kResidual, inputs.residual);
   }
-  // Returns the inputs of `vector`, a batch of one vector: vector j of the current batch.
+  // Returns the inputs of vector j of the current batch. `vector` is this vector as a batch.
   template <class B>
   __device__ __forceinline__ GradientInputs<T, kVariant, B> load(const B& vector, int j) const {
     GradientInputs<T, kVariant, B> inputs;
@@ -82,11 +82,11 @@ __device__ __forceinline__ void write_gradients_from_cache(
       });
 }
 
-// T: storage type of the tensors. V: elements of a vector of 16 bytes.
-// kVariant: dv is computed from x, from x and a residual, or from y.
-// kIsRows: a block walks rows of all channels (channels_last, tokens; short planes such as 7x7 are joined to
-// rows too), and a thread has the V channels of its vector. Otherwise it walks planes (NCHW) of one channel.
-// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// T: storage type of the tensors. V: elements of a vector of 16 bytes. kVariant: dv is computed from x, from
+// x and a residual, or from y. kIsRows: a block walks its tile's columns of the rows (channels_last, tokens;
+// short planes such as 7x7 are joined into rows too), and a thread has V columns, each with its channel.
+// Otherwise it walks planes (NCHW) of one channel. A batch (type B) is B::U vectors of each operand, of B::V
+// elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnBackwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   A* const local_sums = static_cast<A*>(args.local_sums);
   merge_slices</*kAllBlocksGetTotals=*/true>(
       block_sums, stride, args.slice_results, plan, work, [&](int64_t c, GradientSums<A> channel_sums) {
-        // From x the second sum is of dv * (x - mean), and becomes that of dv * xhat.
+        // If the input is x, the second sum is of dv * (x - mean); invstd makes it the sum of dv * xhat.
         if (kVariant != GradientVariant::from_output)
           channel_sums.dv_times_second_factor *= load_saved_invstd<A>(args, c);
         tile_corrections[c - first_channel] =

@@ -31,9 +31,10 @@ __device__ __forceinline__ void write_count(const BnForwardArgs& args, double co
 }
 
 // T: storage type of x and y. V: elements of a vector of 16 bytes. kHasResidual: a residual is added.
-// kIsRows: a block walks rows of all channels (channels_last, tokens; short planes such as 7x7 are joined to
-// rows too), and a thread has the V channels of its vector. Otherwise it walks planes (NCHW) of one channel.
-// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// kIsRows: a block walks its tile's columns of the rows (channels_last, tokens; short planes such as 7x7 are
+// joined into rows too), and a thread has V columns, each with its channel. Otherwise it walks planes (NCHW)
+// of one channel. A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in
+// flight.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnForwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
@@ -55,12 +56,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
         thread_moments.add(batch, x);
       });
 
-  // A thread's means are relative to the channel's pivot, its first value in memory. finish() reads the
-  // pivots from x before the blocks wait for each other. Afterwards another block may overwrite x with y.
+  // After finish() a thread's means are relative to the channel's pivot, its first value in memory. The
+  // pivots are read from x before the blocks wait for each other, since another block may then overwrite x
+  // with y.
   __shared__ A pivots[ThreadMoments::kTileCapacity];
   __shared__ ChannelAffine<A> tile_affine[ThreadMoments::kTileCapacity];
   const int64_t first_channel = work.first_channel(plan);
-  // Bytes, because a __shared__ array cannot have a constructor. The tile's channel i is at i * stride later.
+  // Bytes, since a __shared__ array cannot have a constructor. merge_block puts channel i of the tile at i *
+  // stride.
   __shared__ __align__(
       16) unsigned char bytes[kThreads * ThreadMoments::kThreadChannels * sizeof(PartialMoments<A>)];
   PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);

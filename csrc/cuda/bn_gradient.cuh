@@ -50,8 +50,8 @@ struct GradientConstants {
   __device__ __forceinline__ static GradientConstants load(const BnBackwardArgs& args, int64_t c) {
     const A beta = load_channel(args.bias, c, A(0));
     const A gamma = load_channel(args.weight, c, A(1));
-    // The forward pass raised |gamma| to a floor, which grows with |beta|. Recovering xhat from y divides by
-    // that gamma. The gradient of x has the factor gamma without the floor.
+    // The forward pass raised |gamma| to a floor, which for float and double depends on beta. Recovering xhat
+    // from y divides by that gamma. The gradient of x has the factor gamma without the floor.
     const A mean_or_inverse_gamma =
         kVariant == GradientVariant::from_output
             ? A(1) / effective_gamma(gamma, beta, gamma_floor<A>(/*invertible=*/true, args.dtype))
@@ -150,8 +150,8 @@ struct StatisticsCorrection {
                                                                    const GradientSums<A>& sums) {
     const A count = load_saved_count<A>(args);
     if (!(count > 0)) return {0, 0};
-    // Here sums.dv_times_second_factor is the finished sum dv * xhat. If the input is x, the slope is
-    // multiplied by invstd, since it is a factor of x - mean.
+    // Here sums.dv_times_second_factor is the finished sum dv * xhat. If the input is x, the slope includes
+    // invstd, since second_factor is x - mean, not xhat.
     return {sums.dv / count,
             sums.dv_times_second_factor / count *
                 (kVariant == GradientVariant::from_output ? A(1) : load_saved_invstd<A>(args, c))};

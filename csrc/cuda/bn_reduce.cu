@@ -21,13 +21,13 @@ struct BnReduceParams : BnBackwardArgs, ExchangeParams<kHasExchange> {
   unsigned* exchange_counters;                  // of finished tiles and of received ranges of channels
 };
 
-// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
-// kVariant: dv is computed from x, from x and a residual, or from y. kHasExchange: the sums are added over
-// ranks.
-// kIsRows: a block walks rows of all channels (channels_last, tokens; short planes such as 7x7 are joined to
-// rows too), and a thread has the V channels of its vector. Otherwise it walks planes (NCHW) of one channel.
-// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
-// Kept in one function: with a function for finish_and_write_sums, some kernels need more registers.
+// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element. kVariant: dv is
+// computed from x, from x and a residual, or from y. kHasExchange: the sums are added over ranks. kIsRows: a
+// block walks its tile's columns of the rows (channels_last, tokens; short planes such as 7x7 are joined into
+// rows too), and a thread has V columns, each with its channel. Otherwise it walks planes (NCHW) of one
+// channel. A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// Kept in one function: if the lambda finish_and_write_sums were a function, some kernels would need more
+// registers.
 template <class T, bool kHasExchange, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_kernel(
     const __grid_constant__ KernelParams<BnReduceParams<Accumulation<T>, kHasExchange>> kernel_params) {
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   const int64_t C = args.layout.channels;
   A* const local_sums = static_cast<A*>(args.local_sums);
   const auto finish_and_write_sums = [&](int64_t c, GradientSums<A> sums) {
-    // From x the second sum is of dv * (x - mean), and becomes that of dv * xhat.
+    // If the input is x, the second sum is of dv * (x - mean); invstd makes it the sum of dv * xhat.
     if (kVariant != GradientVariant::from_output)
       sums.dv_times_second_factor *= load_saved_invstd<A>(args, c);
     local_sums[c] = sums.dv;
@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
       sender.send_pair(c, sums.dv, sums.dv_times_second_factor);
     };
     if (merge_slices(block_sums, stride, args.slice_results, args.plan, work, write_and_send))
-      // This block is the last of its tile. The blocks that finish a tile last wait for the other ranks, each
-      // for a range of channels.
+      // This block is the last of its tile. Of these blocks the last ones, at most max_ranges, wait for the
+      // other ranks, each for a range of channels.
       receive_in_last_blocks(
           args.plan, args.max_ranges, args.exchange_counters, [&](const ChannelRange& range) {
             receive_sums(args.group_exchange, range, /*global_sums*/ local_sums + 2 * C, C);

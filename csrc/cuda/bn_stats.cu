@@ -22,11 +22,11 @@ struct BnStatsParams : BnStatsArgs, ExchangeParams<kHasExchange> {
   unsigned* exchange_counters;                    // of finished tiles and of received ranges of channels
 };
 
-// T: storage type of x. V: elements of a vector, which is 16 bytes or one element.
-// kHasExchange: the moments of all ranks are merged.
-// kIsRows: a block walks rows of all channels (channels_last, tokens; short planes such as 7x7 are joined to
-// rows too), and a thread has the V channels of its vector. Otherwise it walks planes (NCHW) of one channel.
-// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// T: storage type of x. V: elements of a vector, which is 16 bytes or one element. kHasExchange: the moments
+// of all ranks are merged. kIsRows: a block walks its tile's columns of the rows (channels_last, tokens;
+// short planes such as 7x7 are joined into rows too), and a thread has V columns, each with its channel.
+// Otherwise it walks planes (NCHW) of one channel. A batch (type B) is B::U vectors of each operand, of B::V
+// elements, that a thread has in flight.
 template <class T, bool kHasExchange, bool kIsRows, int V>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_kernel(
     const __grid_constant__ KernelParams<BnStatsParams<Accumulation<T>, kHasExchange>> kernel_params) {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
         thread_moments.add(batch, x);
       });
 
-  // The threads' means are relative to the channel's pivot, its first value in memory.
+  // After finish() the threads' means are relative to the channel's pivot, its first value in memory.
   __shared__ A pivots[ThreadMoments::kTileCapacity];
   // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
   // channel of the tile is element tile_channel * stride.
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
       sender.send_pair(c, pivots[c - first_channel] + channel_moments.mean, channel_moments.m2);
     };
     if (merge_slices(block_moments, stride, args.slice_results, args.plan, work, send))
-      // This block is the last of its tile. The blocks that finish a tile last wait for the other ranks, each
-      // for a range of channels.
+      // This block is the last of its tile. Of these blocks the last ones, at most max_ranges, wait for the
+      // other ranks, each for a range of channels.
       receive_in_last_blocks(
           args.plan, args.max_ranges, args.exchange_counters,
           [&](const ChannelRange& range) { receive_moments(args.group_exchange, range, moments, C); });

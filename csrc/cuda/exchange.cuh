@@ -5,10 +5,10 @@
 // Send:  never waits. The thread that has a channel's two numbers stores them to the arena of every rank:
 //        memory that all ranks can write. An arena has an inbox, with slots for the messages of each sender.
 // Wait:  in the last blocks to finish, each for a range of channels. There is one range per batch (the
-//        channels that a block loads at once), at most 8, and at most one per 16 multiprocessors. The rest
-//        of the GPU stays free for the grid's other blocks, and for other kernels on this GPU (NCCL's)
-//        without which the host of a peer (another rank) would not launch its own part of the exchange.
-//        A wait ends when all packets have arrived, a tag (by which ranks see that they are in the same
+//        channels that a block loads at once), at most 8, and at most one per 16 multiprocessors. The rest of
+//        the GPU stays free for the grid's other blocks, and for other kernels on this GPU, such as NCCL's:
+//        the host of a peer (another rank) may wait for one before it launches its part of the exchange. A
+//        wait ends when all packets have arrived, a tag (by which ranks see that they are in the same
 //        exchange) differs, a rank has abandoned the exchange (stopped waiting after a fault), or the timeout
 //        is over.
 // Fault: the last range to end fills the whole result with NaN. Peers are notified, the host gets one
@@ -92,8 +92,8 @@ class MessageReceiver {
   const bool has_failed;      // an earlier exchange has failed
   peer::FaultReport& report;  // in the block's shared memory; `fault` is not 0 after a fault
   using PairPackets = peer::Packet[peer::kPacketsPerPair<A>];
-  // report.fault if an earlier exchange has failed: the host has a report already, so this exchange writes
-  // none.
+  // The value of report.fault if an earlier exchange has failed: the host has a report already, so this
+  // exchange writes none. kDone serves, because it is neither 0 (no fault) nor a fault.
   static constexpr ExchangeState kAlreadyReported = peer::kDone;
 
   // Writes the two merged numbers of channel c to the result, [2][C]. For moments the count is stored after

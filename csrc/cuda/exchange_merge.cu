@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kThreads)
     exchange_merge_kernel(const __grid_constant__ KernelParams<ExchangeMergeParams<A>> kernel_params) {
   const auto& args = kernel_params.get_after_previous_kernel();
   const int64_t C = args.C;
-  // send_pair() sends the two numbers of a channel; send_header() sends the header, and the count of moments.
+  // send_pair() sends the two numbers of a channel; send_header() sends the header and, for moments, the
+  // count.
   const MessageSender<A> sender(args.group_exchange);
   for (int64_t c = threadIdx.x; c < C; c += kThreads) {
     const A first = args.numbers[c], second = args.numbers[C + c];

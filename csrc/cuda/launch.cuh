@@ -50,9 +50,9 @@ int cached_query(const void* kernel, int device_index, const Query& query) {
 // of 16-bit elements need the most, and the 1 KiB that CUDA reserves.
 constexpr int kReservedSharedBytes = 32 << 10;
 
-// With at least this much shared memory per multiprocessor (A100, H100, B200), two blocks of a single launch
-// have room for more than the vectors that their threads load together. GeForce cards and the T4 have at most
-// 100 KiB, which one block gets.
+// With at least this much shared memory per multiprocessor (A100, H100, B200), each of two blocks of a single
+// launch has room for more than one batch (kMaxBatchVectors vectors of each thread) of one operand. GeForce
+// cards and the T4 have at most 100 KiB, which one block gets.
 constexpr int kMinSharedForTwoBlocks = 128 << 10;
 
 // Makes the op's device current while the object lives, and has its current stream and its limits.

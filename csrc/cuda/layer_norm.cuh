@@ -68,8 +68,8 @@ struct TeamMember {
     index = int(threadIdx.x) - team * team_size;
     row_vectors = int(plan.columns / V);
   }
-  // Calls f(j, column) for vector j < K of the pass, whose first column is `column`. The loop is unrolled, so
-  // j can be the index of a register.
+  // Calls f(j, column) for each of this thread's vectors of the pass: its number j < K, and its first column.
+  // The loop is unrolled, so j can be the index of a register.
   template <class F>
   __device__ __forceinline__ void for_each_vector(int pass, const F& f) const {
 #pragma unroll
@@ -81,9 +81,9 @@ struct TeamMember {
 };
 
 // Weight or bias in the type of the arithmetic. If a row takes one pass, a block copies the weight or bias to
-// shared memory:
-// first the first 16 bytes of every vector, then the second 16 bytes of every vector, and so on, so that the
-// threads of a warp access consecutive memory, without bank conflicts. Otherwise it stays in global memory.
+// shared memory: first the first 16 bytes of every vector, then the second 16 bytes of every vector, and so
+// on, so that the threads of a warp access consecutive memory, without bank conflicts. Otherwise it stays in
+// global memory.
 template <class A, int V>
 class ColumnTable {
   static constexpr int kAccessWidth =

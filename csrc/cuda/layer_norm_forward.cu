@@ -4,7 +4,7 @@
 //           an x of float32, so that autocast needs no cast of y. Bound by bandwidth.
 // Mapping:  a team of threads takes a row, see layer_norm.cuh. A block takes rows until none is left, and
 //           keeps weight and bias in shared memory; it loads its first row before them.
-// Numerics: float (double for double). The mean of the deviations from a first mean corrects it.
+// Numerics: float (double for double). A first mean is corrected by the mean of the deviations from it.
 // Source:   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "layer_norm.cuh"
 

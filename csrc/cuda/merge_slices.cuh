@@ -22,8 +22,8 @@ namespace fastvit {
 constexpr unsigned kLoadsInFlight = 8;  // results of slices that a thread loads together
 // A semaphore is a counter in global memory by which blocks know of each other. A stream has this many.
 constexpr int64_t kMaxSemaphores = 2 * kMaxMergedTiles;
-// Further counters of an exchange between ranks (exchange.cuh): finished tiles; ranges of
-// channels that have ended; whether one of these has failed.
+// Further counters of an exchange between ranks (exchange.cuh): finished tiles; ranges of channels that have
+// ended; whether one of these has failed.
 constexpr int64_t kExchangeCounters = 3;
 
 // How the slices of a tile are merged: in `count` groups of `size` slices (the last group may have fewer).
@@ -77,17 +77,17 @@ struct KahanSums {
   }
 };
 
-// a / b for a b that is not denormal. For float the error is at most 2 units in the last place.
+// Returns a / b, where b must not be denormal. For float the error is at most 2 units in the last place.
 __device__ __forceinline__ float approximate_quotient(float a, float b) {
-  return a * reciprocal(b, /*type_only=*/b);
+  return a * reciprocal(b, b);  // the second b only selects the type
 }
 __device__ __forceinline__ double approximate_quotient(double a, double b) {
   return a / b;
 }
 
 // Moments of a part of a channel's values: their count, their mean and m2, the sum of squared deviations from
-// that mean. merge() is the update of Chan, Golub, LeVeque (moments.h). merge() uses the
-// count as a weight, so a count that is rounded to A is exact enough.
+// that mean. merge() is the update of Chan, Golub, LeVeque (moments.h). merge() uses the count as a weight,
+// so a count that is rounded to A is exact enough.
 template <class A>
 struct PartialMoments {
   A count = 0, mean = 0, m2 = 0;

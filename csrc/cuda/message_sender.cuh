@@ -54,7 +54,7 @@ class MessageSender {
         store_packet(slot + peer::kHeaderPackets + i * peer::kPacketsPerPair<A> + k, packets[k]);
     });
   }
-  // Sends the header, of sums. All threads of the grid may call; one sends.
+  // Sends the header of a message of sums. All threads of the grid may call; one sends.
   __device__ __forceinline__ void send_header() const {
     if (epoch == 0 || blockIdx.x != 0 || threadIdx.x != 0) return;
     for_each_receiver([&](peer::Packet* slot) {

@@ -21,7 +21,7 @@ template <class A>
 struct MeanInvstd {
   A mean, invstd;
 
-  // Count: A or double. A failed exchange between ranks makes the count NaN, and so invstd and y.
+  // Count: A or double. A failed exchange between ranks makes the count NaN, and with it invstd and y.
   template <class Count>
   __device__ __forceinline__ static MeanInvstd from_moments(const Moments<A, Count>& moments, double eps) {
     const A variance = moments.count == 0 ? A(0) : moments.m2 / A(moments.count);
@@ -61,7 +61,8 @@ struct ChannelAffine {
   __device__ __forceinline__ static ChannelAffine load(const BnForwardArgs& args, int64_t c,
                                                        const MeanInvstd<A>& mean_invstd) {
     const A beta = load_channel(args.bias, c, A(0)), gamma = load_channel(args.weight, c, A(1));
-    // The floor of |gamma| grows with |beta|, since y is rounded at the size of beta.
+    // effective_gamma raises |gamma| to a floor. For float and double the floor grows with |beta|, because
+    // the rounding error of y does.
     const auto floor = gamma_floor<A>(args.invertible, args.dtype);
     return {mean_invstd.mean,
             (args.invertible ? effective_gamma(gamma, beta, floor) : gamma) * mean_invstd.invstd, beta};

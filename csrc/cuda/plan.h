@@ -31,8 +31,8 @@ constexpr int kMaxMergedTiles = 4096;
 
 // Rows: limits of a team and of its columns.
 constexpr int kMaxTeam = 32;  // members; 32 members access 512 bytes of a row
-// Members, if slices are merged. A smaller team has fewer channels, so more of the block's threads merge
-// each.
+// Members, if slices are merged. A smaller team has fewer channels, so more of the block's threads merge each
+// channel.
 constexpr int kMaxMergingTeam = 16;
 constexpr int kMinTeam = 4;                     // members; 4 members access one or two sectors of 32 bytes
 constexpr int kMaxTileChannels = 8 * kMaxTeam;  // channels; a vector of 16 bytes holds at most 8 elements
@@ -87,11 +87,11 @@ struct LaunchPlanner {
   int min_waves = 1;
   int vector_width = 16 / element_size;  // elements of a vector of 16 bytes
 
-  // Plans a single launch, whose blocks keep their values of the merged operands in shared memory. In the
+  // Plans a single launch, whose blocks keep their values of the reduced operands in shared memory. In the
   // result vectors_in_shared is 0 if these values do not fit, or if the plan has no 16-byte vectors.
   LaunchPlan plan_single_launch() const {
     LaunchPlan plan = choose_walk();
-    // Shared memory for one vector of each merged operand in each thread.
+    // Shared memory for one vector of each reduced operand in each thread.
     const int64_t bytes_per_vector = int64_t(reduced_operands) * kThreads * 16;
     if (bytes_per_vector == 0 || !plan.is_vectorized || bytes_per_vector > limits.smem_cache_bytes)
       return plan;
@@ -101,9 +101,10 @@ struct LaunchPlanner {
     return plan;
   }
 
-  // Plans one launch of the op. The plan equals that of plan_single_launch() if a single launch is possible,
-  // so that an op gives the same bits in a single launch and in several. blocks_per_multiprocessor(plan)
-  // returns how many blocks of the plan's kernel are resident on a multiprocessor.
+  // Plans a launch that keeps no values in shared memory. The plan equals that of plan_single_launch() if a
+  // single launch is possible, so that an op gives the same bits in a single launch and in several.
+  // blocks_per_multiprocessor(plan) returns how many blocks of the plan's kernel are resident on a
+  // multiprocessor.
   LaunchPlan plan(const auto& blocks_per_multiprocessor) const {
     LaunchPlan plan = plan_single_launch();
     if (plan.vectors_in_shared == 0)
@@ -236,7 +237,7 @@ struct LaunchPlanner {
   // Chooses the segments of a plane, and the team size that leaves the fewest vectors of a batch empty. For
   // example, a plane of 98 vectors (28x28 values of 16 bits) fills three quarters of the 128 vectors in a
   // batch of a team of 32, but a tenth of the 1024 vectors in a batch of a team of 256. A team accesses whole
-  // lines of memory, since a line of which two warps write a part each takes longer. A plane is divided into
+  // lines of memory, since a line takes longer if two warps write a part of it each. A plane is divided into
   // segments if it is longer than kMaxBatchesPerSegment batches of all threads, or if there are fewer planes
   // than resident blocks.
   void choose_segments_and_team(LaunchPlan& plan, int64_t resident_blocks) const {

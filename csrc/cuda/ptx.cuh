@@ -140,8 +140,8 @@ __device__ __forceinline__ void load_two_words(uint64_t* source, uint64_t& word0
 
 // Store or load a packet, the 16 bytes in which ranks exchange data. It has two halves of 8 bytes, each with
 // a data word and the epoch (the number of the exchange). A half is written or read as a whole, so a half
-// with the expected epoch has the word of that exchange. The
-// accesses are relaxed: they do not order accesses to other memory.
+// with the expected epoch has the word of that exchange. The accesses are relaxed: they do not order accesses
+// to other memory.
 __device__ __forceinline__ void store_packet(peer::Packet* destination, const peer::Packet& packet) {
   store_two_words(reinterpret_cast<uint64_t*>(destination), packet.word0 | uint64_t(packet.epoch0) << 32,
                   packet.word1 | uint64_t(packet.epoch1) << 32);

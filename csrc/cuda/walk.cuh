@@ -197,7 +197,7 @@ __device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockW
 // tile.
 template <int V, int U, int kOperands, WalkOrder kOrder, class Body>
 __device__ __forceinline__ void walk_rows(const LaunchPlan& plan, const BlockWork& work, const Body& body) {
-  // For vectors of 16 bytes 32 bits suffice: LaunchPlanner::rows_have_vectors sees to that.
+  // An index of 32 bits suffices if vectors have 16 bytes: LaunchPlanner::rows_have_vectors sees to that.
   using Index = std::conditional_t<(V > 1), unsigned, int64_t>;
   const WalkLayout& layout = plan.layout;
   auto column = Index(work.first_channel(plan) * plan.columns_per_channel + work.member * V);

@@ -3,12 +3,12 @@
 // rank has mapped the arenas of all ranks. An exchange merges the numbers of all ranks: moments, `[2C + 2]`
 // (mean[C], M2[C] and the count, stored as two numbers), or two sums of each of C channels.
 //
-// Memory:  a message is a header and a payload. The header is packets: words of the tag, by which ranks see
-//          that they are in the same exchange, each beside the epoch, the number of the exchange. The payload
-//          is the op's numbers as they are. The sender copies the payload into each peer's inbox and writes
-//          the header afterwards. The receiver merges the payload where it lies, so a cache line crosses
-//          between cores once. A release fence before the header is written, and an acquire fence after it
-//          is read, order header and payload; on x86 the fences cost nothing.
+// Memory:  a message is a header and a payload. The header is two packets with the tag, by which ranks see
+//          that they are in the same exchange; each word of the tag stands beside the epoch, the number of
+//          the exchange. The payload is the op's numbers as they are. The sender copies the payload into each
+//          peer's inbox and writes the header afterwards. The receiver merges the payload where it lies, so a
+//          cache line crosses between cores once. A release fence before the header is written, and an
+//          acquire fence after it is read, order header and payload; on x86 the fences cost nothing.
 // Waiting: in slices of time (WaitSlice). Between two slices Python handles signals and looks for peers that
 //          have ended.
 #include "cpu_exchange.h"
@@ -300,7 +300,7 @@ void exchange_abandon(Tensor exchange) {
   Arena& own_arena = group_exchange.own_arena();
   const uint32_t epoch = next_epoch(own_arena.epoch);
   group_exchange.report->epoch = epoch;
-  own_arena.failed = 1;
+  own_arena.failed = 1;  // as on a GPU; on a CPU no op reads it
   for (int peer = 0; peer < group_exchange.world; ++peer)
     if (peer != group_exchange.rank)
       __atomic_store_n(&group_exchange.arenas[peer]->abandoned_epoch_of[group_exchange.rank], uint64_t(epoch),

@@ -36,11 +36,12 @@ struct ExchangeDescriptor {
 
 constexpr int64_t kFieldsBeforeArenas = offsetof(ExchangeDescriptor, arenas) / sizeof(int64_t);
 
-// The largest number of ranks that use a collective. No group is so large; the limit keeps the length of a
-// message, at most capacity + 2 * world numbers, within int64.
-constexpr int64_t kMaxCollectiveRanks = int64_t(1) << 48;
+// The largest number of ranks that use a collective. No group is so large; the limit keeps the length of all
+// messages, world * (capacity + 2) numbers, within int64.
+constexpr int64_t kMaxCollectiveRanks = int64_t(1) << 31;
 
-// The size of a rank's arena: a multiple of the alignment, so that arenas may be consecutive.
+// The size of a rank's arena: a multiple of the alignment, so that arenas may be consecutive. The limits keep
+// the size within int64; make_exchange requires at most kMaxRanks ranks.
 inline int64_t arena_bytes(int64_t world, int64_t capacity) {
   require(world >= 1 && world <= 1 << 12 && capacity >= 0 && capacity <= int64_t(1) << 31, "arena_bytes",
           "world", "is for ", world, " ranks and ", capacity, " packets; 1 to 2^12 and 0 to 2^31 expected");
@@ -57,7 +58,8 @@ inline NumberKind number_kind_of(const Tensor& numbers) {
   return numbers.dim() == 1 ? kMoments : kSums;
 }
 
-// How many numbers each rank has: 2C + 2 numbers of moments, or 2C sums. `numbers` is also a result.
+// How many numbers each rank has: 2C + 2 numbers of moments, or 2C sums. `numbers` may also be the result of
+// an exchange, whose last dimension is the same.
 inline int64_t numbers_per_rank(const Tensor& numbers) {
   return numbers.size(numbers.dim() - 1);
 }
@@ -94,7 +96,7 @@ inline const ExchangeDescriptor& read_descriptor(const char* op, const Tensor& e
   // With a collective, `world` may exceed kMaxRanks.
   require(descriptor.world <= kMaxCollectiveRanks && descriptor.capacity <= int64_t(1) << 31, op, "exchange",
           "is for ", descriptor.world, " ranks, capacity ", descriptor.capacity,
-          "; at most 2^48 and 2^31 expected");
+          "; at most 2^31 of each expected");
   return descriptor;
 }
 

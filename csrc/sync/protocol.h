@@ -66,10 +66,11 @@ FASTVIT_HOST_DEVICE NumberKind number_kind_of(const Tag& tag) {
   return NumberKind(tag.kind & kSums);
 }
 
-// Whether two ranks are in the same exchange. A rank that replays a captured CUDA graph has forward_index
-// 0, which matches every forward_index. Each rank compares the tags of all ranks with its own tag, so every
-// rank sees a mismatch. Only a replaying rank may see a mismatch between two peers one exchange later, when
-// it finds that the peers have abandoned theirs.
+// Whether two ranks are in the same exchange. A rank that replays a captured CUDA graph has forward_index 0,
+// which matches every forward_index. Each rank compares the tags of all ranks with its own tag, so every rank
+// sees a mismatch. There is one exception: the tag of a replaying rank may match those of two peers whose
+// forward_index differs. That rank notices one exchange later, when it finds that the peers have abandoned
+// theirs.
 FASTVIT_HOST_DEVICE bool tags_match(const Tag& a, const Tag& b) {
   return a == Tag{b.layer, a.forward_index, b.words, b.kind} &&
          (a.forward_index == b.forward_index || a.forward_index == 0 || b.forward_index == 0);
@@ -145,7 +146,7 @@ struct FaultReport {
 // The memory of one rank; its inbox follows this struct. An arena begins as zeros.
 struct alignas(128) Arena {
   uint32_t epoch;   // the last exchange of which the rank received all messages
-  uint32_t failed;  // not 0: the rank has abandoned an exchange, and every later one fails
+  uint32_t failed;  // not 0: the rank has abandoned an exchange; between GPUs every later one fails
   // Rank r writes element r: the epoch of the exchange that rank r abandoned; it is 0 before. The owner of
   // the arena reads the element while it waits; if it is set, the owner abandons its exchange at once instead
   // of waiting for the timeout.

@@ -2,7 +2,7 @@
 // input, and second_factor, by which bn_reduce multiplies dv.
 //
 //   from x  second_factor = x - mean, which is xhat / invstd. v = second_factor * scale + beta (+ residual),
-//           with the bits of the forward pass, so that v is on the same side of a kink of act.
+//           bit for bit as in the forward pass, so that v is on the same side of a kink of act.
 //           dv = dy * act'(v).
 //   from y  second_factor = xhat, recovered from y. dv = dy * act'(v), computed from y.
 //

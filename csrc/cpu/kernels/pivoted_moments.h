@@ -1,9 +1,11 @@
 // Mean and M2 (the sum of squared deviations from the mean) of a run of values, in one pass.
 //
-// Deviations from a pivot are summed and squared, and the mean deviation corrects both sums. The pivot is the
-// mean of the first values: if k of n values give the pivot, the sum of squares is at most n / k times M2 for
-// any data, so few digits cancel.
-// T: storage type of the values. A: accumulation type. FASTVIT_HOST_DEVICE: always inline.
+// The deviations from a pivot and their squares are summed. The mean is the pivot plus the mean deviation; M2
+// is the sum of squares minus (sum of deviations * mean deviation). The pivot is the mean of the first
+// values: if it is the mean of k of n values, the sum of the squared deviations from it is at most n / k
+// times M2 for any data, so few digits cancel.
+// T: storage type of the values. A: accumulation type.
+// FASTVIT_HOST_DEVICE: always inline.
 #pragma once
 
 #include "sums.h"

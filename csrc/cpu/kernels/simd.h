@@ -300,9 +300,9 @@ struct LastVector {
   }
 };
 
-// The vectors of a result's span that are stored past the caches: the FullVectors from element `first` on,
-// which is the first vector-aligned one. A span below 1 KiB bypasses the caches only if it begins and
-// ends at vector boundaries, since such stores of parts of a cache line are slow.
+// The vectors of a result's span that are stored past the caches: the full vectors from element `first` on,
+// the first element at which a stored vector is aligned. A span below 1 KiB bypasses the caches only if it
+// begins and ends at vector boundaries, since non-temporal stores of parts of a cache line are slow.
 struct NonTemporalRange {
   bool is_used = false;
   int64_t first = 0;

@@ -57,10 +57,10 @@ FASTVIT_HOST_DEVICE TermPair<A> sum_span(int64_t length, const ComputeTerms& com
   return sums[0];
 }
 
-// Sums the planes of a task (a range of channels and of units), in the order of memory. A segment is a
-// plane or a part of it; a unit is the same segment of all channels. Long planes are summed segment by
-// segment. Of short planes, plan.planes_at_once of a channel go into one sum; the sums of kMaxChannelsAtOnce
-// channels grow in the same pass over memory.
+// Sums the planes of a task (a range of channels and of units), in the order of memory. A segment is a plane
+// or a part of it; a unit is one segment of each channel's plane at one outer index. Long planes are summed
+// segment by segment. If planes are short, plan.planes_at_once planes of a channel are summed into one
+// result, for up to kMaxChannelsAtOnce channels in the same pass over memory.
 //
 // sum(args, group, k, is_first, sums) adds the terms of a group's spans to sums[k], sums[k + 1], ..., one for
 // each channel; with is_first it sets these sums. finish(k, channel, sums, unit, count) receives sums[k]
@@ -83,8 +83,8 @@ void sum_planes(const Args& args, const StridedOperand<T>* operands, int operand
     has_unit_strides = has_unit_strides && operands[i].element_stride == 1;
     group.in_stride[i] = operands[i].strides.channel;
   }
-  // Sets the group to the planes of `spans` channels, and in them to `length` elements from element `inner`
-  // on.
+  // Sets the group to `length` elements, from element `inner` on, of the planes of `spans` channels, at outer
+  // index n.
   const auto set_group = [&](int64_t n, int64_t channel, int64_t inner, int64_t length, int64_t spans) {
     group.length = length;
     group.first_channel = channel;
