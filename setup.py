@@ -53,7 +53,7 @@ if os.uname().machine == "x86_64":
     CAPABILITIES["avx2"] = "$baseline -mavx2 -mfma -mf16c"
     CAPABILITIES["avx512"] = "$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
 WIDEST = list(CAPABILITIES)[-2:]
-WITH_SUMS = ("cpu/kernels/stats", "cpu/kernels/reduce", "cpu/kernels/layer_norm")
+WITH_SUMS = ("cpu/kernels/bn_stats", "cpu/kernels/bn_reduce", "cpu/kernels/layer_norm")
 
 
 def native() -> str:
@@ -173,10 +173,9 @@ def ninja_file(cxx: str, cuda: Path | None, why: str, sets: list[str], gencode: 
             objects.append(f"{source}.{name}.o")
             lines.append(f"build {objects[-1]}: cxx $csrc/{source}.cpp")
             o3 = " -O3 -fno-unswitch-loops" if source in WITH_SUMS and name in WIDEST else ""
-            lines.append(f" flags = ${name}{o3} -DFASTVIT_CAPABILITY={name}")
-            if source == "cpu/kernels":
-                compiled = " ".join(f"FASTVIT_COMPILED({name})" for name in sets)
-                lines[-1] += " " + shlex.quote(f"-DFASTVIT_SETS={compiled}")
+            lines.append(f" flags = ${name}{o3} -DFASTVIT_ISA={name}")
+            if source == "cpu/kernel_table":
+                lines[-1] += "".join(f" -DFASTVIT_HAS_{isa.upper()}" for isa in sets)
             if source == "ops":
                 lines[-1] += " " + shlex.quote(f'-DFASTVIT_CUDA_BUILD="{built}"').replace("$", "$$")
     kernels = [str(path.relative_to(ROOT / "csrc").with_suffix("")) for path in cuda_sources() if cuda]

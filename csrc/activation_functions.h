@@ -1,18 +1,20 @@
-// The activations, their gradients and inverses, for host and device.
+// The activations y = act(v), their gradients and inverses, for host and device. v is the value before act.
 //
-// `V` is a floating-point scalar or a GCC/Clang vector of them, `S` the scalar type. Every branch selects one
-// of two computed values, so the code is the same for a scalar and for the lanes of a vector.
+//   forward(v)                   y = act(v)
+//   backward(dy, v)              dv = dy * act'(v)
+//   inverse(y)                   v, for an invertible activation
+//   backward_from_output(dy, y)  dv = dy * act'(v) for an invertible activation
 //
-//   forward(v)        y = act(v)
-//   backward(dy, v)   dy * act'(v), from the pre-activation v
-//   inverse(y)        v, from the output, for an invertible activation (is_invertible)
-//   backward_y(dy, y) dy * act'(v), from the output
+// V: a float, a double, or a GCC/Clang vector of them. Scalar: the type of V's elements.
+// The last argument is the activation's parameter. An activation without one takes `type_only`, which gives
+// the type Scalar and whose value is not used. Every branch selects one of two computed values, so the code
+// is the same for a scalar and for a vector.
 //
-// The slope at a kink is torch's. At v = 0 it is that of the negative side, so the inverse is correct where
-// slope * v underflows to -0 or +0. NaN stays NaN in y.
+// The gradient at a kink is torch's: at v = 0 that of the side v < 0. That is right also where y = 0 stands
+// for a tiny negative v, whose leaky_relu underflowed. If v is NaN, y is NaN.
 #pragma once
 
-#include "elementary.h"
+#include "elementary_functions.h"
 
 namespace fastvit {
 
@@ -21,198 +23,207 @@ enum class Activation : int { identity, relu, relu6, leaky_relu, elu, gelu, gelu
 constexpr const char* kActivationNames[] = {"identity", "relu",      "relu6", "leaky_relu", "elu",
                                             "gelu",     "gelu_tanh", "silu",  "hardswish"};
 
-// Activations with an exponential, a logarithm or a quotient: their kernels are compute-bound.
+// True for an activation with an exponential, a logarithm or a quotient: its kernels are bound by arithmetic,
+// not by memory.
 constexpr bool is_transcendental(Activation a) {
   return a == Activation::elu || a == Activation::gelu || a == Activation::gelu_tanh || a == Activation::silu;
 }
+
+// True if v can be recovered from y, so that an op may overwrite x by y.
 constexpr bool is_invertible(Activation a) {
   return a == Activation::identity || a == Activation::leaky_relu || a == Activation::elu;
 }
 
 template <Activation>
-struct ActivationFn;
+struct ActivationFunction;
 
 template <>
-struct ActivationFn<Activation::identity> {
-  template <class V, class S>
-  static FASTVIT_INLINE V forward(V v, S) {
+struct ActivationFunction<Activation::identity> {  // y = v
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V forward(V v, Scalar) {
     return v;
   }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward(V dy, V, S) {
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward(V dy, V, Scalar) {
     return dy;
   }
-  template <class V, class S>
-  static FASTVIT_INLINE V inverse(V y, S) {
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V inverse(V y, Scalar) {
     return y;
   }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward_y(V dy, V, S) {
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward_from_output(V dy, V, Scalar) {
     return dy;
   }
 };
 
 template <>
-struct ActivationFn<Activation::relu> {
-  template <class V, class S>
-  static FASTVIT_INLINE V forward(V v, S) {
-    return v <= S(0) ? V{} : v;
+struct ActivationFunction<Activation::relu> {  // y = max(v, 0)
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V forward(V v, Scalar) {
+    return v <= Scalar(0) ? V{} : v;
   }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward(V dy, V v, S) {
-    return v <= S(0) ? V{} : dy;
-  }
-};
-
-template <>
-struct ActivationFn<Activation::relu6> {
-  template <class V, class S>
-  static FASTVIT_INLINE V forward(V v, S) {
-    const V positive = v <= S(0) ? V{} : v;
-    return positive >= S(6) ? V{} + S(6) : positive;
-  }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward(V dy, V v, S) {
-    const V positive = v <= S(0) ? V{} : dy;
-    return v >= S(6) ? V{} : positive;
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar) {
+    return v <= Scalar(0) ? V{} : dy;
   }
 };
 
 template <>
-struct ActivationFn<Activation::leaky_relu> {  // param: slope of the negative side
-  template <class V, class S>
-  static FASTVIT_INLINE V forward(V v, S slope) {
-    return v > S(0) ? v : v * slope;
+struct ActivationFunction<Activation::relu6> {  // y = min(max(v, 0), 6)
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V forward(V v, Scalar) {
+    const V positive = v <= Scalar(0) ? V{} : v;
+    return positive >= Scalar(6) ? V{} + Scalar(6) : positive;
   }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward(V dy, V v, S slope) {
-    return v > S(0) ? dy : dy * slope;
-  }
-  template <class V, class S>
-  static FASTVIT_INLINE V inverse(V y, S slope) {
-    return y > S(0) ? y : y * (S(1) / slope);  // one division, not one per element
-  }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward_y(V dy, V y, S slope) {
-    return y > S(0) ? dy : dy * slope;
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar) {
+    const V dv_below_6 = v <= Scalar(0) ? V{} : dy;
+    return v >= Scalar(6) ? V{} : dv_below_6;
   }
 };
 
 template <>
-struct ActivationFn<Activation::elu> {  // param: alpha; y = alpha * expm1(v) on the negative side
-  template <class V, class S>
-  static FASTVIT_INLINE V forward(V v, S alpha) {
-    const V negative = alpha * expm1_(v > S(0) ? V{} : v);
-    return v > S(0) ? v : negative;
+struct ActivationFunction<Activation::leaky_relu> {  // y = slope * v for v <= 0
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V forward(V v, Scalar slope) {
+    return v > Scalar(0) ? v : v * slope;
   }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward(V dy, V v, S alpha) {
-    return v > S(0) ? dy : dy * (alpha * exp_(v > S(0) ? V{} : v));
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar slope) {
+    return v > Scalar(0) ? dy : dy * slope;
   }
-  // A saturated y is rounded to -alpha, and v is lost. The smallest v that S can represent stands for it,
-  // which avoids log1p(-1). The gradient, dy * (y + alpha), is 0 there.
-  template <class V, class S>
-  static FASTVIT_INLINE V inverse(V y, S alpha) {
-    const S lowest = S(sizeof(S) == 8 ? -1 + 0x1p-53 : -1 + 0x1p-24);
-    const V u = at_least(V(y * (S(1) / alpha)), lowest);
-    const V negative = log1p_(y > S(0) ? V{} : u);
-    return y > S(0) ? y : negative;
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V inverse(V y, Scalar slope) {
+    return y > Scalar(0) ? y : y * (Scalar(1) / slope);  // one division, not one per element
   }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward_y(V dy, V y, S alpha) {
-    return y > S(0) ? dy : dy * (y + alpha);
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward_from_output(V dy, V y, Scalar slope) {
+    return y > Scalar(0) ? dy : dy * slope;
   }
 };
 
 template <>
-struct ActivationFn<Activation::gelu> {  // v * cdf(v) of the standard normal distribution
-  template <class V, class S>
-  static FASTVIT_INLINE V forward(V v, S s) {
-    return v * normal(v, s).cdf;
+struct ActivationFunction<Activation::elu> {  // y = alpha * expm1(v) for v <= 0
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V forward(V v, Scalar alpha) {
+    const V negative = alpha * fast_expm1(v > Scalar(0) ? V{} : v);
+    return v > Scalar(0) ? v : negative;
   }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward(V dy, V v, S s) {
-    const Normal<V> n = normal(v, s);
-    return dy * (n.cdf + v * n.density);
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar alpha) {
+    return v > Scalar(0) ? dy : dy * (alpha * fast_exp(v > Scalar(0) ? V{} : v));
+  }
+  // For v far below 0, y is rounded to -alpha and v is lost. The result is then log1p of the smallest number
+  // above -1, since log1p(-1) is infinite. The gradient dy * (y + alpha) is 0 there.
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V inverse(V y, Scalar alpha) {
+    const Scalar above_minus_1 = Scalar(sizeof(Scalar) == 8 ? -1 + 0x1p-53 : -1 + 0x1p-24);
+    const V expm1_of_v = max_propagating_nan(V(y * (Scalar(1) / alpha)), above_minus_1);
+    const V negative = fast_log1p(y > Scalar(0) ? V{} : expm1_of_v);
+    return y > Scalar(0) ? y : negative;
+  }
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward_from_output(V dy, V y, Scalar alpha) {
+    return y > Scalar(0) ? dy : dy * (y + alpha);
   }
 };
 
-// v / 2 * (1 + tanh(u)) = v * sigmoid(2 u), u = sqrt(2 / pi) * (v + 0.044715 v^3)
 template <>
-struct ActivationFn<Activation::gelu_tanh> {
-  template <class V, class S>
-  static FASTVIT_INLINE V forward(V v, S s) {
-    return v * sigmoid(V(v * (S(kTwice) + S(kTwice * kCubic) * v * v)), s);
+struct ActivationFunction<Activation::gelu> {  // y = v * cdf(v), of the standard normal distribution
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V forward(V v, Scalar type_only) {
+    return v * normal(v, type_only).cdf;
   }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward(V dy, V v, S s) {
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar type_only) {
+    const CdfAndDensity<V> at_v = normal(v, type_only);
+    return dy * (at_v.cdf + v * at_v.density);
+  }
+};
+
+// y = v / 2 * (1 + tanh(u)) = v * sigmoid(2 u), where u = sqrt(2 / pi) * (v + 0.044715 v^3).
+template <>
+struct ActivationFunction<Activation::gelu_tanh> {
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V forward(V v, Scalar type_only) {
+    return v * sigmoid(V(v * (Scalar(kLinear) + Scalar(kLinear * kCubicRatio) * v * v)), type_only);
+  }
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar type_only) {
     V square = v * v;
-    square = square > S(400) ? V{} + S(400) : square;  // p is 0 or 1 beyond, and infinity would give NaN
-    const V p = sigmoid(V(v * (S(kTwice) + S(kTwice * kCubic) * square)), s);
-    return dy * (p + p * (S(1) - p) * v * (S(kTwice) + S(3 * kTwice * kCubic) * square));
+    // sigmoid(2 u) is 0 or 1 from v^2 = 400 on. A larger v^2 could be infinite, which would give a NaN.
+    square = square > Scalar(400) ? V{} + Scalar(400) : square;
+    const V sigmoid_2u =
+        sigmoid(V(v * (Scalar(kLinear) + Scalar(kLinear * kCubicRatio) * square)), type_only);
+    return dy * (sigmoid_2u + sigmoid_2u * (Scalar(1) - sigmoid_2u) * v *
+                                  (Scalar(kLinear) + Scalar(3 * kLinear * kCubicRatio) * square));
   }
-  static constexpr double kTwice = 1.59576912160573071176;  // 2 * sqrt(2 / pi)
-  static constexpr double kCubic = 0.044715;
+  // The argument of the sigmoid is 2 u = kLinear * (v + kCubicRatio * v^3).
+  static constexpr double kLinear = 1.59576912160573071176;  // 2 * sqrt(2 / pi)
+  static constexpr double kCubicRatio = 0.044715;
 };
 
 template <>
-struct ActivationFn<Activation::silu> {
-  template <class V, class S>
-  static FASTVIT_INLINE V forward(V v, S s) {
-    return v * sigmoid(v, s);
+struct ActivationFunction<Activation::silu> {  // y = v * sigmoid(v)
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V forward(V v, Scalar type_only) {
+    return v * sigmoid(v, type_only);
   }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward(V dy, V v, S s) {
-    const V p = sigmoid(v, s);
-    return dy * (p + p * (S(1) - p) * v);
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar type_only) {
+    const V sigmoid_v = sigmoid(v, type_only);
+    return dy * (sigmoid_v + sigmoid_v * (Scalar(1) - sigmoid_v) * v);
   }
 };
 
 template <>
-struct ActivationFn<Activation::hardswish> {  // v * min(max(v + 3, 0), 6) / 6
-  template <class V, class S>
-  static FASTVIT_INLINE V forward(V v, S) {
-    V gate = v + S(3);
-    gate = gate < S(0) ? V{} : gate;
-    gate = gate > S(6) ? V{} + S(6) : gate;
-    return v * (gate * S(1.0 / 6));
+struct ActivationFunction<Activation::hardswish> {  // y = v * min(max(v + 3, 0), 6) / 6
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V forward(V v, Scalar) {
+    V relu6 = v + Scalar(3);
+    relu6 = relu6 < Scalar(0) ? V{} : relu6;
+    relu6 = relu6 > Scalar(6) ? V{} + Scalar(6) : relu6;
+    return v * (relu6 * Scalar(1.0 / 6));
   }
-  template <class V, class S>
-  static FASTVIT_INLINE V backward(V dy, V v, S) {
-    const V middle = v <= S(-3) ? V{} : dy * (v * S(1.0 / 3) + S(0.5));
-    return v >= S(3) ? dy : middle;
+  template <class V, class Scalar>
+  static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar) {
+    const V dv_below_3 = v <= Scalar(-3) ? V{} : dy * (v * Scalar(1.0 / 3) + Scalar(0.5));
+    return v >= Scalar(3) ? dy : dv_below_3;
   }
 };
 
-// xhat, recovered from the pre-activation v. Of n samples |xhat| <= sqrt(n - 1). Rounding of the stored y may
-// violate this, so xhat is clamped. The limit is infinite for running statistics.
-template <class V, class W, class S>
-FASTVIT_INLINE V recover_xhat(V v, W beta, W inverse_gamma, S limit) {
-  return within(V((v - beta) * inverse_gamma), limit);
+// Returns xhat = (x - mean) * invstd, recovered from v = gamma * xhat + beta.
+// limit: the largest |xhat| is sqrt(n - 1) with the mean and invstd of n values, and infinite with running
+// statistics. The rounding of y may make |xhat| larger, so xhat is clamped.
+// PerChannel: V, or its scalar type where all lanes of a vector have one channel.
+template <class V, class PerChannel, class Scalar>
+FASTVIT_HOST_DEVICE V recover_xhat(V v, PerChannel beta, PerChannel inverse_gamma, Scalar limit) {
+  return clamp_propagating_nan(V((v - beta) * inverse_gamma), limit);
 }
 
-// Calls f.template operator()<activation>().
-template <class F>
-FASTVIT_INLINE void dispatch_activation(Activation activation, const F& f) {
+// Calls function.template operator()<activation>().
+template <class Function>
+FASTVIT_HOST_DEVICE void dispatch_activation(Activation activation, const Function& function) {
   switch (activation) {
     case Activation::identity:
-      return f.template operator()<Activation::identity>();
+      return function.template operator()<Activation::identity>();
     case Activation::relu:
-      return f.template operator()<Activation::relu>();
+      return function.template operator()<Activation::relu>();
     case Activation::relu6:
-      return f.template operator()<Activation::relu6>();
+      return function.template operator()<Activation::relu6>();
     case Activation::leaky_relu:
-      return f.template operator()<Activation::leaky_relu>();
+      return function.template operator()<Activation::leaky_relu>();
     case Activation::elu:
-      return f.template operator()<Activation::elu>();
+      return function.template operator()<Activation::elu>();
     case Activation::gelu:
-      return f.template operator()<Activation::gelu>();
+      return function.template operator()<Activation::gelu>();
     case Activation::gelu_tanh:
-      return f.template operator()<Activation::gelu_tanh>();
+      return function.template operator()<Activation::gelu_tanh>();
     case Activation::silu:
-      return f.template operator()<Activation::silu>();
+      return function.template operator()<Activation::silu>();
     case Activation::hardswish:
-      return f.template operator()<Activation::hardswish>();
+      return function.template operator()<Activation::hardswish>();
   }
   __builtin_unreachable();
 }

@@ -1,9 +1,11 @@
-// Activations and gates: the schemas of their ops, the arguments of their kernels, and their front ends; as
-// batch_norm.h.
+// Activations, y = act(x), and gates, y = act(x) * gate: the schemas of their ops (fastvit/ops.py documents
+// them), the arguments of their kernels, and a function per op, which checks a call, allocates its results
+// and hands both to a backend.
 //
-// Operands with equal strides and no gaps are walked as one plane, whatever their shape. Others are walked by
-// their strides, so the halves of a packed Linear's output are not copied; beyond 5 dimensions they are
-// copied.
+// The functions are compiled twice: into _C.so with the backend csrc/cpu, and into _cuda.so with csrc/cuda.
+// Tensors with equal strides and no gaps are read as one long run of memory, whatever their shape. Others are
+// read by their strides, so the halves of one tensor, x and gate, are not copied. A tensor of more than 5
+// dimensions that has other strides is copied.
 #pragma once
 
 #include <tuple>
@@ -23,24 +25,25 @@ void define_activations(Library& m) {
       "float activation_param=0.0) -> (Tensor dx, Tensor dgate)");
 }
 
-// The places of operands in a layout's strides.
-struct ActForwardOperand {
+// The places of an op's tensors in WalkLayout::strides.
+struct ActForwardStrides {  // of act_forward
   static constexpr int x = 0, y = 1, gate = 2;
 };
-struct ActBackwardOperand {
+struct ActBackwardStrides {  // of act_backward
   static constexpr int x = 0, dy = 1, dx = 2, gate = 3, dgate = 4;
 };
 
+// The arguments of the kernels.
 struct ActArgs {
-  Layout layout;
+  WalkLayout layout;
   ScalarType dtype;
   int device;
   Activation activation;
   double activation_param;
-  const void *x, *gate;  // gate: may be null
+  const void *x, *gate;  // gate: null if the call has none
   const void* dy;        // null in forward
-  void* y;
-  void *dx, *dgate;  // dgate: null without a gate
+  void* y;               // null in backward
+  void *dx, *dgate;      // null in forward; dgate also without a gate
 };
 
 namespace backend {
@@ -48,72 +51,81 @@ void act_forward(const ActArgs& args);
 void act_backward(const ActArgs& args);
 }  // namespace backend
 
-struct ActTail {
-  OpCall& in;
-  OptTensor gate = in.take<OptTensor>();
-  std::string activation = in.take<std::string>();
-  double activation_param = in.take<double>();
+// The arguments that both ops share. This struct and the next two read the arguments of a call in the order
+// of the schema (op_call.h).
+struct ActSharedArguments {
+  OpCall& call;
+  OptTensor gate = call.take<OptTensor>();
+  std::string activation = call.take<std::string>();
+  double activation_param = call.take<double>();
 };
 struct ActForwardCall : OpCall {
   Tensor x = take<Tensor>();
-  ActTail tail{*this};
+  ActSharedArguments shared{*this};
 };
 struct ActBackwardCall : OpCall {
   Tensor x = take<Tensor>(), dy = take<Tensor>();
-  ActTail tail{*this};
+  ActSharedArguments shared{*this};
 };
 
-inline bool lies_like(const Tensor& t, const Tensor& other) {
-  for (int64_t d = 0; d < t.dim(); ++d)
-    if (t.size(d) > 1 && t.stride(d) != other.stride(d)) return false;
+// True if two tensors of one shape have equal strides. That of a dimension with one element does not matter.
+inline bool have_equal_strides(const Tensor& tensor1, const Tensor& tensor2) {
+  for (int64_t d = 0; d < tensor1.dim(); ++d)
+    if (tensor1.size(d) > 1 && tensor1.stride(d) != tensor2.stride(d)) return false;
   return true;
 }
 
-// Operands that are read, as kernels take them: of more than 5 dimensions with the strides of `out`.
+// Prepares the tensors that a kernel reads, and then makes the layout by which it walks all of its tensors.
 class ActOperands {
-  const Tensor& out;  // without gaps
-  bool alike = true;
+  const Tensor& result;  // has no gaps
+  bool has_equal_strides = true;
 
  public:
-  explicit ActOperands(const Tensor& out) : out(out) {}
+  explicit ActOperands(const Tensor& result) : result(result) {}
 
-  Tensor add(const Tensor& t) {
-    if (lies_like(t, out)) return t;
-    if (t.dim() <= kMaxDims) {
-      alike = false;
-      return t;
+  // Copies a tensor only if its strides differ from the result's and it has more than kMaxDims dimensions.
+  // The copy has the result's strides.
+  Tensor prepare(const Tensor& tensor) {
+    if (have_equal_strides(tensor, result)) return tensor;
+    if (tensor.dim() <= kMaxDims) {
+      has_equal_strides = false;
+      return tensor;
     }
-    Tensor copy = allocate_like(out);
-    torch::stable::copy_(copy, t);
+    Tensor copy = allocate_like(result);
+    torch::stable::copy_(copy, tensor);
     return copy;
   }
-  OptTensor add(const OptTensor& t) { return t ? OptTensor(add(*t)) : OptTensor(); }
+  OptTensor prepare(const OptTensor& tensor) { return tensor ? OptTensor(prepare(*tensor)) : OptTensor(); }
 
-  Layout layout(std::initializer_list<const Tensor*> operands) const {
-    if (!alike) return layout_of(out.dim() - 1, operands);
-    const int64_t sizes[] = {1, out.numel()}, strides[] = {out.numel(), 1};
-    const int64_t* const flat[] = {strides, strides, strides, strides, strides};
-    return make_layout(2, sizes, 0, kMaxOperands, flat);
+  // An activation has no channels. With equal strides the layout is one plane: consecutive elements of one
+  // channel. Otherwise the last dimension serves as the channels.
+  WalkLayout make_layout(std::initializer_list<const Tensor*> operands) const {
+    if (!has_equal_strides) return make_walk_layout(/*channel_dim=*/result.dim() - 1, operands);
+    const int64_t sizes[] = {1, result.numel()}, strides[] = {result.numel(), 1};
+    const int64_t* const strides_of_operands[] = {strides, strides, strides, strides, strides};
+    return make_walk_layout(/*num_dims=*/2, sizes, /*channel_dim=*/0, kMaxOperands, strides_of_operands);
   }
 };
 
-inline ActArgs check_act(const OpChecker& check, const Tensor& x, const ActTail& tail) {
-  check.check_like("gate", tail.gate);
+// Checks the shared arguments. Returns the arguments of a kernel, without its tensors.
+inline ActArgs check_act(const OpChecker& checker, const Tensor& x, const ActSharedArguments& shared) {
+  checker.check_same_as_input("gate", shared.gate);
   ActArgs args{};
   args.dtype = x.scalar_type();
   args.device = x.get_device_index();
-  args.activation = check.check_activation(tail.activation, tail.activation_param, false);
-  args.activation_param = tail.activation_param;
+  args.activation =
+      checker.check_activation(shared.activation, shared.activation_param, /*needs_inverse=*/false);
+  args.activation_param = shared.activation_param;
   return args;
 }
 
 inline Tensor act_forward(const ActForwardCall& call) {
-  ActArgs args = check_act(OpChecker("act_forward", "x", call.x), call.x, call.tail);
+  ActArgs args = check_act(OpChecker("act_forward", "x", call.x), call.x, call.shared);
   Tensor y = allocate_like(call.x);
   ActOperands operands(y);
-  const Tensor x = operands.add(call.x);
-  const OptTensor gate = operands.add(call.tail.gate);
-  args.layout = operands.layout({&x, &y, or_null(gate)});
+  const Tensor x = operands.prepare(call.x);
+  const OptTensor gate = operands.prepare(call.shared.gate);
+  args.layout = operands.make_layout({&x, &y, pointer_or_null(gate)});
   args.x = x.data_ptr();
   args.gate = gate ? gate->data_ptr() : nullptr;
   args.y = y.data_ptr();
@@ -122,14 +134,15 @@ inline Tensor act_forward(const ActForwardCall& call) {
 }
 
 inline std::tuple<Tensor, Tensor> act_backward(const ActBackwardCall& call) {
-  const OpChecker check("act_backward", "x", call.x);
-  check.check_like("dy", call.dy);
-  ActArgs args = check_act(check, call.x, call.tail);
-  Tensor dx = allocate_like(call.x), dgate = call.tail.gate ? allocate_like(call.x) : allocate_empty(call.x);
+  const OpChecker checker("act_backward", "x", call.x);
+  checker.check_same_as_input("dy", call.dy);
+  ActArgs args = check_act(checker, call.x, call.shared);
+  Tensor dx = allocate_like(call.x),
+         dgate = call.shared.gate ? allocate_like(call.x) : allocate_empty(call.x);
   ActOperands operands(dx);
-  const Tensor x = operands.add(call.x), dy = operands.add(call.dy);
-  const OptTensor gate = operands.add(call.tail.gate);
-  args.layout = operands.layout({&x, &dy, &dx, or_null(gate), gate ? &dgate : nullptr});
+  const Tensor x = operands.prepare(call.x), dy = operands.prepare(call.dy);
+  const OptTensor gate = operands.prepare(call.shared.gate);
+  args.layout = operands.make_layout({&x, &dy, &dx, pointer_or_null(gate), gate ? &dgate : nullptr});
   args.x = x.data_ptr();
   args.dy = dy.data_ptr();
   args.gate = gate ? gate->data_ptr() : nullptr;

@@ -1,8 +1,13 @@
-// Batch norm: the schemas of its ops, the arguments of its kernels, and its front ends, which check a call,
-// allocate its results and hand both to a backend. fastvit/ops.py documents the ops.
+// Batch norm: the schemas of its ops (fastvit/ops.py documents them), the arguments of its kernels, and a
+// function per op, which checks a call, allocates its results and hands both to a backend.
 //
-// `_C` and `_cuda` each compile the front ends, and define the functions of `backend`. Only outputs and O(C)
-// buffers are allocated; no op has an activation-sized temporary.
+// The functions are compiled twice: into _C.so with the backend csrc/cpu, and into _cuda.so with csrc/cuda.
+// They allocate only results and tensors of O(C) numbers, never a temporary of an activation's size.
+//
+// Tensors of several numbers per channel are packed into one, so that ranks exchange it in one message:
+//   moments  mean[C], M2[C], count: M2 is the sum of squared deviations; count takes two numbers (moments.h)
+//   saved    mean[C], invstd[C], count: the statistics that a forward applied, for its backward
+//   sums     sum dv[C], sum dv * xhat[C]: dv is the gradient of the activation's input, xhat the normalized x
 #pragma once
 
 #include <tuple>
@@ -10,108 +15,116 @@
 #include "moments.h"
 #include "op_call.h"
 #include "op_checker.h"
-#include "sync/handle.h"
+#include "sync/exchange_descriptor.h"
 
 namespace fastvit {
 
 // ------------------------------------------------------------------------------------------------- schemas
-
-// The members of BnTail.
-#define FASTVIT_BN_TAIL                                             \
+// The arguments that all ops but bn_stats share. BnSharedArguments reads them from a call.
+#define FASTVIT_BN_SHARED_ARGUMENTS                                 \
   "Tensor? weight=None, Tensor? bias=None, Tensor? residual=None, " \
   "str activation='identity', float activation_param=0.01, int channel_dim=1"
 
-// bn_forward_inplace returns `saved` and not x: autograd learns of the write by mark_dirty(x). torch.compile
-// traces bn_forward(invertible=True), which returns a new tensor. Moments and sums are packed, so that ranks
-// exchange each with one collective.
+// bn_forward_inplace does not return x; its caller tells autograd of the write by mark_dirty(x).
+// torch.compile traces bn_forward with invertible=True instead, which writes the same y to a new tensor.
+// `input` of bn_reduce and bn_backward is x, or with from_output y, from which they recover x.
 template <class Library>
 void define_batch_norm(Library& m) {
   m.def("bn_stats(Tensor x, int channel_dim=1, Tensor? exchange=None) -> Tensor moments");
-  m.def("bn_forward(Tensor x, " FASTVIT_BN_TAIL
+  m.def("bn_forward(Tensor x, " FASTVIT_BN_SHARED_ARGUMENTS
         ", Tensor? moments=None, Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, "
         "Tensor(c!)? num_batches_tracked=None, float? momentum=0.1, float eps=1e-05, bool training=True, "
         "bool invertible=False) -> (Tensor y, Tensor saved)");
-  m.def("bn_forward_inplace(Tensor(a!) x, " FASTVIT_BN_TAIL
+  m.def("bn_forward_inplace(Tensor(a!) x, " FASTVIT_BN_SHARED_ARGUMENTS
         ", Tensor? moments=None, Tensor(b!)? running_mean=None, Tensor(c!)? running_var=None, "
         "Tensor(d!)? num_batches_tracked=None, float? momentum=0.1, float eps=1e-05, bool training=True) "
         "-> Tensor saved");
-  m.def("bn_apply(Tensor x, Tensor saved, " FASTVIT_BN_TAIL ") -> Tensor y");
-  m.def("bn_reduce(Tensor input, Tensor dy, Tensor saved, " FASTVIT_BN_TAIL
+  m.def("bn_apply(Tensor x, Tensor saved, " FASTVIT_BN_SHARED_ARGUMENTS ") -> Tensor y");
+  m.def("bn_reduce(Tensor input, Tensor dy, Tensor saved, " FASTVIT_BN_SHARED_ARGUMENTS
         ", bool from_output=False, Tensor? exchange=None) -> Tensor sums");
-  m.def("bn_backward(Tensor input, Tensor dy, Tensor saved, " FASTVIT_BN_TAIL
+  m.def("bn_backward(Tensor input, Tensor dy, Tensor saved, " FASTVIT_BN_SHARED_ARGUMENTS
         ", bool from_output=False, Tensor? global_sums=None, bool training=True) "
         "-> (Tensor dx, Tensor dresidual, Tensor local_sums)");
 }
 
 // ------------------------------------------------------------------------------------ arguments of kernels
-
-// The places of operands in a layout's strides.
-struct ForwardOperand {
+// The places of an op's activations in WalkLayout::strides.
+struct ForwardStrides {  // of bn_stats, bn_forward, bn_forward_inplace and bn_apply
   static constexpr int x = 0, y = 1, residual = 2;
 };
-struct ReduceOperand {
+struct ReduceStrides {  // of bn_reduce
   static constexpr int input = 0, dy = 1, residual = 2;
 };
-struct BackwardOperand {
+struct BackwardStrides {  // of bn_backward
   static constexpr int input = 0, dy = 1, dx = 2, residual = 3, dresidual = 4;
 };
 
 struct BnStatsArgs {
-  Layout layout;
+  WalkLayout layout;
   ScalarType dtype;
   int device;
   const void* x;
-  void* moments;                   // [2C + 2]
-  const peer::Exchange* exchange;  // merges the moments over its ranks; may be null
+  void* moments;                   // [2C + 2], the result
+  const peer::Exchange* exchange;  // null, or the ranks over which bn_stats merges the moments
 };
 
-struct BnArgs {  // common to the other ops
-  Layout layout;
+// The arguments that the kernels of all ops but bn_stats share.
+struct BnArgs {
+  WalkLayout layout;
   ScalarType dtype;
   int device;
-  Channels weight, bias;
-  const void* residual;  // may be null
+  ChannelVector weight, bias;
+  const void* residual;  // null: the call has none
   Activation activation;
   double activation_param;
 };
 
+// The arguments of the kernels of bn_forward, bn_forward_inplace and bn_apply.
 struct BnForwardArgs : BnArgs {
-  bool invertible = false;  // |gamma| has a floor, so that x can be recovered from y
+  bool invertible = false;  // gamma_floor bounds |gamma| from below, so that x can be recovered from y
   const void* x = nullptr;
   void* y = nullptr;
-  // [2C + 2]. Null: bn_forward normalises with the running statistics, bn_forward_on_chip with x's own.
+  // [2C + 2], of x. Null: bn_forward normalizes by the running statistics or by saved_in, and
+  // bn_forward_single_launch computes the moments of x.
   const void* moments = nullptr;
-  // [2C + 2]: `saved` of an earlier forward. Then moments and saved are null.
-  const void* applied = nullptr;
-  Channels running_mean = {}, running_var = {};
-  int64_t* num_batches_tracked = nullptr;  // may be null
-  bool cumulative = false;                 // momentum=None: the factor is 1 / num_batches_tracked
+  // [2C + 2], `saved` of an earlier forward, by which bn_apply normalizes. moments and saved are null then.
+  const void* saved_in = nullptr;
+  ChannelVector running_mean = {}, running_var = {};
+  int64_t* num_batches_tracked = nullptr;  // null: the call has none
+  bool cumulative_average = false;  // momentum=None: the running statistics are averages of all batches
   double momentum = 0, eps = 0;
-  void* saved = nullptr;  // [2C + 2]
+  void* saved = nullptr;  // [2C + 2], a result
 };
 
-struct BnBackwardArgs : BnArgs {  // also of bn_reduce, whose layout has the operands of ReduceOperand
-  bool from_output = false;       // the input is y, from which x is recovered; else it is x
+// The arguments of the kernels of bn_reduce and bn_backward.
+struct BnBackwardArgs : BnArgs {
+  bool from_output = false;  // true: input is y, from which x is recovered; false: input is x
   const void* input = nullptr;
   const void* dy = nullptr;
   const void* saved = nullptr;  // [2C + 2]
   void* dx = nullptr;
-  void* dresidual = nullptr;          // null without a residual
-  const void* global_sums = nullptr;  // [2C]; null in bn_backward: the statistics were constants
-  // [2C], written by bn_reduce and bn_backward_on_chip; with an exchange [2][2C]: local and global.
+  void* dresidual = nullptr;  // null without a residual
+  // [2C], of all ranks, which bn_backward reads. Null: the statistics were constants (running statistics), or
+  // bn_backward_single_launch computes the sums itself.
+  const void* global_sums = nullptr;
+  // Result of bn_reduce and bn_backward_single_launch: this rank's sums, [2C]; with an exchange also the
+  // global sums, [2][2C].
   void* local_sums = nullptr;
-  const peer::Exchange* exchange = nullptr;  // may be null
+  const peer::Exchange* exchange = nullptr;  // null, or the ranks over which bn_reduce adds the sums
 };
 
-// The floor of |gamma| for activations of `dtype`; 0 where nothing is inverted. fp16's is larger because of
-// its short exponent. The 16-bit types have no floor relative to |beta|: 2^7 roundings of beta would be too
-// large an error of y. The layer warns instead.
+// Returns the bounds of |gamma| from below for activations of `dtype`; 0 where nothing is inverted. float16
+// has a larger bound because its exponent is short. Types of 16 bits have no bound relative to |beta|: 2^7 u
+// |beta|, u the relative error of a rounding, is a large part of |beta| there, and a gamma raised to it would
+// change y. The Python layer warns of a large |beta| / |gamma| instead.
 template <class A>
-FASTVIT_INLINE GammaFloor<A> gamma_floor(bool invertible, ScalarType dtype) {
+FASTVIT_HOST_DEVICE GammaFloor<A> gamma_floor(bool invertible, ScalarType dtype) {
   if (!invertible) return {};
-  if (dtype == ScalarType::Double) return {A(1e-12), A(0x1p-46)};
-  if (dtype == ScalarType::Float) return {A(1e-7), A(0x1p-17)};
-  return {dtype == ScalarType::Half ? A(1e-4) : A(1e-7), 0};
+  if (dtype == ScalarType::Double)
+    return {.min_magnitude = A(1e-12), .beta_factor = A(0x1p-46)};  // 2^7 u, u = 2^-53
+  if (dtype == ScalarType::Float)
+    return {.min_magnitude = A(1e-7), .beta_factor = A(0x1p-17)};  // 2^7 u, u = 2^-24
+  return {.min_magnitude = dtype == ScalarType::Half ? A(1e-4) : A(1e-7), .beta_factor = 0};
 }
 
 namespace backend {
@@ -119,19 +132,20 @@ void bn_stats(const BnStatsArgs& args);
 void bn_forward(const BnForwardArgs& args);
 void bn_reduce(const BnBackwardArgs& args);
 void bn_backward(const BnBackwardArgs& args);
-// Statistics, or sums, and the op in one launch; false where the backend does not do that.
-bool bn_forward_on_chip(const BnForwardArgs& args);
-bool bn_backward_on_chip(const BnBackwardArgs& args);
+// The op with its reduction (moments of x, or sums) in one kernel launch. Returns false, with nothing done,
+// where the backend does not do that.
+bool bn_forward_single_launch(const BnForwardArgs& args);
+bool bn_backward_single_launch(const BnBackwardArgs& args);
 }  // namespace backend
 
 // -------------------------------------------------------------------------------------- arguments of calls
-
-struct BnTail {
-  OpCall& in;
-  OptTensor weight = in.take<OptTensor>(), bias = in.take<OptTensor>(), residual = in.take<OptTensor>();
-  std::string activation = in.take<std::string>();
-  double activation_param = in.take<double>();
-  int64_t channel_dim = in.take<int64_t>();
+// Each struct reads the arguments of a call in the order of the schema (op_call.h). They are not checked yet.
+struct BnSharedArguments {
+  OpCall& call;
+  OptTensor weight = call.take<OptTensor>(), bias = call.take<OptTensor>(), residual = call.take<OptTensor>();
+  std::string activation = call.take<std::string>();
+  double activation_param = call.take<double>();
+  int64_t channel_dim = call.take<int64_t>();
 };
 
 struct BnStatsCall : OpCall {
@@ -142,7 +156,7 @@ struct BnStatsCall : OpCall {
 
 struct BnForwardInplaceCall : OpCall {
   Tensor x = take<Tensor>();
-  BnTail tail{*this};
+  BnSharedArguments shared{*this};
   OptTensor moments = take<OptTensor>(), running_mean = take<OptTensor>(), running_var = take<OptTensor>(),
             num_batches_tracked = take<OptTensor>();
   std::optional<double> momentum = take<std::optional<double>>();
@@ -155,12 +169,13 @@ struct BnForwardCall : BnForwardInplaceCall {
 
 struct BnApplyCall : OpCall {
   Tensor x = take<Tensor>(), saved = take<Tensor>();
-  BnTail tail{*this};
+  BnSharedArguments shared{*this};
 };
 
+// The arguments that bn_reduce and bn_backward share.
 struct BnGradientCall : OpCall {
   Tensor input = take<Tensor>(), dy = take<Tensor>(), saved = take<Tensor>();
-  BnTail tail{*this};
+  BnSharedArguments shared{*this};
   bool from_output = take<bool>();
 };
 struct BnReduceCall : BnGradientCall {
@@ -171,43 +186,43 @@ struct BnBackwardCall : BnGradientCall {
   bool training = take<bool>();
 };
 
-// ---------------------------------------------------------------------------------------------- front ends
-
-// The checks of a batch norm's op, whose input has C channels.
+// --------------------------------------------------------------------------------------- functions of ops
+// The checks of an op of batch norm, whose input has C channels.
 struct BnChecker : OpChecker {
   int64_t channel_dim, C;
 
-  BnChecker(const char* op, const char* name, const Tensor& input, int64_t channel_dim)
-      : OpChecker(op, name, input), channel_dim(channel_dim), C(check_channel_dim(channel_dim)) {}
+  BnChecker(const char* op, const char* input_name, const Tensor& input, int64_t channel_dim)
+      : OpChecker(op, input_name, input), channel_dim(channel_dim), C(check_channel_dim(channel_dim)) {}
 
-  Layout layout(std::initializer_list<const Tensor*> operands) const {
-    return layout_of(channel_dim, operands);
+  WalkLayout make_layout(std::initializer_list<const Tensor*> operands) const {
+    return make_walk_layout(channel_dim, operands);
   }
   const void* check_saved(const Tensor& saved) const { return check_packed("saved", saved, 2 * C + 2); }
   std::optional<peer::Exchange> check_exchange(const OptTensor& exchange, int64_t numbers,
-                                               peer::Kind kind) const {
+                                               peer::NumberKind kind) const {
     if (!exchange) return std::nullopt;
-    return peer::exchange_of(op, *exchange, numbers, accumulation_type(input.scalar_type()), kind);
+    return peer::make_exchange(op, *exchange, numbers, accumulation_type(input.scalar_type()), kind);
   }
 
-  // What all kernels but bn_stats's take, without the layout.
-  BnArgs check_tail(const BnTail& tail, bool invertible) const {
-    require(!tail.residual || !invertible, "residual", "is given; None expected where x is recovered from y");
+  // Returns the shared arguments, with an empty layout. needs_inverse: backward recovers x from y.
+  BnArgs check_shared(const BnSharedArguments& shared, bool needs_inverse) const {
+    require(!shared.residual || !needs_inverse, "residual",
+            "is given; None expected where x is recovered from y");
     return {.layout = {},
             .dtype = input.scalar_type(),
             .device = input.get_device_index(),
-            .weight = check_vector("weight", tail.weight, C),
-            .bias = check_vector("bias", tail.bias, C),
-            .residual = check_like("residual", tail.residual),
-            .activation = check_activation(tail.activation, tail.activation_param, invertible),
-            .activation_param = tail.activation_param};
+            .weight = check_channel_vector("weight", shared.weight, C),
+            .bias = check_channel_vector("bias", shared.bias, C),
+            .residual = check_same_as_input("residual", shared.residual),
+            .activation = check_activation(shared.activation, shared.activation_param, needs_inverse),
+            .activation_param = shared.activation_param};
   }
 };
 
-// The moments of x, [2C + 2], or with an exchange of all its ranks.
-inline Tensor compute_moments(const BnChecker& check, const Tensor& x, const peer::Exchange* exchange) {
-  Tensor moments = check.new_packed(2 * check.C + 2);
-  backend::bn_stats({.layout = check.layout({&x}),
+// Returns the moments of x, [2C + 2], or with an exchange those of the x of all its ranks.
+inline Tensor compute_moments(const BnChecker& checker, const Tensor& x, const peer::Exchange* exchange) {
+  Tensor moments = checker.new_packed(2 * checker.C + 2);
+  backend::bn_stats({.layout = checker.make_layout({&x}),
                      .dtype = x.scalar_type(),
                      .device = x.get_device_index(),
                      .x = x.data_ptr(),
@@ -217,46 +232,48 @@ inline Tensor compute_moments(const BnChecker& check, const Tensor& x, const pee
 }
 
 inline Tensor bn_stats(const BnStatsCall& call) {
-  const BnChecker check("bn_stats", "x", call.x, call.channel_dim);
-  const auto exchange = check.check_exchange(call.exchange, 2 * check.C + 2, peer::kMoments);
-  return compute_moments(check, call.x, exchange ? &*exchange : nullptr);
+  const BnChecker checker("bn_stats", "x", call.x, call.channel_dim);
+  const auto exchange = checker.check_exchange(call.exchange, 2 * checker.C + 2, peer::kMoments);
+  return compute_moments(checker, call.x, exchange ? &*exchange : nullptr);
 }
 
-inline BnForwardArgs check_forward(const BnChecker& check, const BnForwardInplaceCall& call,
+// Returns the arguments of a forward's kernel. normalize_into adds layout, x, y and saved.
+inline BnForwardArgs check_forward(const BnChecker& checker, const BnForwardInplaceCall& call,
                                    bool invertible) {
-  BnForwardArgs args{check.check_tail(call.tail, invertible)};
+  BnForwardArgs args{checker.check_shared(call.shared, invertible)};
   args.invertible = invertible;
-  args.moments = check.check_packed("moments", call.moments, 2 * check.C + 2);
-  args.running_mean = check.check_vector("running_mean", call.running_mean, check.C);
-  args.running_var = check.check_vector("running_var", call.running_var, check.C);
-  args.num_batches_tracked = check.check_counter("num_batches_tracked", call.num_batches_tracked);
-  args.cumulative = !call.momentum;
+  args.moments = checker.check_packed("moments", call.moments, 2 * checker.C + 2);
+  args.running_mean = checker.check_channel_vector("running_mean", call.running_mean, checker.C);
+  args.running_var = checker.check_channel_vector("running_var", call.running_var, checker.C);
+  args.num_batches_tracked = checker.check_counter("num_batches_tracked", call.num_batches_tracked);
+  args.cumulative_average = !call.momentum;
   args.momentum = call.momentum.value_or(0);
-  args.eps = check.check_eps(call.eps);
-  check.require(args.momentum >= 0 && args.momentum <= 1, "momentum", "is ", args.momentum,
-                "; 0 to 1, or None, expected");
-  check.require(call.running_mean.has_value() == call.running_var.has_value(), "running_mean",
-                "and running_var must be given together or not at all");
-  check.require(call.training || !call.moments, "moments", "are given; None expected without training");
-  check.require(call.training || call.running_mean, "running_mean",
-                "is None; without training, running_mean and running_var expected");
-  check.require(!call.training || call.momentum || call.num_batches_tracked || !call.running_mean, "momentum",
-                "is None (cumulative average), which needs num_batches_tracked");
+  args.eps = checker.check_eps(call.eps);
+  checker.require(args.momentum >= 0 && args.momentum <= 1, "momentum", "is ", args.momentum,
+                  "; 0 to 1, or None, expected");
+  checker.require(call.running_mean.has_value() == call.running_var.has_value(), "running_mean",
+                  "and running_var must be given together or not at all");
+  checker.require(call.training || !call.moments, "moments", "are given; None expected without training");
+  checker.require(call.training || call.running_mean, "running_mean",
+                  "is None; without training, running_mean and running_var expected");
+  checker.require(!call.training || call.momentum || call.num_batches_tracked || !call.running_mean,
+                  "momentum", "is None (cumulative average), which needs num_batches_tracked");
   return args;
 }
 
-// Writes y and the running statistics; returns `saved`. Without moments a training forward makes x's own.
-inline Tensor normalise_into(const Tensor& y, const BnChecker& check, const BnForwardInplaceCall& call,
+// Writes y and the running statistics; returns `saved`. Without moments in training, the moments of x are
+// computed: in the same launch where the backend can, else by bn_stats.
+inline Tensor normalize_into(const Tensor& y, const BnChecker& checker, const BnForwardInplaceCall& call,
                              BnForwardArgs args) {
-  Tensor saved = check.new_packed(2 * check.C + 2);
-  args.layout = check.layout({&call.x, &y, or_null(call.tail.residual)});
+  Tensor saved = checker.new_packed(2 * checker.C + 2);
+  args.layout = checker.make_layout({&call.x, &y, pointer_or_null(call.shared.residual)});
   args.x = call.x.data_ptr();
   args.y = y.data_ptr();
   args.saved = saved.data_ptr();
-  OptTensor moments;  // of x, which bn_forward reads
+  OptTensor moments;  // owns the memory of args.moments until bn_forward has been called
   if (call.training && !call.moments) {
-    if (backend::bn_forward_on_chip(args)) return saved;
-    moments = compute_moments(check, call.x, nullptr);
+    if (backend::bn_forward_single_launch(args)) return saved;
+    moments = compute_moments(checker, call.x, /*exchange=*/nullptr);
     args.moments = moments->data_ptr();
   }
   backend::bn_forward(args);
@@ -264,78 +281,79 @@ inline Tensor normalise_into(const Tensor& y, const BnChecker& check, const BnFo
 }
 
 inline std::tuple<Tensor, Tensor> bn_forward(const BnForwardCall& call) {
-  const BnChecker check("bn_forward", "x", call.x, call.tail.channel_dim);
-  const BnForwardArgs args = check_forward(check, call, call.invertible);
+  const BnChecker checker("bn_forward", "x", call.x, call.shared.channel_dim);
+  const BnForwardArgs args = check_forward(checker, call, call.invertible);
   Tensor y = allocate_like(call.x);
-  return {y, normalise_into(y, check, call, args)};
+  return {y, normalize_into(y, checker, call, args)};
 }
 
 inline Tensor bn_forward_inplace(const BnForwardInplaceCall& call) {
-  const BnChecker check("bn_forward_inplace", "x", call.x, call.tail.channel_dim);
-  check.check_may_be_overwritten();
-  return normalise_into(call.x, check, call, check_forward(check, call, true));
+  const BnChecker checker("bn_forward_inplace", "x", call.x, call.shared.channel_dim);
+  checker.check_writable();
+  return normalize_into(call.x, checker, call, check_forward(checker, call, /*invertible=*/true));
 }
 
 inline Tensor bn_apply(const BnApplyCall& call) {
-  const BnChecker check("bn_apply", "x", call.x, call.tail.channel_dim);
-  BnForwardArgs args{check.check_tail(call.tail, false)};
-  args.applied = check.check_saved(call.saved);
+  const BnChecker checker("bn_apply", "x", call.x, call.shared.channel_dim);
+  BnForwardArgs args{checker.check_shared(call.shared, /*needs_inverse=*/false)};
+  args.saved_in = checker.check_saved(call.saved);
   Tensor y = allocate_like(call.x);
-  args.layout = check.layout({&call.x, &y, or_null(call.tail.residual)});
+  args.layout = checker.make_layout({&call.x, &y, pointer_or_null(call.shared.residual)});
   args.x = call.x.data_ptr();
   args.y = y.data_ptr();
   backend::bn_forward(args);
   return y;
 }
 
-inline BnBackwardArgs check_gradient(const BnChecker& check, const BnGradientCall& call) {
-  BnBackwardArgs args{check.check_tail(call.tail, call.from_output)};
+// Returns the kernel arguments that bn_reduce and bn_backward share, without the layout.
+inline BnBackwardArgs check_gradient(const BnChecker& checker, const BnGradientCall& call) {
+  BnBackwardArgs args{checker.check_shared(call.shared, call.from_output)};
   args.from_output = call.from_output;
   args.input = call.input.data_ptr();
-  args.dy = check.check_like("dy", call.dy);
-  args.saved = check.check_saved(call.saved);
+  args.dy = checker.check_same_as_input("dy", call.dy);
+  args.saved = checker.check_saved(call.saved);
   return args;
 }
 
-// Writes the sums of this rank, and with args.exchange those of its group.
-inline void reduce_into(const Tensor& sums, const BnChecker& check, const BnGradientCall& call,
+// Writes the sums of this rank to row 0 of `sums`, and with args.exchange those of all ranks to row 1.
+inline void reduce_into(const Tensor& sums, const BnChecker& checker, const BnGradientCall& call,
                         BnBackwardArgs args) {
-  args.layout = check.layout({&call.input, &call.dy, or_null(call.tail.residual)});
+  args.layout = checker.make_layout({&call.input, &call.dy, pointer_or_null(call.shared.residual)});
   args.local_sums = sums.data_ptr();
   backend::bn_reduce(args);
 }
 
 inline Tensor bn_reduce(const BnReduceCall& call) {
-  const BnChecker check("bn_reduce", "input", call.input, call.tail.channel_dim);
-  BnBackwardArgs args = check_gradient(check, call);
-  const int64_t numbers = 2 * check.C;
-  const auto exchange = check.check_exchange(call.exchange, numbers, peer::kSums);
+  const BnChecker checker("bn_reduce", "input", call.input, call.shared.channel_dim);
+  BnBackwardArgs args = check_gradient(checker, call);
+  const int64_t numbers = 2 * checker.C;
+  const auto exchange = checker.check_exchange(call.exchange, numbers, peer::kSums);
   args.exchange = exchange ? &*exchange : nullptr;
-  Tensor sums = check.new_packed(exchange ? 2 : 1, numbers);
-  reduce_into(sums, check, call, args);
+  Tensor sums = checker.new_packed(exchange ? 2 : 1, numbers);
+  reduce_into(sums, checker, call, args);
   return sums;
 }
 
-// dx; dresidual, empty without a residual; and this rank's sums, which a training backward without global
-// sums makes. They are empty otherwise.
+// Returns dx, dresidual and local_sums. dresidual is empty without a residual. local_sums, the sums of this
+// rank, are computed in training without global_sums, and empty otherwise.
 inline std::tuple<Tensor, Tensor, Tensor> bn_backward(const BnBackwardCall& call) {
-  const BnChecker check("bn_backward", "input", call.input, call.tail.channel_dim);
-  BnBackwardArgs args = check_gradient(check, call);
-  args.global_sums = check.check_packed("global_sums", call.global_sums, 2 * check.C);
-  check.require(!call.global_sums || call.training, "global_sums",
-                "are given; None expected without training");
-  const OptTensor& residual = call.tail.residual;
-  const bool makes_sums = call.training && !call.global_sums;
-  Tensor dx = allocate_like(call.input), local_sums = check.new_packed(makes_sums ? 2 * check.C : 0);
+  const BnChecker checker("bn_backward", "input", call.input, call.shared.channel_dim);
+  BnBackwardArgs args = check_gradient(checker, call);
+  args.global_sums = checker.check_packed("global_sums", call.global_sums, 2 * checker.C);
+  checker.require(!call.global_sums || call.training, "global_sums",
+                  "are given; None expected without training");
+  const OptTensor& residual = call.shared.residual;
+  const bool computes_sums = call.training && !call.global_sums;
+  Tensor dx = allocate_like(call.input), local_sums = checker.new_packed(computes_sums ? 2 * checker.C : 0);
   Tensor dresidual = residual ? allocate_like(*residual) : allocate_empty(call.input);
-  args.layout =
-      check.layout({&call.input, &call.dy, &dx, or_null(residual), residual ? &dresidual : nullptr});
+  args.layout = checker.make_layout(
+      {&call.input, &call.dy, &dx, pointer_or_null(residual), residual ? &dresidual : nullptr});
   args.dx = dx.data_ptr();
   args.dresidual = residual ? dresidual.data_ptr() : nullptr;
-  args.local_sums = makes_sums ? local_sums.data_ptr() : nullptr;
-  if (!makes_sums || !backend::bn_backward_on_chip(args)) {
-    if (makes_sums) {
-      reduce_into(local_sums, check, call, args);
+  args.local_sums = computes_sums ? local_sums.data_ptr() : nullptr;
+  if (!computes_sums || !backend::bn_backward_single_launch(args)) {
+    if (computes_sums) {
+      reduce_into(local_sums, checker, call, args);
       args.global_sums = args.local_sums;
     }
     backend::bn_backward(args);

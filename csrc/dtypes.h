@@ -1,64 +1,72 @@
-// The floating-point types of tensors, and the type of arithmetic on each; for host and device.
+// The floating-point dtypes of tensors as C++ types, for host and device.
+//
+// A storage type T is the type of a tensor's elements in memory: float, double, or one of 16 bits. Arithmetic
+// and sums are done in its accumulation type: double for double, else float.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <type_traits>
 
-#include "macros.h"
+#include "host_device.h"
 
 namespace fastvit {
 
 using torch::headeronly::ScalarType;
 
+// The accumulation type of T.
 template <class T>
 using Accumulation = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-inline ScalarType accumulation_type(ScalarType t) {
-  return t == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+// The same for dtypes.
+inline ScalarType accumulation_type(ScalarType storage_type) {
+  return storage_type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-struct Channels {  // a parameter or buffer of C numbers, or null
-  void* data = nullptr;
+// A parameter or a buffer of any floating-point dtype: one number per channel, or per column of a LayerNorm.
+struct ChannelVector {
+  void* data = nullptr;  // null: the call has no such tensor
   ScalarType dtype = ScalarType::Float;
 };
 
-// f.template operator()<T>() for a dtype; Half and BFloat16 are a backend's types of 16 bits.
+// Calls function.template operator()<T>() with the storage type T of `dtype`. Half and BFloat16 are the types
+// that the caller, a CPU or a CUDA kernel, has for them.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
-template <class Half, class BFloat16, class F>
-FASTVIT_INLINE auto dispatch_dtype(ScalarType dtype, const F& f) {
+template <class Half, class BFloat16, class Function>
+FASTVIT_HOST_DEVICE auto dispatch_storage_type(ScalarType dtype, const Function& function) {
   switch (dtype) {
     case ScalarType::Half:
-      return f.template operator()<Half>();
+      return function.template operator()<Half>();
     case ScalarType::BFloat16:
-      return f.template operator()<BFloat16>();
+      return function.template operator()<BFloat16>();
     case ScalarType::Double:
-      return f.template operator()<double>();
+      return function.template operator()<double>();
     default:
-      return f.template operator()<float>();
+      return function.template operator()<float>();
   }
 }
 
-// f.template operator()<T, G>() for the dtypes of a LayerNorm's x and y: those of y are x's, or narrower than
-// float.
-template <class Half, class BFloat16, class F>
-void dispatch_dtypes(ScalarType x, ScalarType y, const F& f) {
-  dispatch_dtype<Half, BFloat16>(x, [&]<class T>() {
+// Calls function.template operator()<T, Y>() with the storage type T of a LayerNorm's x and Y of its y. A
+// LayerNorm of float may write a y of 16 bits, as under autocast; otherwise Y is T.
+template <class Half, class BFloat16, class Function>
+void dispatch_layer_norm_types(ScalarType x_dtype, ScalarType y_dtype, const Function& function) {
+  dispatch_storage_type<Half, BFloat16>(x_dtype, [&]<class T>() {
     if constexpr (std::is_same_v<T, float>)
-      dispatch_dtype<Half, BFloat16>(y, [&]<class G>() {
-        if constexpr (sizeof(G) <= sizeof(T)) f.template operator()<T, G>();
+      dispatch_storage_type<Half, BFloat16>(y_dtype, [&]<class Y>() {
+        if constexpr (sizeof(Y) <= sizeof(T)) function.template operator()<T, Y>();
       });
     else
-      f.template operator()<T, T>();
+      function.template operator()<T, T>();
   });
 }
 
-// f.template operator()<A>() for the accumulation type of a dtype.
-template <class F>
-void dispatch_accumulation(ScalarType dtype, const F& f) {
-  dtype == ScalarType::Double ? f.template operator()<double>() : f.template operator()<float>();
+// Calls function.template operator()<A>() with the accumulation type A of `dtype`.
+template <class Function>
+void dispatch_accumulation(ScalarType dtype, const Function& function) {
+  dtype == ScalarType::Double ? function.template operator()<double>()
+                              : function.template operator()<float>();
 }
 
 }  // namespace fastvit

@@ -1,6 +1,8 @@
-// glibc: the one symbol that would need glibc 2.32, defined here for both libraries.
-// libstdc++ reads it in every shared_ptr, such as that of torch::stable::Tensor, to leave out atomics in
-// programs with one thread. 0 means that there may be others, which is always true.
+// Defines __libc_single_threaded for each library of the extension, _C.so and _cuda.so, so that it loads with
+// a glibc before 2.32, which lacks this symbol.
+//
+// libstdc++'s shared_ptr, which torch::stable::Tensor has, reads the symbol to leave out atomics in a program
+// with one thread. The value 0 means that there may be several threads, which is always a safe answer.
 
 extern "C" char __libc_single_threaded;
 __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;

@@ -1,6 +1,8 @@
-// Layer norm: the schemas of its ops, the arguments of its kernels, and its front ends; as batch_norm.h.
+// Layer norm of the last dimension: the schemas of its ops (fastvit/ops.py documents them), the arguments of
+// its kernels, and a function per op, which checks a call, allocates its results and hands both to a backend.
 //
-// Rows lie side by side in all operands: an x or dy that is not contiguous is copied first.
+// The functions are compiled twice: into _C.so with the backend csrc/cpu, and into _cuda.so with csrc/cuda.
+// x is a matrix of rows of `columns` values. An x or dy that is not contiguous is copied first.
 #pragma once
 
 #include <tuple>
@@ -10,6 +12,7 @@
 
 namespace fastvit {
 
+// `parameters`: whether the gradients of weight and bias are needed.
 template <class Library>
 void define_layer_norm(Library& m) {
   m.def(
@@ -20,19 +23,24 @@ void define_layer_norm(Library& m) {
       "-> (Tensor dx, Tensor sums)");
 }
 
-struct LayerNormArgs {  // of rows of `columns` values, which lie side by side in x, y, dy and dx
+// The arguments of the kernels. x, y, dy and dx are contiguous, [rows][columns]. A forward does not use dy,
+// dx and sums; a backward does not use bias, eps and y.
+struct LayerNormArgs {
   int64_t rows, columns;
   ScalarType dtype;         // of x and dx
   ScalarType output_dtype;  // of y and dy
   int device;
-  Channels weight, bias;
+  ChannelVector weight, bias;
   double eps;
   const void* x;
   void* y;
   void* saved;  // mean[rows], invstd[rows]
   const void* dy;
   void* dx;
-  void* sums;  // [2 * columns]; null: not needed
+  // The gradients of bias, sum dy [columns], and of weight, sum dy * xhat [columns]; xhat is the normalized
+  // x.
+  // Null if `parameters` is false: the gradients are not needed.
+  void* sums;
 };
 
 namespace backend {
@@ -40,6 +48,7 @@ void layer_norm_forward(const LayerNormArgs& args);
 void layer_norm_backward(const LayerNormArgs& args);
 }  // namespace backend
 
+// The structs below read the arguments of a call in the order of the schema (op_call.h).
 struct LayerNormForwardCall : OpCall {
   Tensor x = take<Tensor>();
   OptTensor weight = take<OptTensor>(), bias = take<OptTensor>();
@@ -50,37 +59,39 @@ struct LayerNormForwardCall : OpCall {
 struct LayerNormBackwardCall : OpCall {
   Tensor x = take<Tensor>(), dy = take<Tensor>(), saved = take<Tensor>();
   OptTensor weight = take<OptTensor>();
-  bool parameters = take<bool>();
+  bool needs_parameter_gradients = take<bool>();
 };
 
-// Checks x, whose rows are its last dimension, and the dtype of y, which is that of `dtype_argument`.
-inline LayerNormArgs check_rows(const OpChecker& check, const Tensor& x, const char* dtype_argument,
-                                ScalarType output) {
+// Checks the shape of x and the dtype of y and dy. Returns the arguments of a kernel that follow from them.
+// output_dtype: the dtype of y in a forward, of dy in a backward. dtype_argument: the argument that it comes
+// from, for the message.
+inline LayerNormArgs check_rows(const OpChecker& checker, const Tensor& x, const char* dtype_argument,
+                                ScalarType output_dtype) {
   const ScalarType dtype = x.scalar_type();
-  check.require(x.dim() >= 1 && x.size(x.dim() - 1) >= 1 && x.size(x.dim() - 1) <= 1 << 30, "x", "has shape ",
-                ShapeOf{x}, "; 1 to 2^30 values in the last dimension expected");
-  const bool narrows = output == ScalarType::Half || output == ScalarType::BFloat16;
-  check.require(output == dtype || (dtype == ScalarType::Float && narrows), dtype_argument, "is ",
-                toString(output), "; ", toString(dtype), " expected, as x's",
-                dtype == ScalarType::Float ? ", or 16 bits" : "");
+  checker.require(x.dim() >= 1 && x.size(x.dim() - 1) >= 1 && x.size(x.dim() - 1) <= 1 << 30, "x",
+                  "has shape ", PrintShape{x}, "; 1 to 2^30 values in the last dimension expected");
+  const bool has_16_bits = output_dtype == ScalarType::Half || output_dtype == ScalarType::BFloat16;
+  checker.require(output_dtype == dtype || (dtype == ScalarType::Float && has_16_bits), dtype_argument, "is ",
+                  toString(output_dtype), "; ", toString(dtype), " expected, as x's",
+                  dtype == ScalarType::Float ? ", or 16 bits" : "");
   LayerNormArgs args{};
   args.columns = x.size(x.dim() - 1);
   args.rows = x.numel() / args.columns;
   args.dtype = dtype;
-  args.output_dtype = output;
+  args.output_dtype = output_dtype;
   args.device = x.get_device_index();
   return args;
 }
 
 inline std::tuple<Tensor, Tensor> layer_norm_forward(const LayerNormForwardCall& call) {
-  const OpChecker check("layer_norm_forward", "x", call.x);
-  const ScalarType output = call.output_dtype.value_or(call.x.scalar_type());
-  LayerNormArgs args = check_rows(check, call.x, "output_dtype", output);
-  args.weight = check.check_vector("weight", call.weight, args.columns);
-  args.bias = check.check_vector("bias", call.bias, args.columns);
-  args.eps = check.check_eps(call.eps);
+  const OpChecker checker("layer_norm_forward", "x", call.x);
+  const ScalarType output_dtype = call.output_dtype.value_or(call.x.scalar_type());
+  LayerNormArgs args = check_rows(checker, call.x, "output_dtype", output_dtype);
+  args.weight = checker.check_channel_vector("weight", call.weight, args.columns);
+  args.bias = checker.check_channel_vector("bias", call.bias, args.columns);
+  args.eps = checker.check_eps(call.eps);
   const Tensor x = torch::stable::contiguous(call.x);
-  Tensor y = torch::stable::new_empty(x, x.sizes(), output), saved = check.new_packed(2 * args.rows);
+  Tensor y = torch::stable::new_empty(x, x.sizes(), output_dtype), saved = checker.new_packed(2 * args.rows);
   args.x = x.data_ptr();
   args.y = y.data_ptr();
   args.saved = saved.data_ptr();
@@ -89,20 +100,20 @@ inline std::tuple<Tensor, Tensor> layer_norm_forward(const LayerNormForwardCall&
 }
 
 inline std::tuple<Tensor, Tensor> layer_norm_backward(const LayerNormBackwardCall& call) {
-  const OpChecker check("layer_norm_backward", "x", call.x);
-  check.check_defined("dy", call.dy);
-  LayerNormArgs args = check_rows(check, call.x, "dy", call.dy.scalar_type());
-  args.weight = check.check_vector("weight", call.weight, args.columns);
-  check.check_shape("dy", call.dy);
-  check.check_packed("saved", call.saved, 2 * args.rows);
+  const OpChecker checker("layer_norm_backward", "x", call.x);
+  checker.check_defined("dy", call.dy);
+  LayerNormArgs args = check_rows(checker, call.x, "dy", call.dy.scalar_type());
+  args.weight = checker.check_channel_vector("weight", call.weight, args.columns);
+  checker.check_same_shape_as_input("dy", call.dy);
+  checker.check_packed("saved", call.saved, 2 * args.rows);
   const Tensor x = torch::stable::contiguous(call.x), dy = torch::stable::contiguous(call.dy);
   Tensor dx = torch::stable::new_empty(x, x.sizes()),
-         sums = check.new_packed(call.parameters ? 2 * args.columns : 0);
+         sums = checker.new_packed(call.needs_parameter_gradients ? 2 * args.columns : 0);
   args.x = x.data_ptr();
   args.dy = dy.data_ptr();
   args.saved = call.saved.data_ptr();
   args.dx = dx.data_ptr();
-  args.sums = call.parameters ? sums.data_ptr() : nullptr;
+  args.sums = call.needs_parameter_gradients ? sums.data_ptr() : nullptr;
   backend::layer_norm_backward(args);
   return {dx, sums};
 }

@@ -1,17 +1,19 @@
-// The call of an op, by torch's calling convention for boxed functions: a stack of arguments in the order of
-// the schema, which results overwrite.
+// OpCall: reads the arguments of a call of an op; call_op: calls the C++ function of an op.
 //
-// A struct of an op's arguments derives from OpCall and has one member per argument, in the schema's order:
+// torch calls a boxed function with a stack, on which the arguments lie in the order of the op's schema. The
+// function overwrites them by its results. A struct of an op's arguments derives from OpCall, and has one
+// member per argument, in the order of the schema:
 //
-//     struct ScaleCall : OpCall {  // "scale(Tensor x, float factor=1.0) -> Tensor"
+//     // "scale(Tensor x, float factor=1.0) -> Tensor"
+//     struct ScaleCall : OpCall {
 //       Tensor x = take<Tensor>();
 //       double factor = take<double>();
 //     };
 //     Tensor scale(const ScaleCall& call);
 //     m.impl("scale", call_op<scale>);
 //
-// C++ initialises members in the order of their declaration. That this is the schema's order is checked by
-// nobody but the tests, which call each op with each argument.
+// C++ initializes the members in the order of their declarations. If that is not the order of the schema,
+// only the tests find it, which call each op with each argument.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -31,20 +33,20 @@ class OpCall {
   StableIValue *next, *end;
 
  public:
-  OpCall(StableIValue* stack, uint64_t arguments) : next(stack), end(stack + arguments) {}
+  OpCall(StableIValue* stack, uint64_t num_arguments) : next(stack), end(stack + num_arguments) {}
 
-  // The next argument, which the caller then owns.
+  // Returns the next argument, which the caller then owns.
   template <class T>
   T take() {
     if (next == end) throw std::runtime_error("fastvit: an op's schema has too few arguments");
     return torch::stable::detail::to<T>(*next++);
   }
-  void check_end() const {
+  void check_all_taken() const {
     if (next != end) throw std::runtime_error("fastvit: an op's schema has too many arguments");
   }
 };
 
-// torch's own conversion, up to 2.13, makes a copy that it does not free.
+// In torch up to 2.13, to<std::string> leaks a copy of the string, so the string is read and deleted here.
 template <>
 inline std::string OpCall::take<std::string>() {
   const auto handle = take<StringHandle>();
@@ -52,36 +54,40 @@ inline std::string OpCall::take<std::string>() {
   size_t length = 0;
   TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &characters));
   TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
-  std::string taken(characters, length);
+  std::string result(characters, length);
   TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
-  return taken;
+  return result;
 }
 
-inline void check_number_of_results(uint64_t expected, uint64_t made) {
-  if (expected != made) throw std::runtime_error("fastvit: an op's schema has another number of results");
+inline void check_number_of_results(uint64_t expected, uint64_t actual) {
+  if (expected != actual) throw std::runtime_error("fastvit: an op's schema has another number of results");
 }
 template <class... Results>
-void write_results(StableIValue* stack, uint64_t expected, const std::tuple<Results...>& results) {
-  check_number_of_results(expected, sizeof...(Results));
+void write_results(StableIValue* stack, uint64_t num_results, const std::tuple<Results...>& results) {
+  check_number_of_results(num_results, sizeof...(Results));
   std::apply([&](const auto&... result) { ((*stack++ = torch::stable::detail::from(result)), ...); },
              results);
 }
-inline void write_results(StableIValue* stack, uint64_t expected, const Tensor& result) {
-  check_number_of_results(expected, 1);
+inline void write_results(StableIValue* stack, uint64_t num_results, const Tensor& result) {
+  check_number_of_results(num_results, 1);
   *stack = torch::stable::detail::from(result);
 }
 
+// The struct of arguments that the function of an op takes.
+template <class Function>
+struct ArgumentsOf;
 template <class Call, class Results>
-void call_function(Results (*op)(const Call&), StableIValue* stack, uint64_t arguments, uint64_t results) {
-  const Call call{OpCall(stack, arguments)};
-  call.check_end();
-  write_results(stack, results, op(call));
-}
+struct ArgumentsOf<Results (*)(const Call&)> {
+  using Type = Call;
+};
 
-// What a library registers for an op.
-template <auto kOp>
-void call_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
-  call_function(kOp, stack, arguments, results);
+// The boxed function of an op, which a library registers. kFunction: the function that takes a struct of
+// arguments and returns a Tensor or a tuple of Tensors.
+template <auto kFunction>
+void call_op(StableIValue* stack, uint64_t num_arguments, uint64_t num_results) {
+  const typename ArgumentsOf<decltype(kFunction)>::Type call{OpCall(stack, num_arguments)};
+  call.check_all_taken();
+  write_results(stack, num_results, kFunction(call));
 }
 
 }  // namespace fastvit

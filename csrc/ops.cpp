@@ -1,43 +1,71 @@
-// Defines the ops, and registers their CPU implementations. Each family's header has its schemas;
-// fastvit/ops.py documents the ops.
-#include "cpu/kernels.h"
+// Defines all ops of both libraries, _C.so and _cuda.so, and registers the implementations for CPUs. The
+// schemas of batch norm, LayerNorm and activations are in their headers; fastvit/ops.py documents these ops.
+#include "cpu/kernel_table.h"
 #include "register_ops.h"
-#include "sync/cpu_peer.h"
+#include "sync/cpu_exchange.h"
 
 STABLE_TORCH_LIBRARY(fastvit, m) {
   fastvit::define_batch_norm(m);
   fastvit::define_layer_norm(m);
   fastvit::define_activations(m);
+
+  // The instruction set of the CPU kernels, such as "avx512".
   m.def("cpu_capability() -> str");
+  // What the CUDA kernels were built for, or why they were not built, and a checksum of the sources.
   m.def("cuda_build() -> str");
-  // Exchanges between ranks: see fastvit/sync.
+
+  // Exchanges. In an exchange, every rank of a process group sends its `numbers` to all ranks, and all merge
+  // the numbers of all ranks.
+  //   numbers   The moments or the sums of all channels, as bn_stats and bn_reduce return them.
+  //   exchange  A tensor of int64 on the CPU that describes the exchange: this rank, the number of ranks,
+  //             their arenas, a time limit, and a tag, by which ranks see that all are in the same layer
+  //             (struct ExchangeDescriptor).
+  //   arena     The memory of a rank into which the other ranks write their messages.
+
+  // The bytes of an arena, for `world` ranks and messages of at most `capacity` packets of 16 bytes.
   m.def("arena_bytes(int world, int capacity) -> int");
-  m.def("exchange_share(Tensor numbers, Tensor exchange) -> Tensor");
+  // Sends this rank's numbers through the arenas, awaits those of all ranks and returns them merged.
+  m.def("exchange_merge(Tensor numbers, Tensor exchange) -> Tensor");
+  // On a CPU, goes on waiting for an exchange. exchange_merge and this op return after a slice of time even
+  // if messages are missing, so that Python can handle signals; a report in `exchange` names the missing
+  // ranks. `result` is what exchange_merge returned.
   m.def("exchange_wait(Tensor(a!) result, Tensor exchange) -> ()");
+  // On a CPU, abandons the exchange, and tells all other ranks, whose exchange fails then.
   m.def("exchange_abandon(Tensor exchange) -> ()");
+  // Allocates GPU memory for an arena: the memory, and a handle by which other processes can open it.
   m.def("ipc_allocate(int bytes, int device) -> (Tensor, Tensor)");
+  // Opens another process's memory by its handle. Returns its address in this process.
   m.def("ipc_open(Tensor handle, int device) -> int");
+
+  // The other way, for ranks without arenas: a collective of torch.distributed carries the messages.
+  // On a CPU, merges this rank's numbers with the messages that it has received from the other ranks.
   m.def("merge_received(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
+  // On a GPU, returns the message with this rank's numbers: moments for an all_gather, sums for an
+  // all_reduce.
   m.def("pack_message(Tensor numbers, Tensor exchange) -> Tensor");
+  // On a GPU, merges what the collective has returned: the messages of all ranks, or their sum.
   m.def("merge_messages(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CPU, m) {
-  fastvit::implement_ops(m);
-  m.impl("exchange_share", TORCH_BOX(&fastvit::exchange_share));
+  fastvit::implement_common_ops(m);
+  m.impl("exchange_merge", TORCH_BOX(&fastvit::exchange_merge));
   m.impl("exchange_wait", TORCH_BOX(&fastvit::exchange_wait));
   m.impl("exchange_abandon", TORCH_BOX(&fastvit::exchange_abandon));
   m.impl("merge_received", TORCH_BOX(&fastvit::merge_received));
 }
 
 static std::string cpu_capability() {
-  return fastvit::kernels().name;
+  return fastvit::kernel_table().name;
 }
-// Whole in the library's bytes, where tools/gpu_steps.py finds it without loading the library.
-[[gnu::used]] static const char build[] = FASTVIT_CUDA_BUILD;
+
+// The build defines FASTVIT_CUDA_BUILD, a string literal. [[gnu::used]] keeps it in one piece in the bytes of
+// the library, where tools/gpu_steps.py finds its checksum without loading the library.
+[[gnu::used]] static const char cuda_build_text[] = FASTVIT_CUDA_BUILD;
 static std::string cuda_build() {
-  return build;
+  return cuda_build_text;
 }
+
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {
   m.impl("cuda_build", TORCH_BOX(&cuda_build));
   m.impl("cpu_capability", TORCH_BOX(&cpu_capability));

@@ -1,4 +1,5 @@
-// Registers a library's implementations of the ops that both backends have.
+// implement_common_ops registers the ops that both libraries, _C.so for CPUs and _cuda.so, implement from the
+// same headers; each library has its own kernels.
 #pragma once
 
 #include "activation_ops.h"
@@ -7,8 +8,9 @@
 
 namespace fastvit {
 
+// Library: the type that STABLE_TORCH_LIBRARY_IMPL declares, for one dispatch key.
 template <class Library>
-void implement_ops(Library& m) {
+void implement_common_ops(Library& m) {
   m.impl("bn_stats", call_op<bn_stats>);
   m.impl("bn_forward", call_op<bn_forward>);
   m.impl("bn_forward_inplace", call_op<bn_forward_inplace>);

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastvit.sync.agreement import Agreement
 from fastvit.sync.cuda_peer import DeviceMemory, load_kernels
-from fastvit.sync.protocol import LEAST_PACKETS, Arena, Exchange, Fault, Kind, Tag
+from fastvit.sync.protocol import FLOAT64, LEAST_PACKETS, Arena, Exchange, ExchangeState, NumberKind, Tag
 
 T = TypeVar("T")
 HEADER = 2  # packets
@@ -21,7 +21,7 @@ INBOX = arena_bytes(1, 6) - 2 * (HEADER + 6) * 16  # where it begins in an arena
 
 
 def describe(tag: Tag, direction: str) -> str:
-    return f"{direction} of layer {tag.layer}, step {tag.step}"
+    return f"{direction} of layer {tag.layer}, step {tag.forward_index}"
 
 
 def agreements(world: int, timeout: float = 20.0) -> list[Agreement]:
@@ -42,7 +42,7 @@ def check_mismatch(got: Tensor, exchange: Exchange, tags: list[Tag], rank: int, 
     """Of four ranks rank 2 has another tag: NaN, and the report names the first rank with another tag."""
     assert got[-1:].isnan().all() if sums else got.isnan().all()
     peer, direction = 2 if rank == 0 else 0, "backward" if sums else "forward"
-    assert exchange.report.fault == Fault.MISMATCH and exchange.report.peer == peer
+    assert exchange.report.fault == ExchangeState.MISMATCH and exchange.report.peer == peer
     said = str(exchange.mismatch(describe))
     assert said.startswith(f"rank {rank} is in {describe(tags[rank], direction)}, but rank {peer} in ")
     assert describe(tags[peer], direction) in said
@@ -60,10 +60,10 @@ def message(numbers: Tensor, tag: Tag, epoch: int, of_gpu: bool) -> Tensor:
     flat = numbers.flatten()
     payload = flat.view(torch.int32)
     if of_gpu:
-        channels = flat.numel() // 2 - (kind == Kind.MOMENTS)
+        channels = flat.numel() // 2 - (kind == NumberKind.MOMENTS)
         pairs = torch.stack([flat[:channels], flat[channels : 2 * channels]], 1).flatten()
         payload = in_packets(torch.cat([pairs, flat[2 * channels :]]).view(torch.int32), epoch)
-    kind |= Kind.DOUBLE if flat.dtype == torch.float64 else 0
+    kind |= FLOAT64 if flat.dtype == torch.float64 else 0
     words = flat.numel() * flat.element_size() // 4
     head = torch.tensor([*tag, words, kind], dtype=torch.int32, device=flat.device)
     return torch.cat([in_packets(head, epoch), payload]).view(torch.uint8)
@@ -73,7 +73,7 @@ def exchange_of_one_rank(device: str, capacity: int = LEAST_PACKETS) -> tuple[Ex
     """An exchange that ends when it begins, and its arena, which must live as long."""
     arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)
     exchange = Exchange(0, 1, arena.is_cuda, [arena.data_ptr()])
-    exchange.handle.capacity, exchange.handle.nanoseconds = capacity, 10**9
+    exchange.descriptor.capacity, exchange.descriptor.timeout_ns = capacity, 10**9
     return exchange, arena
 
 
@@ -126,7 +126,7 @@ class Loopback:
 
     def send(self, receiver: int, numbers: list[Tensor], tag: Tag) -> None:
         """Messages of all ranks, for the next exchange of one of them."""
-        words = self.arenas[receiver][: Arena.abandoned.offset].view(torch.int32)
+        words = self.arenas[receiver][: Arena.failed.offset].view(torch.int32)
         epoch = int(words[0]) % 2**32 + 1
         for sender, row in enumerate(numbers):
             data = message(row, tag, epoch, self.of_gpu)

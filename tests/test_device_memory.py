@@ -58,9 +58,9 @@ class Gpus:
 
     def share(self, way, numbers, tag):
         assert sorted(self.loaded) == list(range(self.world))  # no GPU waits for a rank that loads
-        handle = way._exchange.handle
-        addresses = way._exchange.tensor[-handle.world :].tolist()
-        assert addresses == [self.arenas[rank].data_ptr() for rank in range(handle.world)]
+        descriptor = way._exchange.descriptor
+        addresses = way._exchange.tensor[-descriptor.world :].tolist()
+        assert addresses == [self.arenas[rank].data_ptr() for rank in range(descriptor.world)]
         self.sent[self.rank] = numbers.clone()
         self.barrier.wait(20)
         rows = torch.cat([self.sent[rank] for rank in range(self.world)])

@@ -10,23 +10,23 @@ MODEL = Path(__file__).parent / "model" / "exchange.pml"
 NEEDS = [tool for tool in ("spin", "cc") if not shutil.which(tool)]
 pytestmark = pytest.mark.skipif(bool(NEEDS), reason=f"no {' and no '.join(NEEDS)} (Debian: spin, gcc)")
 NEVER = 99
-ONE, ALL = 1, 7  # which ranks may give up: rank 0, or all of three
+ONE, ALL = 1, 7  # which ranks may abandon an exchange: rank 0, or all of three
 BOUNDS = {
     "CPU": 0,
     "RANKS": 2,
-    "PARTS": 1,
+    "RANGES": 1,
     "EXCHANGES": 4,
     "FIRST": 3,  # epochs are 4, 5, 2 and 3
     "REPLAYS": 0,
     "MISMATCH": NEVER,
-    "GIVING_UP": 0,
+    "ABANDONING": 0,
     "WHOLE_PACKETS": 0,
 }
 WAITS_FOREVER = "invalid end state"
-OVERWRITES = "assertion violated (kernels[to]>="
+OVERWRITES = "assertion violated (kernels_ended[receiver]>="
 MERGES_ANOTHER_EXCHANGE = "assertion violated ((inbox["
-GOES_ON = "assertion violated (failed_at[rank]>n)"
-IS_PARTLY_VALID = "assertion violated (row["
+GOES_ON = "assertion violated (first_failed[rank]>n)"
+IS_PARTLY_VALID = "assertion violated (result["
 MISSES_A_MISMATCH = "assertion violated (failed||(n!="
 FAILS_WITHOUT_CAUSE = "assertion violated (( !(failed)||"
 MUTANTS = {
@@ -38,9 +38,9 @@ MUTANTS = {
     "FLAG_BEFORE_DATA": (MERGES_ANOTHER_EXCHANGE, {}),
     "NO_FENCE": (MERGES_ANOTHER_EXCHANGE, {"CPU": 1}),
     "NO_TAG_CHECK": (MISSES_A_MISMATCH, {"MISMATCH": 2}),
-    "SILENT_GIVE_UP": (WAITS_FOREVER, {"GIVING_UP": ONE}),
-    "NOT_STICKY": (GOES_ON, {"GIVING_UP": ONE}),
-    "OWN_FAULT_ONLY": (IS_PARTLY_VALID, {"GIVING_UP": ONE, "PARTS": 2, "EXCHANGES": 1}),
+    "SILENT_ABANDON": (WAITS_FOREVER, {"ABANDONING": ONE}),
+    "NOT_STICKY": (GOES_ON, {"ABANDONING": ONE}),
+    "OWN_FAULT_ONLY": (IS_PARTLY_VALID, {"ABANDONING": ONE, "RANGES": 2, "EXCHANGES": 1}),
 }
 
 
@@ -58,16 +58,16 @@ def verify(folder: Path, **macros: int) -> str:
 @pytest.mark.parametrize(
     "macros",
     [
-        {"GIVING_UP": ALL},
-        {"EXCHANGES": 3, "PARTS": 2, "WHOLE_PACKETS": 1},
-        {"EXCHANGES": 2, "PARTS": 2, "WHOLE_PACKETS": 1, "GIVING_UP": ONE},
-        {"EXCHANGES": 3, "PARTS": 2, "WHOLE_PACKETS": 1, "MISMATCH": 2},
-        {"RANKS": 3, "WHOLE_PACKETS": 1, "GIVING_UP": ONE},
-        {"RANKS": 3, "WHOLE_PACKETS": 1, "GIVING_UP": ALL, "FIRST": 0},
+        {"ABANDONING": ALL},
+        {"EXCHANGES": 3, "RANGES": 2, "WHOLE_PACKETS": 1},
+        {"EXCHANGES": 2, "RANGES": 2, "WHOLE_PACKETS": 1, "ABANDONING": ONE},
+        {"EXCHANGES": 3, "RANGES": 2, "WHOLE_PACKETS": 1, "MISMATCH": 2},
+        {"RANKS": 3, "WHOLE_PACKETS": 1, "ABANDONING": ONE},
+        {"RANKS": 3, "WHOLE_PACKETS": 1, "ABANDONING": ALL, "FIRST": 0},
         {"RANKS": 3, "WHOLE_PACKETS": 1, "MISMATCH": 2},
-        {"CPU": 1, "GIVING_UP": ALL},
+        {"CPU": 1, "ABANDONING": ALL},
         {"CPU": 1, "RANKS": 3},
-        {"CPU": 1, "RANKS": 3, "EXCHANGES": 2, "GIVING_UP": ONE},
+        {"CPU": 1, "RANKS": 3, "EXCHANGES": 2, "ABANDONING": ONE},
         {"CPU": 1, "RANKS": 3, "EXCHANGES": 3, "MISMATCH": 2},
     ],
     ids=lambda macros: "-".join(f"{name}{value}" for name, value in macros.items()),

@@ -11,7 +11,7 @@ from loopback import check_mismatch, describe, rows
 
 from fastvit.sync.agreement import Agreement
 from fastvit.sync.collective import ALL_GATHER, Packed
-from fastvit.sync.protocol import HEADER_WORDS, Exchange, Fault, Kind, Tag
+from fastvit.sync.protocol import FLOAT64, HEADER_WORDS, Exchange, ExchangeState, NumberKind, Tag
 
 on_cpu = pytest.mark.skipif(TARGET != "cpu", reason="GPUs send other messages")
 on_gpu = pytest.mark.skipif(TARGET == "cpu", reason="CPUs send other messages")
@@ -23,18 +23,18 @@ def exchanges(tags, device, wide=False):
     made = []
     for rank, tag in enumerate(tags):
         made.append(Exchange(rank, len(tags), device != "cpu"))
-        made[-1].handle.capacity, made[-1].handle.wide = CAPACITY, wide
+        made[-1].descriptor.capacity, made[-1].descriptor.float64_messages = CAPACITY, wide
         made[-1].of(tag)
     return made
 
 
 def direct(rank, numbers, tags, room=4):
     """What a CPU's rank has received: `(world - 1, words)`, wider than this layer's messages."""
-    double = Kind.DOUBLE if numbers[0].dtype == torch.float64 else 0
+    double = FLOAT64 if numbers[0].dtype == torch.float64 else 0
     words = numbers[0].numel() * numbers[0].element_size() // 4
     received = torch.full((len(numbers), HEADER_WORDS + words + room), -1, dtype=torch.int32)
     for row, one, tag in zip(received, numbers, tags, strict=True):
-        header = [*tag, words, Kind(one.dim() - 1) | double]
+        header = [*tag, words, NumberKind(one.dim() - 1) | double]
         row[:HEADER_WORDS] = torch.tensor(header, dtype=torch.int32)
         row[HEADER_WORDS : HEADER_WORDS + words] = one.view(-1).view(torch.int32)
     return torch.cat([received[:rank], received[rank + 1 :]])
@@ -87,13 +87,13 @@ def test_tags_that_differ(rank, other, sums, device):
 
 
 @on_cpu
-@pytest.mark.parametrize("change", [(2, 4), (3, Kind.SUMS), (3, Kind.DOUBLE)])
+@pytest.mark.parametrize("change", [(2, 4), (3, NumberKind.SUMS), (3, FLOAT64)])
 def test_a_message_of_another_length_or_kind(change):
     numbers, tags = rows(2, 6, False), [Tag(7, 5)] * 2
     received, (made, _) = direct(0, numbers, tags), exchanges(tags, "cpu")
     received[0, change[0]] = change[1]
     assert ops.merge_received(received, numbers[0], made.tensor).isnan().all()
-    assert made.report.fault == Fault.MISMATCH
+    assert made.report.fault == ExchangeState.MISMATCH
 
 
 @on_cpu
@@ -154,10 +154,10 @@ def test_packed_collectives(monkeypatch, device):
 def test_bad_arguments_of_gpus(device):
     row, (exchange,) = torch.zeros(6, device=device), exchanges([Tag(0, 1)], device)
     two = exchanges([Tag(0, 1)] * 2, device)[0].tensor
-    exchange.handle.capacity = 4
+    exchange.descriptor.capacity = 4
     with pytest.raises(RuntimeError, match="pack_message: numbers is .* .6.; at most 4 numbers of float32"):
         ops.pack_message(row, exchange.tensor)
-    exchange.handle.capacity = 8
+    exchange.descriptor.capacity = 8
     with pytest.raises(
         RuntimeError, match="pack_message: numbers is Double .6.; at most 8 numbers of float32"
     ):

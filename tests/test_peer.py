@@ -1,4 +1,4 @@
-"""The ops of the peer protocol (csrc/sync/cpu_peer.cpp), with all ranks of a group in one process."""
+"""The ops of the peer protocol (csrc/sync/cpu_exchange.cpp), with all ranks of a group in one process."""
 
 import datetime
 import random
@@ -14,7 +14,7 @@ from loopback import INBOX
 from fastvit import ops
 from fastvit.sync.cpu_peer import cpu_arena_bytes
 from fastvit.sync.custom_op import share
-from fastvit.sync.protocol import MOST_RANKS, Arena, Exchange, Fault, Tag
+from fastvit.sync.protocol import MOST_RANKS, Arena, Exchange, ExchangeState, Tag
 
 raw = torch.ops.fastvit
 CAPACITY = 34  # packets
@@ -33,7 +33,7 @@ class Ranks:
         self.exchanges = [Exchange(rank, world, arenas=addresses) for rank in range(world)]
         self.results = [None] * world
         for words, exchange in zip(self.words, self.exchanges, strict=True):
-            words.epoch, exchange.handle.capacity = epoch, capacity
+            words.epoch, exchange.descriptor.capacity = epoch, capacity
 
     def numbers(self, rank, step, channels=4, dtype=torch.float32, sums=False):
         if sums:
@@ -44,20 +44,20 @@ class Ranks:
     def begin(self, rank, step, numbers=None, layer=3, seconds=0.0):
         """Sends this rank's packets, and polls the others' once."""
         exchange = self.exchanges[rank]
-        exchange.handle.nanoseconds = int(seconds * 1e9)
+        exchange.descriptor.timeout_ns = int(seconds * 1e9)
         numbers = self.numbers(rank, step) if numbers is None else numbers
-        self.results[rank] = raw.exchange_share(numbers, exchange.of(Tag(layer, step)))
+        self.results[rank] = raw.exchange_merge(numbers, exchange.of(Tag(layer, step)))
         return self.state(rank)
 
     def wait(self, rank, seconds=0.0):
-        self.exchanges[rank].handle.nanoseconds = int(seconds * 1e9)
+        self.exchanges[rank].descriptor.timeout_ns = int(seconds * 1e9)
         raw.exchange_wait(self.results[rank], self.exchanges[rank].tensor)
         return self.state(rank)
 
     def state(self, rank):
-        if self.exchanges[rank].report.missing:
-            return Fault.PENDING
-        return Fault(self.exchanges[rank].report.fault or Fault.DONE)
+        if self.exchanges[rank].report.missing_ranks_mask:
+            return ExchangeState.PENDING
+        return ExchangeState(self.exchanges[rank].report.fault or ExchangeState.DONE)
 
     def check(self, rank, step, **options):
         rows = torch.stack([self.numbers(r, step, **options).flatten() for r in range(self.world)])
@@ -76,9 +76,9 @@ def test_numbers_are_merged(channels, sums, dtype):
     for step in range(4):
         for rank in range(3):
             state = ranks.begin(rank, step, ranks.numbers(rank, step, **options))
-            assert state == (Fault.DONE if rank == 2 else Fault.PENDING)
+            assert state == (ExchangeState.DONE if rank == 2 else ExchangeState.PENDING)
         for rank in range(3):
-            assert rank == 2 or ranks.wait(rank) == Fault.DONE
+            assert rank == 2 or ranks.wait(rank) == ExchangeState.DONE
             ranks.check(rank, step, **options)
             assert torch.equal(ranks.results[rank][sums:], ranks.results[0][sums:])
 
@@ -90,7 +90,7 @@ def test_a_rank_without_values():
         ranks.begin(rank, 1, rows[rank])
     torch.testing.assert_close(ranks.results[2], reference.merge_moments(torch.stack(rows)))
     for rank in range(2):
-        assert ranks.wait(rank) == Fault.DONE
+        assert ranks.wait(rank) == ExchangeState.DONE
     for rank in range(3):
         ranks.begin(rank, 2, torch.zeros(10))
     assert ranks.results[2].tolist() == [0.0] * 10
@@ -103,7 +103,7 @@ def test_interleaved_at_random(world, seed):
     step, waits = [0] * world, [False] * world
     while min(step) < 40:
         rank = choose.choice([r for r in range(world) if step[r] < 40])
-        if (ranks.wait(rank) if waits[rank] else ranks.begin(rank, step[rank])) == Fault.DONE:
+        if (ranks.wait(rank) if waits[rank] else ranks.begin(rank, step[rank])) == ExchangeState.DONE:
             ranks.check(rank, step[rank])
             step[rank], waits[rank] = step[rank] + 1, False
         else:
@@ -116,11 +116,11 @@ def test_a_late_peer_and_then_its_message():
     ranks = Ranks(3)
     ranks.begin(2, 0)
     begin = time.monotonic()
-    assert ranks.begin(0, 0, seconds=0.1) == Fault.PENDING
-    assert 0.1 <= time.monotonic() - begin < 5 and ranks.exchanges[0].report.missing == 0b010
+    assert ranks.begin(0, 0, seconds=0.1) == ExchangeState.PENDING
+    assert 0.1 <= time.monotonic() - begin < 5 and ranks.exchanges[0].report.missing_ranks_mask == 0b010
     assert torch.equal(ranks.results[0], ranks.numbers(0, 0))  # as long as it waits
     ranks.begin(1, 0)
-    assert ranks.wait(0) == Fault.DONE
+    assert ranks.wait(0) == ExchangeState.DONE
     ranks.check(0, 0)
 
 
@@ -135,10 +135,10 @@ def test_another_tag_is_a_mismatch_on_both(what):
         "dtype": {"numbers": torch.ones(10, dtype=torch.float64)},
     }[what]
     ranks.begin(0, 7)
-    assert ranks.begin(1, **{"step": 7} | other) == Fault.MISMATCH == ranks.wait(0)
+    assert ranks.begin(1, **{"step": 7} | other) == ExchangeState.MISMATCH == ranks.wait(0)
     seen = ranks.exchanges[0].report
     assert seen.peer == 1 and ranks.exchanges[1].report.peer == 0
-    assert [seen.theirs.layer, seen.theirs.step] == [other.get("layer", 3), other.get("step", 7)]
+    assert [seen.peer_tag.layer, seen.peer_tag.forward_index] == [other.get("layer", 3), other.get("step", 7)]
     assert all(result.flatten()[-6:].isnan().all() for result in ranks.results)
 
 
@@ -150,7 +150,7 @@ def test_the_longest_message_fills_an_inbox_and_no_more(capacity, dtype):
         for rank in range(4):
             ranks.begin(rank, step, ranks.numbers(rank, step, channels, dtype, sums=True))
         for rank in range(4):
-            assert rank == 3 or ranks.wait(rank) == Fault.DONE  # the last one found all messages
+            assert rank == 3 or ranks.wait(rank) == ExchangeState.DONE  # the last one found all messages
             ranks.check(rank, step, channels=channels, dtype=dtype, sums=True)
     for arena in ranks.arenas[:3]:  # the last one sends nothing to itself
         assert arena[-GUARD - 4 : -GUARD].any() and not arena[-GUARD:].any()
@@ -163,7 +163,7 @@ def test_a_torn_header_is_not_taken(packet, bytes_missing):
     ranks = Ranks(2)
     for step in range(2):
         ranks.begin(0, step)
-        assert ranks.begin(1, step) == Fault.DONE == ranks.wait(0)
+        assert ranks.begin(1, step) == ExchangeState.DONE == ranks.wait(0)
     before = ranks.arenas[0].clone()
     ranks.begin(0, 2), ranks.begin(1, 2)
     inbox = ranks.arenas[0][INBOX:]
@@ -171,9 +171,9 @@ def test_a_torn_header_is_not_taken(packet, bytes_missing):
     half = slice(header + bytes_missing.start, header + bytes_missing.stop)
     whole = inbox[half].clone()
     inbox[half] = before[INBOX:][half]
-    assert ranks.wait(0) == Fault.PENDING
+    assert ranks.wait(0) == ExchangeState.PENDING
     inbox[half] = whole
-    assert ranks.wait(0) == Fault.DONE
+    assert ranks.wait(0) == ExchangeState.DONE
     ranks.check(0, 2)
 
 
@@ -185,7 +185,7 @@ def test_no_exchange_mixes_the_numbers_of_two():
         for step in range(200):
             numbers = torch.full((1, 2**18), float(step + rank))
             state = ranks.begin(rank, step, numbers, seconds=20)
-            if state != Fault.DONE or (ranks.results[rank][1] != 2 * step + 1).any():
+            if state != ExchangeState.DONE or (ranks.results[rank][1] != 2 * step + 1).any():
                 wrong.append((rank, step, state))
                 return
 
@@ -202,16 +202,16 @@ def test_a_complete_exchange_counts_unless_a_peer_gave_it_up(later):
     ranks = Ranks(2)
     ranks.begin(0, 0)
     if later:
-        assert ranks.begin(1, 0) == Fault.DONE
+        assert ranks.begin(1, 0) == ExchangeState.DONE
         ranks.begin(1, 1)
     else:
         ranks.begin(1, 0)
         ranks.words[1].epoch = 0  # as if it had not been polled
     raw.exchange_abandon(ranks.exchanges[1].tensor)
     assert ranks.exchanges[1].report.epoch == 1 + later
-    assert ranks.wait(0) == (Fault.DONE if later else Fault.GAVE_UP)
+    assert ranks.wait(0) == (ExchangeState.DONE if later else ExchangeState.PEER_ABANDONED)
     if later:
-        assert ranks.begin(0, 1) == Fault.GAVE_UP and ranks.results[0].isnan().all()
+        assert ranks.begin(0, 1) == ExchangeState.PEER_ABANDONED and ranks.results[0].isnan().all()
 
 
 def test_waiting_releases_the_interpreter():
@@ -225,7 +225,7 @@ def test_waiting_releases_the_interpreter():
 
 
 def test_ops_of_a_layer_share():
-    """bn_stats and bn_reduce with an exchange equal exchange_share of their own numbers."""
+    """bn_stats and bn_reduce with an exchange equal exchange_merge of their own numbers."""
     x, dy = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 5, 3)
     saved = torch.cat([torch.rand(10) + 0.5, torch.tensor([0.0, 24.0])])
     for work in (
@@ -240,7 +240,7 @@ def test_ops_of_a_layer_share():
             ranks.results[rank] = work(rank, ranks.exchanges[rank].of(Tag(3, 1)))
             shared.begin(rank, 1, work(rank))
         for both in (ranks, shared):
-            assert both.wait(0) == Fault.DONE
+            assert both.wait(0) == ExchangeState.DONE
         assert all(map(torch.equal, ranks.results, shared.results))
 
 
@@ -250,16 +250,16 @@ def opcheck(op, *arguments, traced=False):
 
 
 def test_opcheck_of_an_exchange():
-    """exchange_share and exchange_abandon have no fakes: fastvit::share, which has one, stands for them."""
+    """exchange_merge and exchange_abandon have no fakes: fastvit::share, which has one, stands for them."""
     ranks, numbers = Ranks(2), [torch.zeros(10), torch.zeros(1, 10)]
     opcheck(raw.arena_bytes.default, 2, CAPACITY, traced=True)
     for step, row in enumerate(numbers):
         mine, theirs = (exchange.of(Tag(3, step)) for exchange in ranks.exchanges)
-        opcheck(raw.exchange_share.default, row, mine)
-        assert ranks.state(0) == Fault.PENDING
-        raw.exchange_share(row, theirs)
+        opcheck(raw.exchange_merge.default, row, mine)
+        assert ranks.state(0) == ExchangeState.PENDING
+        raw.exchange_merge(row, theirs)
         opcheck(raw.exchange_wait.default, torch.zeros(10) if step == 0 else torch.zeros(2, 10), mine)
-        assert ranks.state(0) == Fault.DONE
+        assert ranks.state(0) == ExchangeState.DONE
     opcheck(raw.exchange_abandon.default, ranks.exchanges[0].tensor)
 
 
@@ -277,7 +277,7 @@ def test_opcheck_of_share():
 
 def test_bad_arguments():
     ranks = Ranks(2)
-    with pytest.raises(RuntimeError, match="exchange takes 35 packets of 70 numbers; 1 to 34 expected"):
+    with pytest.raises(RuntimeError, match="exchange is for 70 numbers, that is 35 packets; .* at most 34 packets"):
         ranks.begin(0, 0, torch.zeros(70))
     with pytest.raises(
         RuntimeError, match="numbers is Half .10.; moments .2C . 2,. or sums .1, 2C. expected"
@@ -289,7 +289,7 @@ def test_bad_arguments():
         ops.bn_stats(torch.randn(3, 4), exchange=torch.tensor([2, 2, CAPACITY] + [0] * 7))
     with pytest.raises(RuntimeError, match="exchange has 2 ranks and no peer memory"):
         raw.exchange_abandon(Exchange(0, 2).tensor + torch.tensor([0, 0, 1, 0, 0, 0, 0, 0]))
-    assert Ranks(MOST_RANKS).begin(0, 0) == Fault.PENDING
+    assert Ranks(MOST_RANKS).begin(0, 0) == ExchangeState.PENDING
     with pytest.raises(RuntimeError, match=f"has {MOST_RANKS + 1} ranks .*; at most {MOST_RANKS} ranks"):
         Ranks(MOST_RANKS + 1).begin(0, 0)
 
@@ -300,8 +300,8 @@ def test_sizes_that_overflow_are_refused():
         for world, capacity in ((2, many), (many, 2)):
             with pytest.raises(RuntimeError, match=f"world is for {world} ranks and {capacity} packets"):
                 raw.arena_bytes(world, capacity)
-        ranks.exchanges[0].handle.capacity = many
-        with pytest.raises(RuntimeError, match=f"exchange_share: exchange is for 2 ranks, capacity {many}"):
+        ranks.exchanges[0].descriptor.capacity = many
+        with pytest.raises(RuntimeError, match=f"exchange_merge: exchange is for 2 ranks, capacity {many}"):
             ranks.begin(0, 0)
 
 
@@ -318,6 +318,6 @@ def test_freed_storage_is_refused(freed):
     storage.resize_(storage.nbytes() - 1)
     with pytest.raises(RuntimeError, match=f"{freed} has shape .*freed or shrunk"):
         if freed == "numbers":
-            raw.exchange_share(given["numbers"], given["exchange"])
+            raw.exchange_merge(given["numbers"], given["exchange"])
         else:
             raw.exchange_wait(given["result"], given["exchange"])

@@ -9,9 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(not shutil.which("c++filt"), reason="c++filt demangles the names of kernels")
 
-FORWARD = "forward_kernel<float, false, 4, false>"
-STATS = "stats_kernel<float, true, false, 4>"  # with an exchange
-MANGLED = "_ZN7fastvit14forward_kernelIfLb0ELi4ELb0EEEvNS_8LaunchedINS_13ForwardParamsEEE"
+FORWARD = "bn_forward_kernel<float, false, 4, false>"
+STATS = "bn_stats_kernel<float, true, false, 4>"  # with an exchange
+MANGLED = "_ZN7fastvit17bn_forward_kernelIfLb0ELi4ELb0EEEvNS_12KernelParamsINS_15BnForwardParamsEEE"
 
 # A load, a branch around the arithmetic and a store, as in every kernel. Constants are read before the wait.
 BODY = """
@@ -52,7 +52,7 @@ def test_basic_blocks_end_at_branches_and_labels(sass):
     assert [len(block) for block in code if block] == [6, 1, 2]
     assert list(sass.code_of(disassembly(BODY) + disassembly(BODY).replace("Lb0ELi4", "Lb1ELi4"))) == [
         FORWARD,
-        "forward_kernel<float, true, 4, false>",
+        "bn_forward_kernel<float, true, 4, false>",
     ]
 
 
@@ -61,10 +61,13 @@ def test_basic_blocks_end_at_branches_and_labels(sass):
     [
         (FORWARD, BODY),
         (STATS, EXCHANGE),
-        ("stats_kernel<float, false, false, 4>", BODY.replace("STG.E.128", "STG.E")),  # stores sums alone
-        ("forward_kernel<float, false, 1, false>", BODY.replace(".128", "")),
+        ("bn_stats_kernel<float, false, false, 4>", BODY.replace("STG.E.128", "STG.E")),  # stores sums alone
+        ("bn_forward_kernel<float, false, 1, false>", BODY.replace(".128", "")),
         ("layer_norm_forward_kernel<float, __half, 4, 8>", BODY.replace("STG.E.128", "STG.E.64")),
-        ("merge_kernel<float, float>", BODY.replace("STG.E.128", "ST.E.STRONG.SYS")),  # a fault, to the host
+        (
+            "merge_messages_kernel<float, float>",
+            BODY.replace("STG.E.128", "ST.E.STRONG.SYS"),
+        ),  # a fault, to the host
     ],
 )
 def test_good_code_has_no_fault(sass, kernel, body):
@@ -112,34 +115,36 @@ def test_faults_are_found(sass, kernel, body, expected):
 
 
 def test_registers_leave_room_for_the_blocks_that_are_demanded(sass, monkeypatch):
-    monkeypatch.setattr(sass, "BLOCKS", {r"forward_kernel<\w+, \w+, 1,": 4, "forward_kernel": 3})
+    monkeypatch.setattr(sass, "BLOCKS", {r"bn_forward_kernel<\w+, \w+, 1,": 4, "bn_forward_kernel": 3})
     # Registers are given out in eights: 80 for three blocks of 256 threads, 64 for four.
     assert sass.crowding(FORWARD, 80) == [] != sass.crowding(FORWARD, 81)
     scalar = FORWARD.replace("4", "1")
     assert sass.crowding(scalar, 64) == []
     assert sass.crowding(scalar, 65) == ["65 registers leave room for 3 blocks, and BLOCKS demands 4"]
-    assert sass.crowding("on_chip_forward_kernel<float>", 32) == ["has no row in BLOCKS"]
+    assert sass.crowding("bn_forward_single_launch_kernel<float>", 32) == ["has no row in BLOCKS"]
 
 
 def arithmetic(**counts: int) -> list[str]:
     return [f"{op}.FTZ R0, R1, R2" for op, count in counts.items() for _ in range(count)]
 
 
-def test_on_chip_arithmetic_is_that_of_two_kernels(sass):
+def test_a_single_launch_computes_as_two_kernels(sass):
     two = [arithmetic(FADD=16, FFMA=16, FMUL=8), arithmetic(FADD=8, FFMA=24, MUFU=8), arithmetic(FFMA=3)]
-    merging = arithmetic(FADD=40, FFMA=8)  # the on-chip op's own
+    merging = arithmetic(FADD=40, FFMA=8)  # the single launch's own
     moved = [arithmetic(FMUL=8), arithmetic(FADD=16, FFMA=16), arithmetic(FADD=8, FFMA=24, MUFU=8), merging]
     fused = [arithmetic(FADD=8, FFMA=24), arithmetic(FADD=8, FFMA=24, MUFU=8), merging]
 
-    def compare(two, on_chip, name=FORWARD):
-        return sass.inequality(f"on_chip_{name}", {name: two, f"on_chip_{name}": on_chip})
+    def compare(two, one, name=FORWARD):
+        single = name.replace("_kernel", "_single_launch_kernel")
+        return sass.inequality(single, {name: two, single: one})
 
     assert compare(two, moved) == []
     assert compare(two, fused) == [f"lacks 1 of {FORWARD}'s blocks with FADD, FFMA, MUFU (16, 16, 0)"]
     assert "cannot be compared" in compare([arithmetic(FADD=2)], fused)[0]
     assert compare(two, fused, FORWARD.replace("float", "double")) == []
     assert sass.inequality(FORWARD, {FORWARD: two}) == []
-    assert sass.inequality(f"on_chip_{FORWARD}", {f"on_chip_{FORWARD}": two}) == []  # --only on_chip
+    single = FORWARD.replace("_kernel", "_single_launch_kernel")
+    assert sass.inequality(single, {single: two}) == []  # --only single_launch
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ SANITIZED = (
 # The cache of torch's allocator would hide an overrun. torch expects some calls of CUDA's to fail.
 RACECHECK = "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 99 --tool racecheck"
 MEMCHECK = RACECHECK.replace("racecheck", "memcheck --report-api-errors no")
-NCU = "ncu --clock-control none --kernel-name-base demangled -k regex:(stats|forward|reduce|backward)_kernel"
+NCU = "ncu --clock-control none --kernel-name-base demangled"
+NCU += " -k regex:(stats|forward|reduce|backward)(_single_launch)?_kernel"
 NCU += " --section SpeedOfLight --section MemoryWorkloadAnalysis --section WarpStateStats"
 CONVERT = "--models vit_small_patch16_224,resnet50 --precision bf16 --batch 512"
 CONVERT += " --contenders convert,products,sac,checkpoint"

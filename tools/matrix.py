@@ -65,8 +65,8 @@ def commands(include: Path, folder: Path) -> list[list[str | Path]]:
     """A compiler's command for each source."""
     common = ["-std=c++20", f"-DTORCH_TARGET_VERSION={SETUP['TORCH_ABI']}", "-isystem", include]
     cpp = ["-fsyntax-only", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", *SETUP["QUIET"].split()]
-    cpp += ["-DFASTVIT_CAPABILITY=baseline", '-DFASTVIT_CUDA_BUILD=""']
-    cpp += ["-DFASTVIT_SETS=FASTVIT_COMPILED(baseline)"]
+    cpp += ["-DFASTVIT_ISA=baseline", '-DFASTVIT_CUDA_BUILD=""']
+    cpp += ["-DFASTVIT_HAS_BASELINE"]
     found = [
         [os.environ.get("CXX", "c++").split()[-1], *cpp, *common, source] for source in SETUP["cpp_sources"]()
     ]

@@ -31,22 +31,22 @@ BLOCKS = {
     r"act_kernel<\w+, \w+, 1,": 3,
     r"act_kernel<\w+, \w+, \d, false, false": 3,
     r"act_kernel": 2,
-    r"backward_kernel<(?!double)\w+, \w+, 1,": 3,
-    r"backward_kernel<float, false": 3,
-    r"backward_kernel": 2,
-    r"forward_kernel": 3,
+    r"bn_backward_kernel<(?!double)\w+, \w+, 1,": 3,
+    r"bn_backward_kernel<float, false": 3,
+    r"bn_backward_kernel": 2,
+    r"bn_forward_kernel": 3,
     r"layer_norm_backward_kernel": 2,
     r"layer_norm_forward_kernel<__half": 3,
     r"layer_norm_forward_kernel": 4,
-    r"(merge|pack)_kernel": 4,
-    r"on_chip_\w+_kernel": 2,  # shared memory has room for no more
-    r"reduce_kernel<(?!double)\w+, false, \w+, 1,": 3,
-    r"reduce_kernel": 2,
-    r"share_kernel": 1,  # launched with one block
-    r"stats_kernel<(?!double)\w+, false, true, 8": 2,
-    r"stats_kernel<(?!double)\w+, false": 4,
-    r"stats_kernel": 2,
-    r"sum_rows_kernel": 3,
+    r"(merge_messages|pack_message)_kernel": 4,
+    r"bn_\w+_single_launch_kernel": 2,  # shared memory has room for no more
+    r"bn_reduce_kernel<(?!double)\w+, false, \w+, 1,": 3,
+    r"bn_reduce_kernel": 2,
+    r"exchange_merge_kernel": 1,  # launched with one block
+    r"bn_stats_kernel<(?!double)\w+, false, true, 8": 2,
+    r"bn_stats_kernel<(?!double)\w+, false": 4,
+    r"bn_stats_kernel": 2,
+    r"add_rows_kernel": 3,
 }
 GLOBAL = r"(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS|UBLK\w+|UTMA\w+|CCTL)\b"
 LARGE = 12  # additions of a basic block that computes an activation; smaller blocks merge other sums
@@ -118,8 +118,8 @@ def faults(kernel: str, code: Code) -> list[str]:
         found.append("does not begin with griddepcontrol.wait (ACQBULK)")
     elif any(re.match(GLOBAL, op) for op in opcodes[: opcodes.index("ACQBULK")]):
         found.append(f"accesses global memory before griddepcontrol.wait: {accesses[0]}")
-    # message.cu's merge kernel reports faults to the host, and waits for no peer.
-    exchanges = any(".SYS" in op for op in accesses) and not kernel.startswith("merge_kernel")
+    # collective_message.cu's merge kernel reports faults to the host, and waits for no peer.
+    exchanges = any(".SYS" in op for op in accesses) and not kernel.startswith("merge_messages_kernel")
     if exchanges and "PREEXIT" in opcodes:
         found.append("exchanges with peers, and lets the next kernel begin (PREEXIT)")
     if not exchanges and "PREEXIT" not in opcodes:
@@ -133,7 +133,7 @@ def faults(kernel: str, code: Code) -> list[str]:
             wide.append("STG")
         if "LDG" not in wide:
             found.append("has no vector load (LDG.128)")
-        if "STG" not in wide and not re.match("reduce|stats", kernel):
+        if "STG" not in wide and not re.match("bn_reduce|bn_stats", kernel):
             found.append("has no vector store (STG.128)")
     return found
 
@@ -148,11 +148,11 @@ def additions(code: Code) -> Counter[tuple[int, ...]]:
 
 
 def inequality(kernel: str, kernels: dict[str, Code]) -> list[str]:
-    """How an on-chip op's arithmetic differs from that of the two kernels which must return the same bits.
+    """How a single launch's arithmetic differs from that of the two kernels which must return the same bits.
 
     Kernels of double are not compared: nvcc spreads a quotient or an exponential, many DFMA, over blocks.
     """
-    other = kernel.removeprefix("on_chip_")
+    other = kernel.replace("_single_launch", "")
     if other == kernel or other not in kernels or "<double" in kernel:
         return []
     expected = additions(kernels[other])

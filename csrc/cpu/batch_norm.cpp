@@ -1,50 +1,75 @@
-// The ops of batch norm on the CPU: the O(C) part, in double. It merges the slices' results, updates the
-// running statistics, exchanges numbers between ranks, and makes the constants of each channel, which kernels
-// read.
+// The ops of batch norm on the CPU: the O(C) part, in double. It merges the results of slices (parts of each
+// channel's values, which a kernel reduces separately), updates the running statistics, exchanges numbers
+// between ranks, and computes the constants per channel that the kernels read.
+//
+// A is the accumulation type: double for tensors of double, else float. xhat is (x - mean) * invstd, dv is
+// the gradient of the activation's input. A count is stored as two numbers (pack_count), so that a large
+// count is exact in float. saved: mean[C], invstd[C], count. A unit is a row, or one segment of each
+// channel's plane at one outer index.
 #include <cmath>
 #include <limits>
 
 #include "../moments.h"
-#include "../sync/cpu_peer.h"
-#include "channels.h"
-#include "kernels.h"
+#include "../sync/cpu_exchange.h"
+#include "channel_vector.h"
+#include "kernel_table.h"
 
 namespace fastvit {
 namespace {
 
-// Counts the batch; returns the factor of its statistics in the running ones.
-double count_batch(const BnForwardArgs& args, double count) {
-  if (!args.num_batches_tracked || std::isnan(count)) return args.momentum;
+// Increments num_batches_tracked, and returns the weight of this batch in the running statistics. A count of
+// NaN comes from a failed exchange between ranks: such a batch does not count.
+double count_batch(const BnForwardArgs& args, double values_per_channel) {
+  if (!args.num_batches_tracked || std::isnan(values_per_channel)) return args.momentum;
   ++*args.num_batches_tracked;
-  return args.cumulative ? 1.0 / double(*args.num_batches_tracked) : args.momentum;
+  return args.cumulative_average ? 1.0 / double(*args.num_batches_tracked) : args.momentum;
 }
 
-void update_running(const BnForwardArgs& args, int64_t c, const Moments<double>& batch, double factor) {
+void update_running_stats(const BnForwardArgs& args, int64_t channel, const Moments<double>& batch,
+                          double batch_weight) {
   if (!args.running_mean.data || !(batch.count > 0)) return;
-  const double unbiased = batch.m2 / std::max(batch.count - 1, 1.0);
-  const double mean = load_channel(args.running_mean, c, 0), var = load_channel(args.running_var, c, 1);
-  store_channel(args.running_mean, c, mean + factor * (batch.mean - mean));
-  store_channel(args.running_var, c, var + factor * (unbiased - var));
+  const double unbiased_var = batch.m2 / std::max(batch.count - 1, 1.0);
+  const double mean = load_channel(args.running_mean, channel, 0),
+               var = load_channel(args.running_var, channel, 1);
+  store_channel(args.running_mean, channel, mean + batch_weight * (batch.mean - mean));
+  store_channel(args.running_var, channel, var + batch_weight * (unbiased_var - var));
 }
 
-// The constants of channels that reduce and backward read, and the parameters of their kernels.
+struct MeanVariance {
+  double mean, variance;
+};
+
+MeanVariance load_running_stats(const BnForwardArgs& args, int64_t channel) {
+  return {load_channel(args.running_mean, channel, 0), load_channel(args.running_var, channel, 1)};
+}
+
+// The variance of no values counts as 0. After a failed exchange the count is NaN, and so is the variance.
+MeanVariance compute_batch_stats(const Moments<double>& batch) {
+  return {batch.mean, batch.count == 0 ? 0 : batch.m2 / batch.count};
+}
+
+// The parameters of the kernels of bn_reduce and bn_backward, and the constants per channel that both read.
 template <class A>
 struct BackwardConstants {
   std::vector<A> scale, beta, inverse_gamma;  // [C]
-  BackwardParams params;
+  CpuBnBackwardParams params;
 
   explicit BackwardConstants(const BnBackwardArgs& args)
-      : scale(args.layout.C), beta(args.layout.C), inverse_gamma(args.layout.C), params{args} {
-    const int64_t C = args.layout.C;
+      : scale(args.layout.channels),
+        beta(args.layout.channels),
+        inverse_gamma(args.layout.channels),
+        params{args} {
+    const int64_t C = args.layout.channels;
     const A* saved = static_cast<const A*>(args.saved);
     for (int64_t c = 0; c < C; ++c) {
-      scale[c] =
-          A(load_channel(args.weight, c, 1) * double(saved[C + c]));  // only the inversion needs a floor
+      scale[c] = A(load_channel(args.weight, c, 1) * double(saved[C + c]));
       beta[c] = A(load_channel(args.bias, c, 0));
-      inverse_gamma[c] = A(1 / load_gamma(args, c, args.from_output));
+      // Only the recovery of xhat from y divides by gamma, so only inverse_gamma needs the floor.
+      inverse_gamma[c] = A(1 / floored_gamma(args, c, args.from_output));
     }
-    params.partition = partition_of(args.layout);
-    params.limit = std::sqrt(std::max(load_count(saved + 2 * C) - 1, 0.0));
+    params.plan = plan_cpu_work(args.layout);
+    // No |xhat| of `count` values is larger than sqrt(count - 1).
+    params.max_abs_xhat = std::sqrt(std::max(unpack_count(saved + 2 * C) - 1, 0.0));
     params.scale = scale.data(), params.beta = beta.data(), params.inverse_gamma = inverse_gamma.data();
   }
 };
@@ -52,110 +77,119 @@ struct BackwardConstants {
 }  // namespace
 
 void backend::bn_stats(const BnStatsArgs& args) {
-  const Layout& layout = args.layout;
-  const int64_t C = layout.C;
-  const Partition partition = partition_of(layout);
-  std::vector<double> partial(partition.slices * 2 * C);
-  if (layout.numel() > 0) kernels().stats({args, partition, partial.data()});
+  const WalkLayout& layout = args.layout;
+  const int64_t C = layout.channels;
+  const CpuPlan plan = plan_cpu_work(layout);
+  std::vector<double> slice_moments(plan.slices * 2 * C);
+  if (layout.numel() > 0) kernel_table().bn_stats({args, plan, slice_moments.data()});
   dispatch_accumulation(args.dtype, [&]<class A>() {
     A* moments = static_cast<A*>(args.moments);
-    double *mean = partial.data(), *m2 = mean + C;  // of the first slice, which the others merge
-    for (int64_t s = 1; s < partition.slices; ++s) {
-      const int64_t begin = values_before(layout, partition, partition.steps * s / partition.slices),
-                    end = values_before(layout, partition, partition.steps * (s + 1) / partition.slices);
-      const ChanWeights weights = ChanWeights::of(double(begin), double(end - begin));
-      const double* slice = mean + s * 2 * C;
-      for (int64_t c = 0; c < C; ++c) weights.merge(mean[c], m2[c], slice[c], slice[C + c]);
+    double *mean = slice_moments.data(),
+           *m2 = mean + C;  // of slice 0, into which the other slices are merged
+    for (int64_t slice = 1; slice < plan.slices; ++slice) {
+      const int64_t begin = values_before_unit(layout, plan, plan.units * slice / plan.slices),
+                    end = values_before_unit(layout, plan, plan.units * (slice + 1) / plan.slices);
+      const MergeWeights weights = MergeWeights::from_counts(double(begin), double(end - begin));
+      const double *slice_mean = mean + slice * 2 * C, *slice_m2 = slice_mean + C;
+      for (int64_t c = 0; c < C; ++c) weights.merge(mean[c], m2[c], slice_mean[c], slice_m2[c]);
     }
     for (int64_t i = 0; i < 2 * C; ++i) moments[i] = A(mean[i]);
-    store_count(moments + 2 * C, double(layout.count()));
-    if (args.exchange) share(*args.exchange, moments, moments, C);
+    pack_count(moments + 2 * C, double(layout.values_per_channel()));
+    // Overwrites this rank's moments with the merged moments of all ranks.
+    if (args.exchange) exchange_numbers(*args.exchange, moments, moments, C);
   });
 }
 
-// Kernels of a CPU have no launch, so one for both passes saves nothing.
-bool backend::bn_forward_on_chip(const BnForwardArgs&) {
+// These functions return false: not done. A CPU kernel has no launch cost, so one launch for the statistics
+// and the op would gain nothing.
+bool backend::bn_forward_single_launch(const BnForwardArgs&) {
   return false;
 }
-bool backend::bn_backward_on_chip(const BnBackwardArgs&) {
+bool backend::bn_backward_single_launch(const BnBackwardArgs&) {
   return false;
 }
 
+// Normalizes by the saved statistics of an earlier forward (saved_in), by the moments of the batch, or by the
+// running statistics.
 void backend::bn_forward(const BnForwardArgs& args) {
-  const int64_t C = args.layout.C;
+  const int64_t C = args.layout.channels;
   dispatch_accumulation(args.dtype, [&]<class A>() {
     const A* moments = static_cast<const A*>(args.moments);
-    const A* applied = static_cast<const A*>(args.applied);
+    const A* saved_in = static_cast<const A*>(args.saved_in);
     A* saved = static_cast<A*>(args.saved);
-    const double count = moments ? load_count(moments + 2 * C) : std::numeric_limits<double>::infinity(),
-                 factor = moments ? count_batch(args, count) : 0;
+    const double count = moments ? unpack_count(moments + 2 * C) : std::numeric_limits<double>::infinity(),
+                 batch_weight = moments ? count_batch(args, count) : 0;
     std::vector<A> mean(C), scale(C), beta(C);
     for (int64_t c = 0; c < C; ++c) {
       A invstd;
-      if (applied) {
-        mean[c] = applied[c], invstd = applied[C + c];
+      if (saved_in) {
+        mean[c] = saved_in[c], invstd = saved_in[C + c];
       } else {
-        double center, variance;
+        MeanVariance stats;
         if (moments) {
           const Moments<double> batch{count, moments[c], moments[C + c]};
-          update_running(args, c, batch, factor);
-          center = batch.mean;
-          variance = count == 0 ? 0 : batch.m2 / count;  // NaN after a failed exchange
+          update_running_stats(args, c, batch, batch_weight);
+          stats = compute_batch_stats(batch);
         } else {
-          center = load_channel(args.running_mean, c, 0);
-          variance = load_channel(args.running_var, c, 1);
+          stats = load_running_stats(args, c);
         }
-        saved[c] = mean[c] = A(center);
-        saved[C + c] = invstd = A(1 / std::sqrt(variance + args.eps));
+        saved[c] = mean[c] = A(stats.mean);
+        saved[C + c] = invstd = A(1 / std::sqrt(stats.variance + args.eps));
       }
-      scale[c] = A(load_gamma(args, c, args.invertible) * double(invstd));
+      scale[c] = A(floored_gamma(args, c, args.invertible) * double(invstd));
       beta[c] = A(load_channel(args.bias, c, 0));
     }
     if (moments) {
-      store_count(saved + 2 * C, count);
-    } else if (!applied) {
+      pack_count(saved + 2 * C, count);
+    } else if (!saved_in) {  // the running statistics count as those of infinitely many values
       saved[2 * C] = std::numeric_limits<A>::infinity();
       saved[2 * C + 1] = 0;
     }
     if (args.layout.numel() > 0)
-      kernels().forward({args, partition_of(args.layout), mean.data(), scale.data(), beta.data()});
+      kernel_table().bn_forward({args, plan_cpu_work(args.layout), mean.data(), scale.data(), beta.data()});
   });
 }
 
 void backend::bn_reduce(const BnBackwardArgs& args) {
-  const int64_t C = args.layout.C;
+  const int64_t C = args.layout.channels;
   dispatch_accumulation(args.dtype, [&]<class A>() {
-    const A* saved = static_cast<const A*>(args.saved);
+    const A* invstd = static_cast<const A*>(args.saved) + C;
     A* sums = static_cast<A*>(args.local_sums);
     BackwardConstants<A> constants(args);
-    const int64_t slices = constants.params.partition.slices;
-    std::vector<double> partial(slices * 2 * C);
-    constants.params.partial = partial.data();
-    if (args.layout.numel() > 0) kernels().reduce(constants.params);
-    for (int64_t s = 1; s < slices; ++s)
-      for (int64_t i = 0; i < 2 * C; ++i) partial[i] += partial[s * 2 * C + i];
+    const int64_t slices = constants.params.plan.slices;
+    std::vector<double> slice_sums(slices * 2 * C);
+    constants.params.slice_sums = slice_sums.data();
+    if (args.layout.numel() > 0) kernel_table().bn_reduce(constants.params);
+    for (int64_t slice = 1; slice < slices; ++slice)
+      for (int64_t i = 0; i < 2 * C; ++i) slice_sums[i] += slice_sums[slice * 2 * C + i];
+    const double *sum_dv = slice_sums.data(), *sum_dv_times_factor = sum_dv + C;  // now of all slices
     for (int64_t c = 0; c < C; ++c) {
-      sums[c] = A(partial[c]);
-      sums[C + c] = A(args.from_output ? partial[C + c] : partial[C + c] * double(saved[C + c]));
+      sums[c] = A(sum_dv[c]);
+      // The kernel multiplied dv by xhat (from_output) or by x - mean.
+      sums[C + c] = A(args.from_output ? sum_dv_times_factor[c] : sum_dv_times_factor[c] * double(invstd[c]));
     }
-    if (args.exchange) share(*args.exchange, sums, sums + 2 * C, C);
+    // Writes the sums over all ranks to sums[2 * C] and on, behind those of this rank.
+    if (args.exchange) exchange_numbers(*args.exchange, sums, sums + 2 * C, C);
   });
 }
 
 void backend::bn_backward(const BnBackwardArgs& args) {
-  const int64_t C = args.layout.C;
+  const int64_t C = args.layout.channels;
   if (args.layout.numel() == 0) return;
   dispatch_accumulation(args.dtype, [&]<class A>() {
     const A *saved = static_cast<const A*>(args.saved), *sums = static_cast<const A*>(args.global_sums);
-    const double count = load_count(saved + 2 * C);
-    std::vector<A> a(C), b(C);
+    const double count = unpack_count(saved + 2 * C);
+    // dx = scale * (dv - mean_dv - slope * second_factor): second_factor is xhat, or x - mean = xhat /
+    // invstd. mean_dv and slope stay 0 if the statistics were constants, which have no gradient (global_sums
+    // is null).
+    std::vector<A> mean_dv(C), slope(C);
     for (int64_t c = 0; sums && count > 0 && c < C; ++c) {
-      a[c] = A(sums[c] / count);
-      b[c] = A(sums[C + c] / count * (args.from_output ? 1 : double(saved[C + c])));
+      mean_dv[c] = A(sums[c] / count);
+      slope[c] = A(sums[C + c] / count * (args.from_output ? 1 : double(saved[C + c])));
     }
     BackwardConstants<A> constants(args);
-    constants.params.a = a.data(), constants.params.b = b.data();
-    kernels().backward(constants.params);
+    constants.params.mean_dv = mean_dv.data(), constants.params.slope = slope.data();
+    kernel_table().bn_backward(constants.params);
   });
 }
 

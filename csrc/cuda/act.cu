@@ -1,11 +1,12 @@
-// act_forward: y = act(x) (* gate). act_backward: dx = dy (* gate) * act'(x), and with a gate
-// dgate = dy * act(x).
-// Memory   reads x (and gate) once, writes y once; backward reads x, dy (and gate) once, writes dx (and
-//          dgate) once. Bandwidth-bound.
-// Mapping  operands that lie alike are one plane, others rows or planes, see plan.h; 16-byte loads and
-//          stores, a batch in flight.
-// Numerics fp32 arithmetic (fp64 for double).
-// Source   Hendrycks, Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
+// act_forward: y = act(x) (* gate).
+// act_backward: dx = dy (* gate) * act'(x), and with a gate dgate = dy * act(x).
+//
+// Memory:   forward reads x (and gate) once and writes y once. Backward reads x, dy (and gate) once and
+//           writes dx (and dgate) once. Bound by bandwidth.
+// Mapping:  operands of equal strides without gaps are walked as one flat array; others as rows or planes,
+//           see plan.h. Loads and stores of 16 bytes.
+// Numerics: arithmetic in float (double for double).
+// Source:   Hendrycks and Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
 #include "../activation_ops.h"
 #include "activations.cuh"
 #include "launch.cuh"
@@ -13,72 +14,106 @@
 
 namespace fastvit {
 
-template <class T, bool kRows, int V, bool kBackward, bool kGated>
-__global__ void __launch_bounds__(kThreads, kResident)
-    act_kernel(const __grid_constant__ Launched<Planned<ActArgs>> launched) {
-  const auto& args = launched.begin();
+struct ActParams : ActArgs {
+  LaunchPlan plan;
+};
+
+// kCount: the tensors that a kernel accesses. kGate, kResult: the indices of the strides of the gate, and of
+// y or dx, in args.layout.
+template <bool kBackward, bool kGated>
+struct ActKernelOperands {
+  static constexpr int kCount = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);
+  static constexpr int kGate = kBackward ? ActBackwardStrides::gate : ActForwardStrides::gate;
+  static constexpr int kResult = kBackward ? ActBackwardStrides::dx : ActForwardStrides::y;
+};
+
+// Computes one element. Forward overwrites x with y; backward overwrites x with dx, and a gate with dgate.
+// Act: the activation's functions.
+template <class Act, bool kBackward, bool kGated, class A>
+__device__ __forceinline__ void compute_element(A& x, const A& dy, A& gate, A activation_param) {
+  const A v = x;
+  if constexpr (!kBackward) {
+    x = Act::forward(v, activation_param);
+    if constexpr (kGated) x *= gate;
+  } else if constexpr (kGated) {
+    x = Act::backward(dy * gate, v, activation_param);
+    gate = dy * Act::forward(v, activation_param);
+  } else {
+    x = Act::backward(dy, v, activation_param);
+  }
+}
+
+// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
+// kGated: there is a gate.
+// kIsRows: a block walks rows, in which channels are the fastest dimension, instead of planes of one channel.
+// There are no constants per channel, so rows and planes differ only in the order of the accesses.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+template <class T, bool kIsRows, int V, bool kBackward, bool kGated>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    act_kernel(const __grid_constant__ KernelParams<ActParams> kernel_params) {
+  const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
   using A = Accumulation<T>;
-  constexpr int kOperands = (kBackward ? 3 : 2) + (kGated ? (kBackward ? 2 : 1) : 0);
-  constexpr int kGate = kBackward ? ActBackwardOperand::gate : ActForwardOperand::gate;
-  constexpr int kResult = kBackward ? ActBackwardOperand::dx : ActForwardOperand::y;
-  const A param = A(args.activation_param);
-  constexpr int U = kOperands > 3 ? kBatch / 2 : kBatch;
-  const Work work(args.plan, blockIdx.x);
-  walk<kRows, V, U, kOperands, false>(args.plan, work, args.x, [&]<class B>(const B& batch) {
-    Vector<T, B::V> x[B::U], dy[kBackward ? B::U : 1], gate[kGated ? B::U : 1];
-    batch.template load<kStreaming>(x, args.x, ActForwardOperand::x);
-    if constexpr (kBackward) batch.template load<kStreaming>(dy, args.dy, ActBackwardOperand::dy);
-    if constexpr (kGated) batch.template load<kStreaming>(gate, args.gate, kGate);
+  using Operands = ActKernelOperands<kBackward, kGated>;
+  const A activation_param = A(args.activation_param);
+  // Vectors of each operand that a thread has in flight: fewer if there are many operands, to save registers.
+  constexpr int kBatchVectors = Operands::kCount > 3 ? kMaxBatchVectors / 2 : kMaxBatchVectors;
+  const BlockWork work(args.plan, blockIdx.x);
+  for_each_batch<kIsRows, V, kBatchVectors, Operands::kCount, WalkOrder::ascending>(
+      args.plan, work, args.x, [&]<class B>(const B& batch) {
+        Vector<T, B::V> x[B::U], dy[kBackward ? B::U : 1], gate[kGated ? B::U : 1];
+        batch.template load<kEvictFirst>(x, args.x, ActForwardStrides::x);
+        if constexpr (kBackward) batch.template load<kEvictFirst>(dy, args.dy, ActBackwardStrides::dy);
+        if constexpr (kGated) batch.template load<kEvictFirst>(gate, args.gate, Operands::kGate);
 #pragma unroll
-    for (int j = 0; j < B::U; ++j)
-      dispatch_activation_fn<T, true>(args.activation, [&]<class Fn>(Fn) {
-        A v[B::V];
-        [[maybe_unused]] A g[B::V], factor[B::V];
-        x[j].unpack(v);
-        if constexpr (kBackward) dy[j].unpack(g);
-        if constexpr (kGated) gate[j].unpack(factor);
+        for (int j = 0; j < B::U; ++j)
+          dispatch_activation_for<T, /*kIncludesNonInvertible=*/true>(args.activation, [&]<class Act>(Act) {
+            A x_values[B::V];
+            [[maybe_unused]] A dy_values[B::V], gate_values[B::V];
+            x[j].unpack(x_values);
+            if constexpr (kBackward) dy[j].unpack(dy_values);
+            if constexpr (kGated) gate[j].unpack(gate_values);
 #pragma unroll
-        for (int k = 0; k < B::V; ++k) {
-          const A at = v[k];
-          if constexpr (!kBackward) {
-            v[k] = Fn::forward(at, param);
-            if constexpr (kGated) v[k] *= factor[k];
-          } else if constexpr (kGated) {
-            v[k] = Fn::backward(g[k] * factor[k], at, param);
-            factor[k] = g[k] * Fn::forward(at, param);
-          } else {
-            v[k] = Fn::backward(g[k], at, param);
-          }
-        }
-        x[j].pack(v);
-        if constexpr (kBackward && kGated) gate[j].pack(factor);
+            for (int k = 0; k < B::V; ++k)
+              compute_element<Act, kBackward, kGated>(x_values[k], dy_values[k], gate_values[k],
+                                                      activation_param);
+            x[j].pack(x_values);
+            if constexpr (kBackward && kGated) gate[j].pack(gate_values);
+          });
+        batch.store(x, kBackward ? args.dx : args.y, Operands::kResult);
+        if constexpr (kBackward && kGated) batch.store(gate, args.dgate, ActBackwardStrides::dgate);
       });
-    batch.store(x, kBackward ? args.dx : args.y, kResult);
-    if constexpr (kBackward && kGated) batch.store(gate, args.dgate, ActBackwardOperand::dgate);
-  });
 }
 
 template <bool kBackward, bool kGated>
 void run_act(const ActArgs& args) {
-  const Device device(args.device);
+  const LaunchContext context(args.device);
   if (args.layout.numel() == 0) return;
-  dispatch_type(args.dtype, [&]<class T>() {
-    const auto kernel_of = [&]<bool kRows, int V>() { return act_kernel<T, kRows, V, kBackward, kGated>; };
-    const void* forward[] = {args.x, args.y, args.gate};
-    const void* backward[] = {args.x, args.dy, args.dx, args.gate, args.dgate};
-    const int operands = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);
-    const Plan plan =
-        Planner{args.layout, kBackward ? backward : forward, operands, sizeof(T), device.limits, 0, kWaves}
-            .plan(resident_blocks<T>(device, kernel_of));
-    launch_planned<T>(plan, kernel_of, {plan.blocks(), device}, Planned<ActArgs>{args, plan});
+  dispatch_storage_type(args.dtype, [&]<class T>() {
+    const auto kernel_of = [&]<bool kIsRows, int V>() {
+      return act_kernel<T, kIsRows, V, kBackward, kGated>;
+    };
+    const void* forward_pointers[] = {args.x, args.y, args.gate};
+    const void* backward_pointers[] = {args.x, args.dy, args.dx, args.gate, args.dgate};
+    const LaunchPlan plan = LaunchPlanner{.layout = args.layout,
+                                          .pointers = kBackward ? backward_pointers : forward_pointers,
+                                          .operands = ActKernelOperands<kBackward, kGated>::kCount,
+                                          .element_size = sizeof(T),
+                                          .limits = context.limits,
+                                          .reduced_operands = 0,
+                                          .min_waves = kMaxWaves}
+                                // blocks are cheap to begin: they load no constants
+                                .plan(make_resident_blocks_query<T>(context, kernel_of));
+    launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, ActParams{{args}, plan});
   });
 }
 
 void backend::act_forward(const ActArgs& args) {
-  args.gate ? run_act<false, true>(args) : run_act<false, false>(args);
+  args.gate ? run_act</*kBackward=*/false, /*kGated=*/true>(args)
+            : run_act</*kBackward=*/false, /*kGated=*/false>(args);
 }
 void backend::act_backward(const ActArgs& args) {
-  args.gate ? run_act<true, true>(args) : run_act<true, false>(args);
+  args.gate ? run_act</*kBackward=*/true, /*kGated=*/true>(args)
+            : run_act</*kBackward=*/true, /*kGated=*/false>(args);
 }
 
 }  // namespace fastvit

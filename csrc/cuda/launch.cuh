@@ -1,4 +1,6 @@
-// The host's side of a launch: the op's device and stream, the choice of a kernel's template, the launch.
+// The host's part of a launch: LaunchContext is the op's device and stream, dispatch_kernel_of_plan chooses a
+// kernel's template parameters, launch_planned launches the kernel. KernelParams passes a kernel's
+// parameters.
 //
 // Kernels are launched through cudaLaunchKernelEx, so that the same sources also run on a CPU model of CUDA,
 // which does not have <<<>>>.
@@ -16,20 +18,21 @@
 #include <utility>
 
 #include "../dtypes.h"
-#include "../layout.h"
+#include "../walk_layout.h"
 #include "plan.h"
 #include "vector_io.cuh"
 
 namespace fastvit {
 
-// The value that query(int& value) gives for `subject` on `device`, queried once per thread and type of
-// query; it returns a cudaError_t. Every kernel is queried before its first launch, so a GPU without code for
-// it is refused here.
+// Asks CUDA for an integer property of a kernel or a device, once per host thread, and remembers the answer.
+// query(value) calls CUDA, sets value, and returns CUDA's status. `kernel` is null for a property of the
+// device. Query must be a lambda: each has a type of its own, and so answers of its own. Every kernel is
+// asked about before its first launch, so a GPU without code for it is refused here, with a message.
 template <class Query>
-int query_once(const void* subject, int device, const Query& query) {
-  thread_local std::map<std::pair<const void*, int>, int> values;
-  const auto known = values.find({subject, device});
-  if (known != values.end()) return known->second;
+int cached_query(const void* kernel, int device_index, const Query& query) {
+  thread_local std::map<std::pair<const void*, int>, int> answers;
+  const auto known_answer = answers.find({kernel, device_index});
+  if (known_answer != answers.end()) return known_answer->second;
   int value = 0;
   const cudaError_t status = query(value);
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
@@ -39,130 +42,137 @@ int query_once(const void* subject, int device, const Query& query) {
         "capability (`python -m fastvit.info` names both)");
   }
   STD_CUDA_CHECK(status);
-  return values[{subject, device}] = value;
+  return answers[{kernel, device_index}] = value;
 }
 
-// Shared memory of a block without vectors: the most that merging and per-channel tables take in a kernel
-// (rows of 16-bit elements), and the system's 1 KiB.
-constexpr int kOtherSharedBytes = 32 << 10;
+// A single launch is one kernel for the statistics and the op, which keeps its vectors in shared memory. This
+// much of a block's shared memory is kept free of vectors: for merging and per-channel tables, of which rows
+// of 16-bit elements need the most, and the 1 KiB that CUDA reserves.
+constexpr int kReservedSharedBytes = 32 << 10;
 
-// With at least this much shared memory per multiprocessor (A100, H100, B200) two blocks each hold more than
-// a batch of every operand. GeForce cards and the T4 have at most 100 KiB, and hold one block.
-constexpr int kSharedOfTwo = 128 << 10;
+// With at least this much shared memory per multiprocessor (A100, H100, B200), each of two blocks of a single
+// launch has room for more than one batch (kMaxBatchVectors vectors of each thread) of one operand. GeForce
+// cards and the T4 have at most 100 KiB, which one block gets.
+constexpr int kMinSharedForTwoBlocks = 128 << 10;
 
-// Makes the input's device current, and has its current stream and its properties.
-class Device {
+// Makes the op's device current while the object lives, and has its current stream and its limits.
+class LaunchContext {
  public:
-  explicit Device(int index) : guard(index) {
-    void* s = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &s));
-    stream = static_cast<cudaStream_t>(s);
-    STD_CUDA_CHECK(cudaGetDevice(&current));
+  explicit LaunchContext(int index) : guard(index) {
+    void* current_stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &current_stream));
+    stream = static_cast<cudaStream_t>(current_stream);
+    STD_CUDA_CHECK(cudaGetDevice(&device_index));
     limits.multiprocessors = attribute<cudaDevAttrMultiProcessorCount>();
-    const int shared = attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
-    limits.on_chip_blocks = shared < kSharedOfTwo ? 1 : kResident;
-    // The blocks of an on-chip op wait for each other.
-    limits.smem_cache_bytes = attribute<cudaDevAttrCooperativeLaunch>()
-                                  ? std::max(0, shared / limits.on_chip_blocks - kOtherSharedBytes)
-                                  : 0;
+    const int shared_bytes = attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
+    limits.single_launch_blocks = shared_bytes < kMinSharedForTwoBlocks ? 1 : kBlocksPerMultiprocessor;
+    // The blocks of a single launch wait for each other, so they need a cooperative launch.
+    limits.smem_cache_bytes =
+        attribute<cudaDevAttrCooperativeLaunch>()
+            ? std::max(0, shared_bytes / limits.single_launch_blocks - kReservedSharedBytes)
+            : 0;
   }
 
  private:
   template <cudaDeviceAttr kAttribute>
   int attribute() const {
-    return query_once(nullptr, current,
-                      [&](int& value) { return cudaDeviceGetAttribute(&value, kAttribute, current); });
+    return cached_query(nullptr, device_index,
+                        [&](int& value) { return cudaDeviceGetAttribute(&value, kAttribute, device_index); });
   }
   torch::stable::accelerator::DeviceGuard guard;
 
  public:
   cudaStream_t stream;
-  int current;
-  Limits limits;
+  int device_index;
+  DeviceLimits limits;
 };
 
-// f.template operator()<kRows, V>() for a plan.
+// Calls f.template operator()<kIsRows, V>() with a kernel's template parameters for a plan. kIsRows: the
+// kernel visits the elements with the channels as the fastest dimension. V: elements of a vector, which is 16
+// bytes or one element.
 template <class T, class F>
-void dispatch_walk(const Plan& plan, const F& f) {
-  if (plan.rows)
-    plan.vector ? f.template operator()<true, kVector<T>>() : f.template operator()<true, 1>();
+void dispatch_kernel_of_plan(const LaunchPlan& plan, const F& f) {
+  if (plan.is_rows)
+    plan.is_vectorized ? f.template operator()<true, kVectorWidth<T>>() : f.template operator()<true, 1>();
   else
-    plan.vector ? f.template operator()<false, kVector<T>>() : f.template operator()<false, 1>();
+    plan.is_vectorized ? f.template operator()<false, kVectorWidth<T>>() : f.template operator()<false, 1>();
 }
 
-// One more block per multiprocessor, for launch bounds: with it the forwards are faster on sm_90, and the
-// compiler for other architectures would spill registers.
+// The launch bounds of the forward kernels add this number to their blocks per multiprocessor. One more block
+// makes them faster on sm_90; on other architectures the compiler would spill registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr int kOneMore = 1;
+constexpr int kExtraBlocksOnSm90 = 1;
 #else
-constexpr int kOneMore = 0;
+constexpr int kExtraBlocksOnSm90 = 0;
 #endif
 
-// Blocks of a kernel that fit on a multiprocessor, without dynamic shared memory.
-inline int blocks_of(const Device& device, const void* kernel) {
-  return query_once(kernel, device.current, [&](int& value) {
+// How many blocks of a kernel are resident on a multiprocessor, if they have no dynamic shared memory.
+inline int count_resident_blocks(const LaunchContext& context, const void* kernel) {
+  return cached_query(kernel, context.device_index, [&](int& value) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&value, kernel, kThreads, 0);
   });
 }
 
-// For Planner::plan: the blocks per multiprocessor of kernel_of<kRows, V>(), the kernel of a plan. No other
-// kernel is queried: a query loads a kernel, and loading may wait for the GPU, and so for peers.
+// Returns a function for LaunchPlanner::plan. That function takes a plan, and returns how many blocks of the
+// plan's kernel, kernel_of<kIsRows, V>(), are resident on a multiprocessor. No other kernel is queried:
+// a query loads the kernel, loading may wait for the GPU, and the GPU may wait for other ranks.
 template <class T, class KernelOf>
-auto resident_blocks(const Device& device, const KernelOf& kernel_of) {
-  return [&](const Plan& plan) {
+auto make_resident_blocks_query(const LaunchContext& context, const KernelOf& kernel_of) {
+  return [&](const LaunchPlan& plan) {
     int blocks = 0;
-    dispatch_walk<T>(plan, [&]<bool kRows, int V>() {
-      blocks = blocks_of(device, reinterpret_cast<const void*>(kernel_of.template operator()<kRows, V>()));
+    dispatch_kernel_of_plan<T>(plan, [&]<bool kIsRows, int V>() {
+      blocks = count_resident_blocks(
+          context, reinterpret_cast<const void*>(kernel_of.template operator()<kIsRows, V>()));
     });
     return blocks;
   };
 }
 
-// The arguments of an op's kernel, with the division of its work.
-template <class Args, class Division = Plan>
-struct Planned : Args {
-  Division plan;
-};
-
-// Declares `name` as the launch's dynamic shared memory.
+// Declares an array `name`: the block's dynamic shared memory. The CPU model of CUDA has its own definition.
 #ifndef FASTVIT_DYNAMIC_SHARED
 #define FASTVIT_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
-// The one parameter of every kernel. From sm_90 on blocks begin while the stream's previous kernel ends, so
-// only begin() gives the parameters, and nothing that they point to may be accessed before it.
+// The one parameter of every kernel. From sm_90 on a kernel's blocks may begin while the stream's previous
+// kernel ends. Memory may be accessed only after that end, so only get_after_previous_kernel() returns the
+// pointers to it.
 template <class Params>
-class Launched {
+class KernelParams {
   Params params;
 
  public:
-  explicit Launched(const Params& params) : params(params) {}
+  explicit KernelParams(const Params& params) : params(params) {}
 
-  // All threads call it first. It waits until the previous kernel, and so every kernel before it, has ended.
-  // Then the next kernel's blocks may occupy the multiprocessors that this grid leaves, and wait there. A
-  // grid that waits for other ranks does not allow that: two waiting grids would leave no room for NCCL's
-  // blocks.
-  __device__ __forceinline__ const Params& begin() const {
+  // Every thread calls this before it does anything else. It waits until the stream's previous kernel, and
+  // with it every earlier kernel, has ended. From then on blocks of the next kernel may begin where
+  // multiprocessors are free; they wait in this function. A grid that waits for other ranks (its parameters
+  // have a group_exchange) does not let the next kernel begin: two waiting grids could occupy the whole GPU,
+  // without room for NCCL's blocks.
+  __device__ __forceinline__ const Params& get_after_previous_kernel() const {
     wait_for_previous_kernel();
-    if constexpr (!requires { params.peers; }) let_next_kernel_begin();
+    if constexpr (!requires { params.group_exchange; }) let_next_kernel_begin();
     return params;
   }
 };
 
-struct Launch {
+struct LaunchConfig {
   int64_t blocks;
-  const Device& device;
-  size_t shared_bytes = 0;   // dynamic
-  bool cooperative = false;  // all blocks resident at once, or cudaErrorCooperativeLaunchTooLarge
+  const LaunchContext& context;
+  size_t shared_bytes = 0;  // dynamic shared memory of a block
+  // Whether all blocks must be resident at the same time. If they cannot be, the launch returns
+  // cudaErrorCooperativeLaunchTooLarge.
+  bool cooperative = false;
 };
 
+// Launches a kernel and returns CUDA's status, without a check. The kernel may begin while the stream's
+// previous kernel ends if its code waits for that end, which code for sm_90 and later does.
 template <class Params>
-cudaError_t launch(void (*kernel)(Launched<Params>), const Launch& config, const Params& params) {
-  if (config.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  // Not the device's capability: the driver may have compiled PTX of an older architecture, which does not
-  // wait.
-  const int version =
-      query_once(reinterpret_cast<const void*>(kernel), config.device.current, [&](int& value) {
+cudaError_t launch(void (*kernel)(KernelParams<Params>), const LaunchConfig& config, const Params& params) {
+  if (config.blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  // The kernel is asked, not the device: the driver of a new GPU may have compiled the kernel from PTX for an
+  // older architecture. Such code does not wait.
+  const int code_architecture =
+      cached_query(reinterpret_cast<const void*>(kernel), config.context.device_index, [&](int& value) {
         cudaFuncAttributes attributes{};
         const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
         value = attributes.ptxVersion;
@@ -180,17 +190,18 @@ cudaError_t launch(void (*kernel)(Launched<Params>), const Launch& config, const
   cuda_config.gridDim = dim3(unsigned(config.blocks));
   cuda_config.blockDim = dim3(kThreads);
   cuda_config.dynamicSmemBytes = config.shared_bytes;
-  cuda_config.stream = config.device.stream;
+  cuda_config.stream = config.context.stream;
   cuda_config.attrs = &attribute;
-  cuda_config.numAttrs = config.cooperative || version >= 90 ? 1 : 0;
-  return cudaLaunchKernelEx(&cuda_config, kernel, Launched<Params>(params));
+  cuda_config.numAttrs = config.cooperative || code_architecture >= 90 ? 1 : 0;
+  return cudaLaunchKernelEx(&cuda_config, kernel, KernelParams<Params>(params));
 }
 
-// Launches kernel_of<kRows, V>(), the kernel of a plan.
+// Launches the plan's kernel, which kernel_of<kIsRows, V>() returns; raises if the launch fails.
 template <class T, class KernelOf, class Params>
-void launch_planned(const Plan& plan, const KernelOf& kernel_of, const Launch& config, const Params& params) {
-  dispatch_walk<T>(plan, [&]<bool kRows, int V>() {
-    STD_CUDA_CHECK(launch(kernel_of.template operator()<kRows, V>(), config, params));
+void launch_planned(const LaunchPlan& plan, const KernelOf& kernel_of, const LaunchConfig& config,
+                    const Params& params) {
+  dispatch_kernel_of_plan<T>(plan, [&]<bool kIsRows, int V>() {
+    STD_CUDA_CHECK(launch(kernel_of.template operator()<kIsRows, V>(), config, params));
   });
 }
 

@@ -1,199 +1,214 @@
-// layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gamma; and for each
-// column sum dy and sum dy * xhat.
-// Memory   reads x and dy once; writes dx, and two numbers per block and column. Bandwidth-bound.
-// Mapping  a team of lanes per row, see layer_norm.cuh; blocks stay, and keep the weight in shared memory.
-//          A lane keeps the sums of its columns from row to row; teams merge them in shared memory. A second
-//          kernel adds the sums of the blocks: a block takes 8 columns, a sector of each row, and each of its
-//          threads 16 rows at a time.
-// Numerics fp32 (fp64 for double). Shapes and device fix the order of the sums; no atomics.
-// Source   Ba, Kiros, Hinton, arXiv:1607.06450.
+// layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma, for each row; and
+// for each column sum dy and sum dy * xhat, the gradients of bias and weight.
+//
+// Memory:   reads x and dy once; writes dx, and two numbers per block and column. Bound by bandwidth.
+// Mapping:  a team of threads takes a row, see layer_norm.cuh. A block takes rows until none is left, and
+//           keeps the weight in shared memory. A thread keeps the sums of its columns from row to row. At the
+//           end a block's teams add theirs in shared memory, and a second kernel adds those of all blocks.
+// Numerics: float (double for double). Shapes and device fix the order of the sums; there are no atomics.
+// Source:   Ba, Kiros, Hinton, arXiv:1607.06450.
+#include "launch_memory.h"
 #include "layer_norm.cuh"
-#include "scratch.h"
 
 namespace fastvit {
 
 template <class A>
-struct LayerNormBackwardParams : Planned<LayerNormArgs, RowPlan> {
-  A* partial;  // [blocks][2][columns]; null: no sums
+struct LayerNormBackwardParams : LayerNormArgs {
+  RowPlan plan;
+  A* block_sums;  // [blocks][2][columns]: of dy and of dy * xhat; null: no sums are needed
 };
 
-// 24 columns of half take more registers than two blocks leave.
+// 24 columns of half would take more registers than a thread has if two blocks share a multiprocessor.
 template <>
-constexpr int kBackwardColumns<__half>[2] = {16, 16};
+constexpr int kBackwardColumnChoices<__half>[2] = {16, 16};
 
-template <class T, class G, int V, int K>
-__global__ void __launch_bounds__(kThreads, kResident) layer_norm_backward_kernel(
-    const __grid_constant__ Launched<LayerNormBackwardParams<Accumulation<T>>> launched) {
-  const auto& args = launched.begin();
+// T: type of x and dx. Y: type of dy. V: elements of a vector, 16 bytes of the larger type, or one.
+// K: vectors of a row that a thread has in registers. A thread without a row takes part in sum_over_team too.
+//
+// Kept in one function: its parts would all need the vectors and sums in registers, and a split changes the
+// compiler's use of registers.
+template <class T, class Y, int V, int K>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm_backward_kernel(
+    const __grid_constant__ KernelParams<LayerNormBackwardParams<Accumulation<T>>> kernel_params) {
+  const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
   using A = Accumulation<T>;
   const RowPlan& plan = args.plan;
-  const RowLane<V, K> mine(plan);
+  const TeamMember<V, K> member(plan);
   const A n = A(plan.columns);
-  A bias_sums[K][V] = {}, weight_sums[K][V] = {};
-  // Of a row in several parts there is one team, and a column's sums belong to one thread, in `partial`.
-  A* const bias_own = args.partial ? args.partial + 2 * blockIdx.x * plan.columns : nullptr;
-  A* const weight_own = args.partial ? bias_own + plan.columns : nullptr;
-  for (int part = 0; args.partial && plan.parts > 1 && part < plan.parts; ++part)
-    mine.each(part, [&](int, int column) {
+  // A thread keeps the sums of its columns in registers if a row takes one pass. If it takes several, the
+  // block has one team, a column belongs to one thread, and the sums are in global memory.
+  A thread_bias_sums[K][V] = {}, thread_weight_sums[K][V] = {};
+  A* const block_bias_sums = args.block_sums ? args.block_sums + 2 * blockIdx.x * plan.columns : nullptr;
+  A* const block_weight_sums = args.block_sums ? block_bias_sums + plan.columns : nullptr;
+  for (int pass = 0; args.block_sums && plan.passes > 1 && pass < plan.passes; ++pass)
+    member.for_each_vector(pass, [&](int, int column) {
 #pragma unroll
-      for (int k = 0; k < V; ++k) bias_own[column + k] = weight_own[column + k] = 0;
+      for (int k = 0; k < V; ++k) block_bias_sums[column + k] = block_weight_sums[column + k] = 0;
     });
 
   const A* const saved = static_cast<const A*>(args.saved);
-  Vector<T, V> x[K];
-  Vector<G, V> dy[K];
+  Vector<T, V> x_vectors[K];
+  Vector<Y, V> dy_vectors[K];
   A mean, invstd;
-  const auto load = [&](int64_t row, int part) {
-    const bool exists = row < plan.rows;
-    mean = exists ? saved[row] : A(0), invstd = exists ? saved[plan.rows + row] : A(0);
-    const int64_t begin = row * plan.columns;
-    mine.each(part, [&](int j, int column) {
-      x[j].clear(), dy[j].clear();
-      if (exists) {
-        x[j].load(static_cast<const T*>(args.x) + begin + column);
-        dy[j].load(static_cast<const G*>(args.dy) + begin + column);
+  const auto load = [&](int64_t row, int pass) {
+    const bool has_row = row < plan.rows;
+    mean = has_row ? saved[row] : A(0), invstd = has_row ? saved[plan.rows + row] : A(0);
+    const int64_t first_element = row * plan.columns;
+    member.for_each_vector(pass, [&](int j, int column) {
+      x_vectors[j].clear(), dy_vectors[j].clear();
+      if (has_row) {
+        x_vectors[j].load(static_cast<const T*>(args.x) + first_element + column);
+        dy_vectors[j].load(static_cast<const Y*>(args.dy) + first_element + column);
       }
     });
   };
-  const int step = int(gridDim.x) * plan.teams();
-  int64_t first = int64_t(blockIdx.x) * plan.teams();
-  load(first + mine.team, 0);
-  FASTVIT_DYNAMIC_SHARED(shared);
-  const ColumnTable<A, V> gamma(args.weight, 1, shared, 0, plan);
-  gamma.fill();
+  const int row_step = int(gridDim.x) * plan.teams();
+  int64_t first_row = int64_t(blockIdx.x) * plan.teams();
+  load(first_row + member.team, /*pass=*/0);
+  FASTVIT_DYNAMIC_SHARED(shared);  // declares the launch's dynamic shared memory
+  const ColumnTable<A, V> gamma_table(args.weight, /*default_value=*/1, shared, /*table_index=*/0, plan);
+  gamma_table.fill();
   __syncthreads();
 
-  for (; first < plan.rows; first += step) {
-    const int64_t row = first + mine.team;
-    const bool exists = row < plan.rows;
-    // The next row's memory answers while this row is summed; registers for it would be too many.
-    if (plan.parts == 1 && row + step < plan.rows)
-      mine.each(0, [&](int, int column) {
-        const int64_t at = (row + step) * plan.columns + column;
-        prefetch(static_cast<const T*>(args.x) + at);
-        prefetch(static_cast<const G*>(args.dy) + at);
+  for (; first_row < plan.rows; first_row += row_step) {
+    const int64_t row = first_row + member.team;
+    const bool has_row = row < plan.rows;  // false for the last teams in the block's last turn
+    // Prefetches the next row to the cache. There are too few registers to load it while this row is summed.
+    if (plan.passes == 1 && row + row_step < plan.rows)
+      member.for_each_vector(/*pass=*/0, [&](int, int column) {
+        const int64_t element = (row + row_step) * plan.columns + column;
+        prefetch(static_cast<const T*>(args.x) + element);
+        prefetch(static_cast<const Y*>(args.dy) + element);
       });
-    // f(j, column, x, dy, gamma) for the vectors of the row.
-    const auto pass = [&](const auto& f) {
-      for (int part = 0; part < plan.parts; ++part) {
-        if (plan.parts > 1) load(row, part);
-        mine.each(part, [&](int j, int column) {
-          A v[V], g[V], scale[V];
-          x[j].unpack(v), dy[j].unpack(g), gamma.get(column, scale);
-          f(j, column, v, g, scale);
+    // Calls f(j, column, x, dy, gamma) for this thread's vectors of the row; vector j begins at the column.
+    const auto for_each_vector = [&](const auto& f) {
+      for (int pass = 0; pass < plan.passes; ++pass) {
+        if (plan.passes > 1) load(row, pass);
+        member.for_each_vector(pass, [&](int j, int column) {
+          A x[V], dy[V], gamma[V];
+          x_vectors[j].unpack(x), dy_vectors[j].unpack(dy), gamma_table.load(column, gamma);
+          f(j, column, x, dy, gamma);
         });
       }
     };
 
-    A sums[2] = {0, 0};  // of g and g * xhat
-    pass([&](int j, int column, const A(&v)[V], const A(&g)[V], const A(&scale)[V]) {
+    A sums[2] = {0, 0};  // of g = dy * gamma, and of g * xhat
+    for_each_vector([&](int j, int column, const A(&x)[V], const A(&dy)[V], const A(&gamma)[V]) {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        const A xhat = (v[k] - mean) * invstd, weighted = g[k] * scale[k];
-        sums[0] += weighted;
-        sums[1] = fused(weighted, xhat, sums[1]);
-        if (plan.parts == 1) {
-          bias_sums[j][k] += g[k];
-          weight_sums[j][k] = fused(g[k], xhat, weight_sums[j][k]);
-        } else if (args.partial) {
-          bias_own[column + k] += g[k];
-          weight_own[column + k] = fused(g[k], xhat, weight_own[column + k]);
+        const A xhat = (x[k] - mean) * invstd, g = dy[k] * gamma[k];
+        sums[0] += g;
+        sums[1] = fma_rn(g, xhat, sums[1]);
+        if (plan.passes == 1) {
+          thread_bias_sums[j][k] += dy[k];
+          thread_weight_sums[j][k] = fma_rn(dy[k], xhat, thread_weight_sums[j][k]);
+        } else if (args.block_sums) {
+          block_bias_sums[column + k] += dy[k];
+          block_weight_sums[column + k] = fma_rn(dy[k], xhat, block_weight_sums[column + k]);
         }
       }
     });
-    sum_team(sums, mine.lanes);
-    const A a = sums[0] / n, b = sums[1] / n;
-    pass([&](int j, int column, A(&v)[V], const A(&g)[V], const A(&scale)[V]) {
+    sum_over_team(sums, member.team_size);
+    const A mean_g = sums[0] / n, mean_g_xhat = sums[1] / n;
+    for_each_vector([&](int j, int column, A(&x)[V], const A(&dy)[V], const A(&gamma)[V]) {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        const A xhat = (v[k] - mean) * invstd;
-        v[k] = fused(-xhat, b, fused(g[k], scale[k], -a)) * invstd;
+        const A xhat = (x[k] - mean) * invstd;
+        x[k] = fma_rn(-xhat, mean_g_xhat, fma_rn(dy[k], gamma[k], -mean_g)) * invstd;
       }
-      x[j].pack(v);
-      if (exists) x[j].store(static_cast<T*>(args.dx) + row * plan.columns + column);
+      x_vectors[j].pack(x);  // dx, in the registers of x
+      if (has_row) x_vectors[j].store(static_cast<T*>(args.dx) + row * plan.columns + column);
     });
-    if (plan.parts == 1) load(row + step, 0);
+    if (plan.passes == 1) load(row + row_step, /*pass=*/0);
   }
 
-  if (!args.partial || plan.parts > 1) return;
-  A* const merged = reinterpret_cast<A*>(shared);  // [teams][columns of a team]
-  const int width = mine.lanes * K * V;
-  const auto merge = [&](const A(&own)[K][V], A* to) {
+  if (!args.block_sums || plan.passes > 1) return;
+  A* const team_sums = reinterpret_cast<A*>(shared);  // [teams][padded_columns]
+  const int padded_columns = member.team_size * K * V;
+  const auto merge_teams = [&](const A(&thread_sums)[K][V], A* block_sums) {
     __syncthreads();
-    mine.each(0, [&](int j, int column) {
+    member.for_each_vector(/*pass=*/0, [&](int j, int column) {
 #pragma unroll
-      for (int k = 0; k < V; ++k) merged[mine.team * width + column + k] = own[j][k];
+      for (int k = 0; k < V; ++k) team_sums[member.team * padded_columns + column + k] = thread_sums[j][k];
     });
     __syncthreads();
     for (int column = int(threadIdx.x); column < plan.columns; column += kThreads) {
       A sum = 0;
-      for (int team = 0; team < plan.teams(); ++team) sum += merged[team * width + column];
-      to[column] = sum;
+      for (int team = 0; team < plan.teams(); ++team) sum += team_sums[team * padded_columns + column];
+      block_sums[column] = sum;
     }
   };
-  merge(bias_sums, bias_own);
-  merge(weight_sums, weight_own);
+  merge_teams(thread_bias_sums, block_bias_sums);
+  merge_teams(thread_weight_sums, block_weight_sums);
 }
 
-constexpr int kSumColumns = 8;  // of a block that adds rows
-constexpr int kSumAhead = 16;   // rows of a thread in flight: a column's 32 threads add 512 rows in one turn
+// Columns that a block of add_rows_kernel adds: 8 floats are 32 bytes, a sector of memory.
+constexpr int kAddedColumnsPerBlock = 8;
+// Rows that a thread has in flight. A column has 32 threads, so a block adds 512 rows in one turn.
+constexpr int kRowsInFlight = 16;
 
+// A matrix of rows x columns numbers. sums[columns] gets the sum of its rows, a sum for each column.
 template <class A>
-struct SumRowsParams {
-  const A* rows;
+struct AddRowsParams {
+  const A* matrix;
   A* sums;
-  int64_t count, columns;
+  int64_t rows, columns;
 };
 
 template <class A>
-__global__ void __launch_bounds__(kThreads, kResident)
-    sum_rows_kernel(const __grid_constant__ Launched<SumRowsParams<A>> launched) {
-  const auto& args = launched.begin();
-  constexpr int kWarps = kThreads / 32, kRows = kThreads / kSumColumns;
-  __shared__ A merged[kWarps][kSumColumns];
-  const int at = int(threadIdx.x) % kSumColumns;
-  const int64_t column = int64_t(blockIdx.x) * kSumColumns + at;
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    add_rows_kernel(const __grid_constant__ KernelParams<AddRowsParams<A>> kernel_params) {
+  const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
+  constexpr int kWarps = kThreads / 32, kThreadsPerColumn = kThreads / kAddedColumnsPerBlock;
+  __shared__ A warp_sums[kWarps][kAddedColumnsPerBlock];
+  const int block_column = int(threadIdx.x) % kAddedColumnsPerBlock;
+  const int64_t column = int64_t(blockIdx.x) * kAddedColumnsPerBlock + block_column;
   A sum = 0;
-  for (int64_t first = int(threadIdx.x) / kSumColumns; first < args.count; first += kRows * kSumAhead) {
-    A ahead[kSumAhead];
+  for (int64_t first_row = int(threadIdx.x) / kAddedColumnsPerBlock; first_row < args.rows;
+       first_row += kThreadsPerColumn * kRowsInFlight) {
+    A values[kRowsInFlight];
 #pragma unroll
-    for (int k = 0; k < kSumAhead; ++k) {
-      const int64_t row = first + k * kRows;
-      ahead[k] = row < args.count && column < args.columns ? args.rows[row * args.columns + column] : A(0);
+    for (int k = 0; k < kRowsInFlight; ++k) {
+      const int64_t row = first_row + k * kThreadsPerColumn;
+      values[k] = row < args.rows && column < args.columns ? args.matrix[row * args.columns + column] : A(0);
     }
 #pragma unroll
-    for (int k = 0; k < kSumAhead; ++k) sum += ahead[k];
+    for (int k = 0; k < kRowsInFlight; ++k) sum += values[k];
   }
-  for (int offset = kSumColumns; offset < 32; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-  if (threadIdx.x % 32 < kSumColumns) merged[threadIdx.x / 32][at] = sum;
+  for (int offset = kAddedColumnsPerBlock; offset < 32; offset *= 2)
+    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  if (threadIdx.x % 32 < kAddedColumnsPerBlock) warp_sums[threadIdx.x / 32][block_column] = sum;
   __syncthreads();
-  if (int(threadIdx.x) >= kSumColumns || column >= args.columns) return;
-  for (int w = 1; w < kWarps; ++w) sum += merged[w][at];
+  if (int(threadIdx.x) >= kAddedColumnsPerBlock || column >= args.columns) return;
+  for (int warp = 1; warp < kWarps; ++warp) sum += warp_sums[warp][block_column];
   args.sums[column] = sum;
 }
 
 void backend::layer_norm_backward(const LayerNormArgs& args) {
-  const Device device(args.device);
-  const int64_t numbers = 2 * args.columns;
-  dispatch_dtypes<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class G>() {
+  const LaunchContext context(args.device);
+  const int64_t num_sums = 2 * args.columns;
+  dispatch_layer_norm_types<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class Y>() {
     using A = Accumulation<T>;
     if (args.rows == 0) {
-      if (args.sums) STD_CUDA_CHECK(cudaMemsetAsync(args.sums, 0, numbers * sizeof(A), device.stream));
+      if (args.sums) STD_CUDA_CHECK(cudaMemsetAsync(args.sums, 0, num_sums * sizeof(A), context.stream));
       return;
     }
     const std::initializer_list<const void*> pointers = {args.x, args.dy, args.dx};
-    dispatch_row_plan<T, G, kBackwardColumns<T>>(
+    dispatch_row_plan<T, Y, kBackwardColumnChoices<T>>(
         args.rows, args.columns, pointers, [&]<int V, int K>(const RowPlan& plan) {
-          const auto kernel = layer_norm_backward_kernel<T, G, V, K>;
-          const Launch config =
-              row_launch(device, kernel, plan, std::max(table_bytes<A>(plan), kThreads * K * V * sizeof(A)));
-          const Scratch partial(args.sums ? config.blocks * numbers * sizeof(A) : 0);
-          const LayerNormBackwardParams<A> params{{args, plan}, static_cast<A*>(partial.data)};
+          const auto kernel = layer_norm_backward_kernel<T, Y, V, K>;
+          // Shared memory holds the weight, and after the last row the threads' sums of one gradient at a
+          // time.
+          const size_t shared_bytes = std::max(column_table_bytes<A>(plan), kThreads * K * V * sizeof(A));
+          const LaunchConfig config = make_row_launch(context, kernel, plan, shared_bytes);
+          const Scratch block_sums(args.sums ? config.blocks * num_sums * sizeof(A) : 0);
+          const LayerNormBackwardParams<A> params{{args}, plan, static_cast<A*>(block_sums.data)};
           STD_CUDA_CHECK(launch(kernel, config, params));
           if (!args.sums) return;
-          const SumRowsParams<A> sums{params.partial, static_cast<A*>(args.sums), config.blocks, numbers};
-          const int64_t blocks = ceil_div(numbers, kSumColumns);
-          STD_CUDA_CHECK(launch(sum_rows_kernel<A>, {blocks, device}, sums));
+          const AddRowsParams<A> sum_params{params.block_sums, static_cast<A*>(args.sums), config.blocks,
+                                            num_sums};
+          const int64_t blocks = ceil_div(num_sums, kAddedColumnsPerBlock);
+          STD_CUDA_CHECK(launch(add_rows_kernel<A>, {blocks, context}, sum_params));
         });
   });
 }

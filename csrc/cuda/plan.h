@@ -1,200 +1,283 @@
-// Divides the work of an op among blocks and threads, on the host, for any strides.
+// LaunchPlanner divides the work of an op among blocks and threads, on the host, for tensors of any strides.
+// Its result is a LaunchPlan. All tensors of an op are viewed as (outer, channels, inner), see walk_layout.h.
 //
-// A block processes a tile of channels and a slice of the values of each. `lanes` threads access consecutive
-// memory; `teams` such groups of threads share the units of the slice.
-//   planes  a tile is one channel; a unit is a plane, or a segment of a long one.
-//   rows    a unit is one row; a thread has the same columns in all rows, so the constants of its channels
-//           stay in registers. Short contiguous planes are walked as rows too: all channels of one n are a
-//           row of C * S columns, `fold` = S columns per channel, so that loads are 16 bytes wide at 7x7 and
-//           14x14.
-// The planner prefers the division in which the most vectors of all resident threads hold data.
+// A block takes a tile (some channels) and a slice (a share of the values of these channels). Its threads
+// form teams: the members of a team access consecutive memory, and the teams share the slice's units.
+//   planes  The fastest dimension is inner. A tile is one channel; a unit is a plane (the inner dimension for
+//           one outer index and one channel), or a segment (a part) of a long plane.
+//   rows    The fastest dimension is channels. A unit is a row: all channels for one outer index. A member
+//           has the same columns in every row, so the constants of its channels stay in registers.
+//   folded  Short contiguous planes, such as 7x7 and 14x14, are walked as rows of channels * inner columns,
+//           so that loads are 16 bytes wide. A channel then has `inner` columns (columns_per_channel).
+// An operand is a tensor that the kernel reads or writes. A vector is what one load moves: 16 bytes, or one
+// element. A batch is kMaxBatchVectors vectors of a thread. Blocks that are resident at the same time are a
+// wave.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
 
-#include "../layout.h"
+#include "../walk_layout.h"
 
 namespace fastvit {
 
-constexpr int kThreads = 256;  // per block, in every kernel
-constexpr int kResident = 2;   // launch bound: blocks that a multiprocessor can hold; leaves 128 registers
-constexpr int kBatch = 4;      // vectors of each operand that a thread has in flight
-constexpr int kSemaphores = 4096;     // most tiles whose slices are merged: 32 KiB of a stream's memory
-constexpr int kLanes = 32;            // most lanes of rows, which read 512 bytes
-constexpr int kMaxTile = 8 * kLanes;  // channels of a block, each merged by a thread: vectors of 16 bits
-constexpr int kMergedLanes = 16;      // half where slices are merged: a channel then has half as many
-constexpr int kMinLanes = 4;          // least lanes of rows: one or two whole sectors of memory
-constexpr int kLineVectors = 8;       // vectors in a line of 128 bytes
-constexpr int kFolded = 64;           // most vectors of a plane that is walked as a part of a row
-constexpr int kBatches = 4;           // most batches of a thread in a segment, at kThreads lanes
-constexpr int kWaves = 4;       // most waves that are tried: a later one is less than a fifth of the work
-constexpr double kFull = 0.95;  // a search ends at this fraction of vectors with data
-constexpr double kGain = 0.02;  // least gain of it for which other lanes or a further wave are chosen
-constexpr double kMergedGain = 0.1;  // the same where a further wave adds slices to merge
+constexpr int kThreads = 256;                // threads of a block, in every kernel
+constexpr int kBlocksPerMultiprocessor = 2;  // launch bound; leaves 128 registers for a thread
+constexpr int kMaxBatchVectors = 4;          // vectors of each operand that a thread has in flight
+// An op with more tiles has one slice per tile, and merges none. Merging takes counters in global memory, of
+// which a stream has a fixed number (launch_memory.h).
+constexpr int kMaxMergedTiles = 4096;
 
-struct Limits {  // properties of a device
+// Rows: limits of a team and of its columns.
+constexpr int kMaxTeam = 32;  // members; 32 members access 512 bytes of a row
+// Members, if slices are merged. A smaller team has fewer channels, so more of the block's threads merge each
+// channel.
+constexpr int kMaxMergingTeam = 16;
+constexpr int kMinTeam = 4;                     // members; 4 members access one or two sectors of 32 bytes
+constexpr int kMaxTileChannels = 8 * kMaxTeam;  // channels; a vector of 16 bytes holds at most 8 elements
+constexpr int kMaxFoldedVectors = 64;  // vectors of the longest plane that is walked as a part of a row
+
+// Planes: limits of a team and of a segment.
+constexpr int kVectorsPerLine = 8;            // a line of 128 bytes has 8 vectors of 16 bytes
+constexpr int kMaxBatchesPerSegment = 4;      // batches of a thread in a segment, in a team of kThreads
+constexpr int kMinTeamOfSeveralBatches = 16;  // members of a team, if each has several batches in a segment
+
+// The planner tries several plans. A plan's filled fraction is the share of the places for vectors in the
+// threads' batches that hold data.
+constexpr double kFullEnough = 0.95;     // the search ends at this filled fraction
+constexpr double kMinGain = 0.02;        // a later plan is chosen only if its fraction is larger by this
+constexpr double kMinGainMerging = 0.1;  // the same in a reduction, where more waves are more slices to merge
+constexpr int kMaxWaves = 4;             // with 4 waves an incomplete last one is a small part of the time
+
+struct DeviceLimits {
   int multiprocessors = 1;
-  int on_chip_blocks = kResident;  // which share a multiprocessor's shared memory in on-chip ops
-  int64_t smem_cache_bytes = 0;    // shared memory of each of these for vectors
+  // A single launch is one kernel for the statistics and the op, which keeps its data in shared memory. It
+  // has this number of blocks per multiprocessor, and each of them keeps smem_cache_bytes of data.
+  int single_launch_blocks = kBlocksPerMultiprocessor;
+  int64_t smem_cache_bytes = 0;
 };
 
-struct Plan {
-  Layout layout;
-  bool rows = false;
-  bool vector = false;  // vectors of 16 bytes; otherwise of one element
-  int lanes = 1, teams = 1;
-  int fold = 1;  // columns of a row per channel
-  int tile = 1;  // channels of a block
+struct LaunchPlan {
+  WalkLayout layout;
+  bool is_rows = false;          // walked as rows, also if planes are folded into rows; otherwise as planes
+  bool is_vectorized = false;    // a vector has 16 bytes; otherwise it is one element
+  int team_size = 1, teams = 1;  // members of a team; teams of a block
+  int columns_per_channel = 1;   // 1, or `inner` if planes are folded into rows
+  int tile_channels = 1;         // channels of a tile; the last tile may have fewer
   unsigned tiles = 1, slices = 1;
-  int64_t columns = 1;
-  int64_t segment = 1, segments = 1;  // length and number of segments of a plane
-  int64_t units = 0;
-  int cached_vectors = 0;  // of each operand, in shared memory by a thread; 0: they do not fit
+  int64_t columns = 1;                       // elements of a row
+  int64_t segment_length = 1, segments = 1;  // elements of a plane's segment; segments of a plane
+  int64_t units = 0;                         // units of a tile: the sum over its slices
+  // Vectors that each thread of a single launch keeps in shared memory, of each operand that it keeps. With 0
+  // the op cannot be a single launch.
+  int vectors_in_shared = 0;
 
   int64_t blocks() const { return int64_t(tiles) * slices; }
 };
 
-struct Planner {
-  const Layout& l;
-  const void* const* pointers;
-  int operands, element_size;
-  const Limits& limits;
-  int merged_operands;  // read by an op that merges slices, on chip where they fit; 0: the op merges none
-  int least_waves = 1;  // of blocks; several balance the ends of a kernel whose blocks begin with little work
-  int V = 16 / element_size;
+struct LaunchPlanner {
+  const WalkLayout& layout;
+  const void* const* pointers;  // one per operand, in the order of layout.strides
+  int operands, element_size;   // number of operands; bytes of an element
+  const DeviceLimits& limits;
+  // Operands that a reduction over each channel reads. 0: the op has no reduction, and merges no slices.
+  int reduced_operands;
+  // More than one if blocks end at different times and are cheap to begin: later blocks then fill the gaps.
+  int min_waves = 1;
+  int vector_width = 16 / element_size;  // elements of a vector of 16 bytes
 
-  // For an op whose merged operands stay in shared memory; cached_vectors = 0 where they do not fit.
-  Plan on_chip() const {
-    Plan plan = kernel();
-    const int64_t bytes = int64_t(merged_operands) * kThreads * 16;  // one vector per thread and operand
-    if (bytes == 0 || !plan.vector || bytes > limits.smem_cache_bytes) return plan;
-    divide(plan, int64_t(limits.multiprocessors) * limits.on_chip_blocks, 1);
-    const int64_t vectors = walked(plan);
-    plan.cached_vectors = vectors * bytes <= limits.smem_cache_bytes ? int(vectors) : 0;
-    return plan;
-  }
-  // The plan of a kernel. Where the operands fit on chip it equals on_chip(), so an op and its on-chip form
-  // give the same bits. resident(plan) is the number of blocks per multiprocessor of the kernel with the walk
-  // of `plan`.
-  Plan plan(const auto& resident) const {
-    Plan plan = on_chip();
-    if (plan.cached_vectors == 0)
-      divide(plan, int64_t(limits.multiprocessors) * std::max(1, int(resident(plan))), kWaves);
+  // Plans a single launch, whose blocks keep their values of the reduced operands in shared memory. In the
+  // result vectors_in_shared is 0 if these values do not fit, or if the plan has no 16-byte vectors.
+  LaunchPlan plan_single_launch() const {
+    LaunchPlan plan = choose_walk();
+    // Shared memory for one vector of each reduced operand in each thread.
+    const int64_t bytes_per_vector = int64_t(reduced_operands) * kThreads * 16;
+    if (bytes_per_vector == 0 || !plan.is_vectorized || bytes_per_vector > limits.smem_cache_bytes)
+      return plan;
+    choose_slices(plan, int64_t(limits.multiprocessors) * limits.single_launch_blocks, /*max_waves=*/1);
+    const int64_t vectors = vectors_per_thread(plan);
+    plan.vectors_in_shared = vectors * bytes_per_vector <= limits.smem_cache_bytes ? int(vectors) : 0;
     return plan;
   }
 
-  bool all(const auto& condition) const {
+  // Plans a launch that keeps no values in shared memory. The plan equals that of plan_single_launch() if a
+  // single launch is possible, so that an op gives the same bits in a single launch and in several.
+  // blocks_per_multiprocessor(plan) returns how many blocks of the plan's kernel are resident on a
+  // multiprocessor.
+  LaunchPlan plan(const auto& blocks_per_multiprocessor) const {
+    LaunchPlan plan = plan_single_launch();
+    if (plan.vectors_in_shared == 0)
+      choose_slices(plan, limits.multiprocessors * std::max<int64_t>(1, blocks_per_multiprocessor(plan)),
+                    kMaxWaves);
+    return plan;
+  }
+
+ private:
+  // Whether condition(strides, address) is true for every operand.
+  bool all_operands(const auto& condition) const {
     for (int k = 0; k < operands; ++k)
-      if (!condition(l.strides[k], reinterpret_cast<uintptr_t>(pointers[k]))) return false;
+      if (!condition(layout.strides[k], reinterpret_cast<uintptr_t>(pointers[k]))) return false;
     return true;
   }
-  // Selects the kernel, and the lanes and tile of rows.
-  Plan kernel() const {
-    Plan plan;
-    plan.layout = l;
-    const bool as_rows = l.rows || l.N == 0;
-    const int64_t fold = as_rows ? 1 : l.S;
-    const bool dense =
-        all([&](const Strides& s, uintptr_t) { return s.channel == fold && (as_rows || s.inner == 1); });
-    const bool folded = dense && l.C > 1 && l.S <= kFolded * V;
-    if ((as_rows || folded) && ((dense && rows(plan, fold, V)) || rows(plan, fold, 1))) return plan;
-    // Vectors begin at 16-byte boundaries, which must be at the same elements of all operands.
-    const Strides& first = l.strides[0];
-    const uintptr_t p = reinterpret_cast<uintptr_t>(pointers[0]);
-    plan.vector = l.outer_dims <= 1 && l.S >= 2 * V && all([&](const Strides& s, uintptr_t q) {
-                    return s.inner == 1 && q % 16 == p % 16 && (s.channel - first.channel) % V == 0 &&
-                           (s.outer[0] - first.outer[0]) % V == 0;
-                  });
+
+  // Chooses between rows and planes, and whether vectors have 16 bytes; for rows also the team and the tile.
+  LaunchPlan choose_walk() const {
+    LaunchPlan plan;
+    plan.layout = layout;
+    const bool is_rows = layout.is_rows || layout.outer == 0;
+    const int64_t columns_per_channel = is_rows ? 1 : layout.inner;
+    const bool is_dense = all_operands([&](const Strides& strides, uintptr_t) {
+      return strides.channel == columns_per_channel && (is_rows || strides.inner == 1);
+    });
+    const bool folds_into_rows =
+        is_dense && layout.channels > 1 && layout.inner <= kMaxFoldedVectors * vector_width;
+    if (is_rows || folds_into_rows) {
+      if (is_dense && try_rows(plan, columns_per_channel, vector_width)) return plan;
+      if (try_rows(plan, columns_per_channel, 1)) return plan;
+    }
+    plan.is_vectorized = planes_have_vectors();
     return plan;
   }
 
-  // Rows in vectors of `width`, if these are aligned and offsets within a batch fit in 32 bits. Takes the
-  // lanes, for whole channels, that leave the fewest threads and columns without work.
-  bool rows(Plan& plan, int64_t fold, int64_t width) const {
-    const int64_t columns = l.C * fold, vectors = std::max<int64_t>(1, columns / width),
-                  channels = width / std::gcd(width, fold), step = channels * fold / width;
-    const auto fits = [&](const Strides& s, uintptr_t p) {
-      return p % 16 == 0 && s.outer[0] % width == 0 && s.outer[0] * kThreads * kBatch <= INT32_MAX;
-    };
-    const bool packed = l.outer_dims <= 1 && columns % width == 0 && std::max(columns, l.N) <= INT32_MAX;
-    if (step > kThreads || (width > 1 && !(packed && all(fits)))) return false;
-    plan.rows = true, plan.vector = width > 1, plan.fold = int(fold), plan.columns = columns;
-    const int64_t most = std::min<int64_t>(vectors, merged_operands ? kMergedLanes : kLanes) / step;
-    double best = 0;
-    for (int64_t n = std::max<int64_t>(1, most); n && (!best || n * step >= kMinLanes); --n) {
-      const int64_t lanes = n * step, used = kThreads / lanes * lanes;  // threads with work
-      const double found = double(vectors * used) / double(ceil_div(vectors, lanes) * lanes);
-      if (found > best) best = found, plan.lanes = int(lanes), plan.tile = int(n * channels);
-      if (best == kThreads) break;
+  // Whether planes can be walked in vectors of 16 bytes. The 16-byte boundaries of all operands must be at
+  // the same elements; a plane may begin between two boundaries.
+  bool planes_have_vectors() const {
+    const Strides& strides0 = layout.strides[0];
+    const uintptr_t address0 = reinterpret_cast<uintptr_t>(pointers[0]);
+    return layout.outer_dims <= 1 && layout.inner >= 2 * vector_width &&
+           all_operands([&](const Strides& strides, uintptr_t address) {
+             return strides.inner == 1 && address % 16 == address0 % 16 &&
+                    (strides.channel - strides0.channel) % vector_width == 0 &&
+                    (strides.outer[0] - strides0.outer[0]) % vector_width == 0;
+           });
+  }
+
+  // Whether rows can be walked in vectors of 16 bytes. Every vector must be aligned, and offsets within a
+  // batch must fit into 32 bits.
+  bool rows_have_vectors(int64_t columns) const {
+    return layout.outer_dims <= 1 && columns % vector_width == 0 &&
+           std::max(columns, layout.outer) <= INT32_MAX &&
+           all_operands([&](const Strides& strides, uintptr_t address) {
+             return address % 16 == 0 && strides.outer[0] % vector_width == 0 &&
+                    strides.outer[0] * kThreads * kMaxBatchVectors <= INT32_MAX;
+           });
+  }
+
+  // Plans a walk of rows in vectors of `width` elements, and returns whether that is possible. Chooses the
+  // team size that keeps the most threads of a block busy, on average over the tiles. A team has whole
+  // channels.
+  bool try_rows(LaunchPlan& plan, int64_t columns_per_channel, int64_t width) const {
+    const int64_t columns = layout.channels * columns_per_channel,
+                  vectors = std::max<int64_t>(1, columns / width);
+    // A group is the fewest channels whose columns fill whole vectors. It has a member for each vector.
+    const int64_t group_channels = width / std::gcd(width, columns_per_channel),
+                  group_members = group_channels * columns_per_channel / width;
+    if (group_members > kThreads || (width > 1 && !rows_have_vectors(columns))) return false;
+    plan.is_rows = true, plan.is_vectorized = width > 1;
+    plan.columns_per_channel = int(columns_per_channel), plan.columns = columns;
+    const int64_t max_team = std::min<int64_t>(vectors, reduced_operands ? kMaxMergingTeam : kMaxTeam);
+    double max_busy_threads = 0;
+    for (int64_t groups = std::max<int64_t>(1, max_team / group_members);
+         groups && (!max_busy_threads || groups * group_members >= kMinTeam); --groups) {
+      const int64_t team_size = groups * group_members, threads = kThreads / team_size * team_size;
+      // The threads of a block that have columns, on average over the tiles.
+      const double busy_threads =
+          double(vectors * threads) / double(ceil_div(vectors, team_size) * team_size);
+      if (busy_threads > max_busy_threads) {
+        max_busy_threads = busy_threads;
+        plan.team_size = int(team_size), plan.tile_channels = int(groups * group_channels);
+      }
+      if (max_busy_threads == kThreads) break;
     }
     return true;
   }
 
-  int width(const Plan& plan) const { return plan.vector ? V : 1; }
+  int elements_per_vector(const LaunchPlan& plan) const { return plan.is_vectorized ? vector_width : 1; }
 
-  // The vectors of each operand in a thread's walk, empty ones included.
-  int64_t walked(const Plan& plan) const {
+  // The places for vectors of each operand in a thread's walk, whether they hold data or not.
+  int64_t vectors_per_thread(const LaunchPlan& plan) const {
     const int64_t teams = int64_t(plan.slices) * plan.teams;
-    if (plan.rows) return ceil_div(plan.units, teams * kBatch) * kBatch;
-    const auto whole = [&](const Strides& s, uintptr_t p) {
-      return p % 16 == 0 && s.channel % V == 0 && s.outer[0] % V == 0 && l.S % V == 0;
-    };
-    const int64_t batches = ceil_div(ceil_div(plan.segment, width(plan)), int64_t(plan.lanes) * kBatch),
-                  ends = plan.vector && !all(whole) ? ceil_div(2 * (V - 1), plan.lanes) : 0;
-    return ceil_div(plan.units, teams) * (batches * kBatch + ends);
+    if (plan.is_rows) return ceil_div(plan.units, teams * kMaxBatchVectors) * kMaxBatchVectors;
+    const int64_t vectors = ceil_div(plan.segment_length, elements_per_vector(plan)),
+                  batches = ceil_div(vectors, int64_t(plan.team_size) * kMaxBatchVectors);
+    const bool is_aligned = all_operands([&](const Strides& strides, uintptr_t address) {
+      return address % 16 == 0 && strides.channel % vector_width == 0 &&
+             strides.outer[0] % vector_width == 0 && layout.inner % vector_width == 0;
+    });
+    // Elements before the first and after the last whole vector of a unit are walked one by one.
+    const int64_t single_elements =
+        plan.is_vectorized && !is_aligned ? ceil_div(2 * (vector_width - 1), plan.team_size) : 0;
+    return ceil_div(plan.units, teams) * (batches * kMaxBatchVectors + single_elements);
   }
 
-  // The fraction of the vectors of all waves of blocks that hold data.
-  double fraction(const Plan& plan, int64_t resident) const {
-    const int64_t vectors = ceil_div(plan.blocks(), resident) * resident * kThreads * walked(plan);
-    return double(l.numel()) / std::max(1.0, double(vectors) * width(plan));
+  // The fraction of the threads' vectors that hold data. An incomplete last wave of blocks counts as
+  // complete.
+  double filled_fraction(const LaunchPlan& plan, int64_t resident_blocks) const {
+    const int64_t vectors =
+        ceil_div(plan.blocks(), resident_blocks) * resident_blocks * kThreads * vectors_per_thread(plan);
+    return double(layout.numel()) / std::max(1.0, double(vectors) * elements_per_vector(plan));
   }
 
-  // Slices for so many waves of blocks; at most one per iteration of a team's loop.
-  void slice(Plan& plan, int64_t resident, int waves) const {
-    plan.teams = kThreads / plan.lanes;
-    plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(l.C, plan.tile)));
-    plan.units = plan.rows ? l.N : l.N * plan.segments;
-    const int64_t step = int64_t(plan.teams) * (plan.rows ? kBatch : 1), most = ceil_div(plan.units, step);
-    const bool one = most == 0 || (merged_operands && plan.tiles > kSemaphores);
-    plan.slices = one ? 1 : unsigned(std::clamp<int64_t>(waves * resident / plan.tiles, 1, most));
+  // Sets the number of slices so that the grid has at most `waves` waves of blocks. A slice has at least a
+  // batch of rows, or a plane or segment, for each of its teams.
+  void set_slices(LaunchPlan& plan, int64_t resident_blocks, int waves) const {
+    plan.teams = kThreads / plan.team_size;
+    plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(layout.channels, plan.tile_channels)));
+    plan.units = plan.is_rows ? layout.outer : layout.outer * plan.segments;
+    const int64_t min_units =
+                      int64_t(plan.teams) * (plan.is_rows ? kMaxBatchVectors : 1),  // units of a slice
+        max_slices = ceil_div(plan.units, min_units);
+    const bool has_one_slice = max_slices == 0 || (reduced_operands && plan.tiles > kMaxMergedTiles);
+    plan.slices = has_one_slice
+                      ? 1
+                      : unsigned(std::clamp<int64_t>(waves * resident_blocks / plan.tiles, 1, max_slices));
   }
 
-  // Chooses the lanes that walk a plane so that batches, turns and blocks are fullest. For 28x28 values of 16
-  // bits, 98 vectors, 32 lanes nearly fill a batch; 256 lanes leave three of its four vectors empty. A team's
-  // accesses are whole lines of memory, kLineVectors, since lines that two warps write apart take longer. At
-  // least 16 lanes with several batches. Segments are shorter where planes are fewer than resident blocks.
-  void lanes(Plan& plan, int64_t resident) const {
-    const int64_t whole = ceil_div(l.S, width(plan)),
-                  few = std::min(whole / kThreads, resident / std::max<int64_t>(1, l.N * l.C)),
-                  vectors = ceil_div(whole, std::max(ceil_div(whole, kThreads * kBatch * kBatches), few));
-    plan.segment = vectors * width(plan), plan.segments = ceil_div(l.S, plan.segment);
-    double best = 0;
-    int chosen = kThreads;
-    for (int batches = 0; batches <= 2 * kBatches && best < kFull; ++batches) {
-      const int64_t least = batches ? ceil_div(vectors, batches * kBatch) : kThreads;
-      if (least > kThreads || (batches > 1 && least < 16)) continue;
-      plan.lanes = int(plan.vector ? ceil_div(least, kLineVectors) * kLineVectors : least);
-      slice(plan, resident, 1);
-      const double found = fraction(plan, resident);
-      if (found > best + kGain) best = found, chosen = plan.lanes;
+  // Chooses the segments of a plane, and the team size that leaves the fewest vectors of a batch empty. For
+  // example, a plane of 98 vectors (28x28 values of 16 bits) fills three quarters of the 128 vectors in a
+  // batch of a team of 32, but a tenth of the 1024 vectors in a batch of a team of 256. A team accesses whole
+  // lines of memory, since a line takes longer if two warps write a part of it each. A plane is divided into
+  // segments if it is longer than kMaxBatchesPerSegment batches of all threads, or if there are fewer planes
+  // than resident blocks.
+  void choose_segments_and_team(LaunchPlan& plan, int64_t resident_blocks) const {
+    const int64_t vectors_per_plane = ceil_div(layout.inner, elements_per_vector(plan));
+    const int64_t segments_by_length =
+        ceil_div(vectors_per_plane, kThreads * kMaxBatchVectors * kMaxBatchesPerSegment);
+    const int64_t planes = layout.outer * layout.channels,
+                  segments_by_blocks =
+                      std::min(vectors_per_plane / kThreads, resident_blocks / std::max<int64_t>(1, planes));
+    const int64_t vectors = ceil_div(vectors_per_plane, std::max(segments_by_length, segments_by_blocks));
+    plan.segment_length = vectors * elements_per_vector(plan);
+    plan.segments = ceil_div(layout.inner, plan.segment_length);
+    double best_fraction = 0;
+    int best_team_size = kThreads;
+    // A candidate is the team that walks a segment in `batches` batches. 0 stands for a team of all threads.
+    for (int batches = 0; batches <= 2 * kMaxBatchesPerSegment && best_fraction < kFullEnough; ++batches) {
+      const int64_t members = batches ? ceil_div(vectors, batches * kMaxBatchVectors) : kThreads;
+      if (members > kThreads || (batches > 1 && members < kMinTeamOfSeveralBatches)) continue;
+      plan.team_size =
+          int(plan.is_vectorized ? ceil_div(members, kVectorsPerLine) * kVectorsPerLine : members);
+      set_slices(plan, resident_blocks, /*waves=*/1);
+      const double fraction = filled_fraction(plan, resident_blocks);
+      if (fraction > best_fraction + kMinGain) best_fraction = fraction, best_team_size = plan.team_size;
     }
-    plan.lanes = chosen;
+    plan.team_size = best_team_size;
   }
 
-  // Divides the values among blocks, of which `resident` run at once.
-  void divide(Plan& plan, int64_t resident, int most_waves) const {
-    if (!plan.rows) lanes(plan, resident);
-    double best = 0;
-    int chosen = least_waves;
-    for (int waves = least_waves; waves <= most_waves && best < kFull; ++waves) {
-      slice(plan, resident, waves);
-      const double found = fraction(plan, resident);
-      if (found > best + (merged_operands ? kMergedGain : kGain)) best = found, chosen = waves;
+  // Divides the values of each tile into slices. resident_blocks is the number of blocks that the device runs
+  // at the same time.
+  void choose_slices(LaunchPlan& plan, int64_t resident_blocks, int max_waves) const {
+    if (!plan.is_rows) choose_segments_and_team(plan, resident_blocks);
+    const double min_gain = reduced_operands ? kMinGainMerging : kMinGain;
+    double best_fraction = 0;
+    int best_waves = min_waves;
+    for (int waves = min_waves; waves <= max_waves && best_fraction < kFullEnough; ++waves) {
+      set_slices(plan, resident_blocks, waves);
+      const double fraction = filled_fraction(plan, resident_blocks);
+      if (fraction > best_fraction + min_gain) best_fraction = fraction, best_waves = waves;
     }
-    slice(plan, resident, chosen);
+    set_slices(plan, resident_blocks, best_waves);
   }
 };
 

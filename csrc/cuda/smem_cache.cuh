@@ -1,7 +1,10 @@
-// Holds vectors in shared memory between the two walks of an on-chip op, so that global memory is read once.
+// A single launch is one kernel for the statistics and the op. The kernel walks its data twice; SmemCache
+// keeps the vectors in shared memory in between, so that global memory is read once. try_single_launch
+// launches such a kernel.
 //
-// A thread reads only vectors that it wrote, so no barrier is needed. Those of neighbouring threads are
-// adjacent, so there are no bank conflicts. The second walk must be equal to the first.
+// A thread reads only vectors that it wrote, so no barrier is needed. Vectors of neighboring threads are
+// adjacent, so there are no bank conflicts. The second walk must have the batches of the first, in the same
+// order.
 #pragma once
 
 #include "launch.cuh"
@@ -9,14 +12,17 @@
 
 namespace fastvit {
 
+// T: storage type. V: elements of a vector. kOperands: number of tensors of which vectors are kept; they are
+// numbered from 0 on. B: the type of a batch, which is the vectors that a thread loads together.
 template <class T, int V, int kOperands>
 class SmemCache {
   unsigned char* const bytes;
-  int first = 0;  // vector of the next batch
+  int first_vector = 0;  // number of vectors of each operand before the current batch
 
+  // The place of the j-th vector of the current batch. A single element has the place of a whole vector.
   template <class B>
-  __device__ __forceinline__ Vector<T, B::V>* at(int operand, int j) const {
-    const int index = ((first + j) * kOperands + operand) * kThreads + int(threadIdx.x);
+  __device__ __forceinline__ Vector<T, B::V>* address(int operand, int j) const {
+    const int index = ((first_vector + j) * kOperands + operand) * kThreads + int(threadIdx.x);
     return reinterpret_cast<Vector<T, B::V>*>(bytes + index * int(sizeof(Vector<T, V>)));
   }
 
@@ -24,49 +30,62 @@ class SmemCache {
   __device__ __forceinline__ explicit SmemCache(unsigned char* bytes) : bytes(bytes) {}
 
   template <class B>
-  __device__ __forceinline__ void put(const B&, int operand, const Vector<T, B::V> (&from)[B::U]) const {
+  __device__ __forceinline__ void store(const B&, int operand, const Vector<T, B::V> (&vectors)[B::U]) const {
 #pragma unroll
-    for (int j = 0; j < B::U; ++j) *at<B>(operand, j) = from[j];
+    for (int j = 0; j < B::U; ++j) *address<B>(operand, j) = vectors[j];
   }
-  template <class B>  // a batch, or its j-th vector alone
-  __device__ __forceinline__ void get(const B&, int operand, Vector<T, B::V> (&to)[B::U], int j = 0) const {
-#pragma unroll
-    for (int i = 0; i < B::U; ++i) to[i] = *at<B>(operand, j + i);
-  }
+  // Loads a whole batch, or the j-th vector of the current batch if B is a batch of one vector.
   template <class B>
-  __device__ __forceinline__ void next(const B&) {
-    first += B::U;
+  __device__ __forceinline__ void load(const B&, int operand, Vector<T, B::V> (&vectors)[B::U],
+                                       int j = 0) const {
+#pragma unroll
+    for (int i = 0; i < B::U; ++i) vectors[i] = *address<B>(operand, j + i);
   }
-  __device__ __forceinline__ void rewind() { first = 0; }
+  // Makes the batch after this one the current batch.
+  template <class B>
+  __device__ __forceinline__ void advance(const B&) {
+    first_vector += B::U;
+  }
+  // Makes the first batch the current batch, for the second walk.
+  __device__ __forceinline__ void rewind() { first_vector = 0; }
 };
 
-// Forces later reads to come from shared memory, not from registers.
-__device__ __forceinline__ void forget_registers() {
+// Makes the compiler read stored vectors back from shared memory, instead of keeping them in registers.
+__device__ __forceinline__ void force_reload_from_shared() {
   asm volatile("" ::: "memory");
 }
 
-inline size_t smem_cache_bytes(const Plan& plan, int operands) {
-  return size_t(plan.cached_vectors) * operands * kThreads * 16;
+// Returns the shared memory of a block in which a single launch keeps its operands.
+inline size_t required_cache_bytes(const LaunchPlan& plan, int operands) {
+  return size_t(plan.vectors_in_shared) * operands * kThreads * 16;
 }
 
-// As dispatch_walk, for a plan with vectors in shared memory.
+// Calls f.template operator()<kIsRows, V>() with a kernel's template parameters, for the plan of a single
+// launch. Such a plan always has vectors of 16 bytes.
 template <class T, class F>
-void dispatch_vector_walk(const Plan& plan, const F& f) {
-  plan.rows ? f.template operator()<true, kVector<T>>() : f.template operator()<false, kVector<T>>();
+void dispatch_vector_kernel(const LaunchPlan& plan, const F& f) {
+  plan.is_rows ? f.template operator()<true, kVectorWidth<T>>()
+               : f.template operator()<false, kVectorWidth<T>>();
 }
 
-// Launches an on-chip op; false where its blocks cannot all be resident at once, which slices need.
+// Launches a kernel that keeps `cached_operands` tensors in shared memory. If tiles have several slices,
+// whose blocks wait for each other, all blocks must be resident at the same time. Returns false if they
+// cannot be.
 template <class Params>
-bool launch_on_chip(void (*kernel)(Launched<Params>), const Plan& plan, int cached_operands,
-                    const Device& device, const Params& params) {
-  query_once(reinterpret_cast<const void*>(kernel), device.current, [&](int&) {
+bool try_single_launch(void (*kernel)(KernelParams<Params>), const LaunchPlan& plan, int cached_operands,
+                       const LaunchContext& context, const Params& params) {
+  // The query sets an attribute and asks nothing: cached_query does this once per kernel and device.
+  cached_query(reinterpret_cast<const void*>(kernel), context.device_index, [&](int&) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                int(device.limits.smem_cache_bytes));
+                                int(context.limits.smem_cache_bytes));
   });
-  const Launch config{plan.blocks(), device, smem_cache_bytes(plan, cached_operands), plan.slices > 1};
+  const LaunchConfig config{.blocks = plan.blocks(),
+                            .context = context,
+                            .shared_bytes = required_cache_bytes(plan, cached_operands),
+                            .cooperative = plan.slices > 1};
   const cudaError_t status = launch(kernel, config, params);
   if (status == cudaErrorCooperativeLaunchTooLarge || status == cudaErrorNotSupported) {
-    (void)cudaGetLastError();  // an empty device has no room for all blocks; then the op takes two launches
+    (void)cudaGetLastError();  // clears the error: the caller launches two kernels instead
     return false;
   }
   STD_CUDA_CHECK(status);

@@ -1,5 +1,7 @@
-// Elements in memory and in registers: a Vector is one element, or what one load or store moves: 16 bytes, or
-// 8 where elements of 16 bits go beside those of 32.
+// Vector<T, V>: V elements of type T that one load or store moves between global memory and registers. A
+// Vector is 16 bytes, or one element, or 8 bytes (four 16-bit elements, where the kernel takes four 32-bit
+// elements of another tensor with them). The file also has fma_rn and add_rn, arithmetic that the compiler
+// does not change.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,56 +16,58 @@
 
 namespace fastvit {
 
-// f.template operator()<T>() for a dtype.
+// Calls f.template operator()<T>() with the storage type T of a dtype.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
 template <class F>
-FASTVIT_INLINE auto dispatch_type(ScalarType dtype, const F& f) {
-  return dispatch_dtype<__half, __nv_bfloat16>(dtype, f);
+FASTVIT_HOST_DEVICE auto dispatch_storage_type(ScalarType dtype, const F& f) {
+  return dispatch_storage_type<__half, __nv_bfloat16>(dtype, f);
 }
 
-// a * b + c rounded once, and a + b that is never fused with a product. Used where several kernels must give
-// the same bits, so that the compiler does not fuse in one kernel and not in another.
-__device__ __forceinline__ float fused(float a, float b, float c) {
+// fma_rn is a * b + c, rounded once. add_rn is a + b, never fused with a product. Several kernels must give
+// the same bits; with these functions the compiler cannot fuse an operation in one kernel and leave it
+// unfused in another.
+__device__ __forceinline__ float fma_rn(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
 }
-__device__ __forceinline__ double fused(double a, double b, double c) {
+__device__ __forceinline__ double fma_rn(double a, double b, double c) {
   return __fma_rn(a, b, c);
 }
-__device__ __forceinline__ float added(float a, float b) {
+__device__ __forceinline__ float add_rn(float a, float b) {
   return __fadd_rn(a, b);
 }
-__device__ __forceinline__ double added(double a, double b) {
+__device__ __forceinline__ double add_rn(double a, double b) {
   return __dadd_rn(a, b);
 }
 
 template <class T>
-constexpr int kVector = 16 / int(sizeof(T));
+constexpr int kVectorWidth = 16 / int(sizeof(T));  // elements of a vector of 16 bytes
 
-// Two numbers, rounded to nearest: the 16-bit types convert pairs with one instruction.
-__device__ __forceinline__ void convert(float a, float b, float* to) {
-  to[0] = a, to[1] = b;
+// Rounds a and b to the type of pair[0] and pair[1], to nearest. For 16-bit types this is one instruction.
+__device__ __forceinline__ void round_pair(float a, float b, float* pair) {
+  pair[0] = a, pair[1] = b;
 }
-__device__ __forceinline__ void convert(double a, double b, double* to) {
-  to[0] = a, to[1] = b;
+__device__ __forceinline__ void round_pair(double a, double b, double* pair) {
+  pair[0] = a, pair[1] = b;
 }
-__device__ __forceinline__ void convert(float a, float b, __half* to) {
-  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
+__device__ __forceinline__ void round_pair(float a, float b, __half* pair) {
+  *reinterpret_cast<__half2*>(pair) = __floats2half2_rn(a, b);
 }
-__device__ __forceinline__ void convert(float a, float b, __nv_bfloat16* to) {
-  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
+__device__ __forceinline__ void round_pair(float a, float b, __nv_bfloat16* pair) {
+  *reinterpret_cast<__nv_bfloat162*>(pair) = __floats2bfloat162_rn(a, b);
 }
 
 template <class T, int V>
 struct __align__(sizeof(T) * V) Vector {
-  using A = Accumulation<T>;
-  using Words = std::conditional_t<sizeof(T) * V == 16, uint4, uint2>;
-  T at[V];
+  using A = Accumulation<T>;                                            // the type of arithmetic
+  using Words = std::conditional_t<sizeof(T) * V == 16, uint4, uint2>;  // what one instruction moves
+  T element[V];
 
+  // Converts the elements to the type of arithmetic. A bfloat16 is the upper half of a float.
   __device__ __forceinline__ void unpack(A (&out)[V]) const {
-    if constexpr (V > 1 && std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float
-      const unsigned* const words = reinterpret_cast<const unsigned*>(at);
+    if constexpr (V > 1 && std::is_same_v<T, __nv_bfloat16>) {
+      const unsigned* const words = reinterpret_cast<const unsigned*>(element);
 #pragma unroll
       for (int k = 0; k < V; k += 2) {
         out[k] = __uint_as_float(words[k / 2] << 16);
@@ -71,37 +75,39 @@ struct __align__(sizeof(T) * V) Vector {
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < V; ++k) out[k] = A(at[k]);
+      for (int k = 0; k < V; ++k) out[k] = A(element[k]);
     }
   }
+  // Rounds numbers to the elements' type.
   __device__ __forceinline__ void pack(const A (&in)[V]) {
     if constexpr (V == 1) {
-      at[0] = T(in[0]);
+      element[0] = T(in[0]);
     } else {
 #pragma unroll
-      for (int k = 0; k < V; k += 2) convert(in[k], in[k + 1], at + k);
+      for (int k = 0; k < V; k += 2) round_pair(in[k], in[k + 1], element + k);
     }
   }
 
-  // Global memory.
-  template <CacheHint kHint = kNormal>
-  __device__ __forceinline__ void load(const T* p) {
+  // Load from and store to global memory, which is aligned to the size of the vector.
+  template <CacheHint kHint = kNoHint>
+  __device__ __forceinline__ void load(const T* source) {
     if constexpr (V == 1)
-      at[0] = *p;
+      element[0] = *source;
     else
-      *reinterpret_cast<Words*>(at) = load_wide<kHint>(reinterpret_cast<const Words*>(p));
+      *reinterpret_cast<Words*>(element) = load_wide<kHint>(reinterpret_cast<const Words*>(source));
   }
-  __device__ __forceinline__ void store(T* p) const {
+  __device__ __forceinline__ void store(T* destination) const {
     if constexpr (V == 1)
-      *p = at[0];
+      *destination = element[0];
     else
-      store_wide(reinterpret_cast<Words*>(p), *reinterpret_cast<const Words*>(at));
+      store_wide(reinterpret_cast<Words*>(destination), *reinterpret_cast<const Words*>(element));
   }
+  // Sets all elements to zero.
   __device__ __forceinline__ void clear() {
     if constexpr (V == 1)
-      at[0] = T(0.f);
+      element[0] = T(0.f);
     else
-      *reinterpret_cast<Words*>(at) = Words{};
+      *reinterpret_cast<Words*>(element) = Words{};
   }
 };
 

@@ -1,7 +1,17 @@
-// The walk of one block over its slice: calls a kernel's body with batches of vectors, by the plan.
+// for_each_batch walks the elements of one block by a LaunchPlan, and calls a kernel's body with batches.
 //
-// Slices interleave, so that all blocks together read memory once, in order. kReverse walks from the end,
-// where the data that the previous op accessed last is still in the L2 cache.
+// A block has a tile (some channels) and a slice (a share of the values of these channels). A slice has
+// units. A unit is a row (all channels for one outer index), a plane (the inner dimension for one outer index
+// and one channel) or a segment of a plane. The members of a team of threads access consecutive memory of a
+// unit. A batch is the vectors that a thread loads together. The units of the slices are interleaved: at any
+// time all blocks access neighboring memory.
+//
+// The kernels and this file share these template parameters:
+//   T  the storage type of elements in memory
+//   A  the accumulation type, of arithmetic: float, or double if T is double
+//   V  elements of a vector: 16 bytes, or one element
+//   U  vectors of a batch
+//   K  channels for which a thread has constants and sums: V for rows (one per column), 1 for planes
 #pragma once
 
 #include "plan.h"
@@ -9,205 +19,235 @@
 
 namespace fastvit {
 
-// A thread's next U vectors of V elements. The first vector exists. One past the end is loaded as zeros and
-// is not stored.
+// A descending walk begins at the end, which the previous kernel accessed last and which is still in the L2
+// cache.
+enum class WalkOrder { ascending, descending };
+
+// The next U vectors of a thread, of V elements each, at the same place in each of kOperands tensors. The
+// first vector always exists. A vector beyond the thread's last one is not valid: it is loaded as zeros and
+// not stored.
 template <int V_, int U_, int kOperands>
 struct Batch {
   static constexpr int V = V_, U = U_;
-  using One = Batch<V, 1, kOperands>;
+  using Single = Batch<V, 1, kOperands>;  // a batch of one vector
+  // Single elements (V == 1) can be anywhere, so each has an offset. Vectors of 16 bytes have equal
+  // distances, so the offset of the first and their stride suffice.
   static constexpr int kOffsets = V == 1 ? U : 1;
-  int64_t offset[kOperands][kOffsets];  // in elements: of the first vector, or of each that is one element
-  int next[kOperands];                  // vectors of an operand from one of the batch to the next
-  bool exist[U];
+  int64_t offset[kOperands][kOffsets];  // in elements
+  int vector_stride[kOperands];         // in vectors
+  bool valid[U];
 
-  __device__ __forceinline__ One vector(int j) const {
-    One one;
+  // The j-th vector as a batch.
+  __device__ __forceinline__ Single vector(int j) const {
+    Single single;
 #pragma unroll
     for (int k = 0; k < kOperands; ++k)
-      one.offset[k][0] = V == 1 ? offset[k][j] : offset[k][0] + int64_t(next[k]) * (j * V);
-    one.exist[0] = exist[j];
-    return one;
+      single.offset[k][0] = V == 1 ? offset[k][j] : offset[k][0] + int64_t(vector_stride[k]) * (j * V);
+    single.valid[0] = valid[j];
+    return single;
   }
 
-  template <CacheHint kHint = kNormal, class T>
-  __device__ __forceinline__ void load(Vector<T, V> (&to)[U], const void* p, int operand) const {
+  // Loads from or stores to the tensor at `data`, which is the operand with this index.
+  template <CacheHint kHint = kNoHint, class T>
+  __device__ __forceinline__ void load(Vector<T, V> (&vectors)[U], const void* data, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j) {
-      if (exist[j])
-        to[j].template load<kHint>(at(static_cast<const T*>(p), operand, j));
+      if (valid[j])
+        vectors[j].template load<kHint>(address(static_cast<const T*>(data), operand, j));
       else
-        to[j].clear();
+        vectors[j].clear();
     }
   }
   template <class T>
-  __device__ __forceinline__ void store(const Vector<T, V> (&from)[U], void* p, int operand) const {
+  __device__ __forceinline__ void store(const Vector<T, V> (&vectors)[U], void* data, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j)
-      if (exist[j]) from[j].store(at(static_cast<T*>(p), operand, j));
+      if (valid[j]) vectors[j].store(address(static_cast<T*>(data), operand, j));
   }
 
  private:
   template <class T>
-  __device__ __forceinline__ T* at(T* p, int operand, int j) const {
-    return p + (V == 1 ? offset[operand][j] : offset[operand][0] + int64_t(next[operand]) * (j * V));
+  __device__ __forceinline__ T* address(T* data, int operand, int j) const {
+    return data +
+           (V == 1 ? offset[operand][j] : offset[operand][0] + int64_t(vector_stride[operand]) * (j * V));
   }
 };
 
-// Offsets of outer index n, all operands. Only plans without vectors have more than one outer dimension.
-template <bool kVector, int kOperands>
-__device__ __forceinline__ void outer_offsets(const Layout& l, int64_t n, int64_t (&offset)[kOperands]) {
-  const bool simple = kVector || l.outer_dims <= 1;
+// Computes the offset of outer index n in each operand. Plans with vectors of 16 bytes have one outer
+// dimension.
+template <bool kIsVectorized, int kOperands>
+__device__ __forceinline__ void compute_outer_offsets(const WalkLayout& layout, int64_t n,
+                                                      int64_t (&offset)[kOperands]) {
+  const bool has_one_dim = kIsVectorized || layout.outer_dims <= 1;
 #pragma unroll
-  for (int k = 0; k < kOperands; ++k) offset[k] = simple ? n * l.strides[k].outer[0] : 0;
-  if constexpr (!kVector) {
+  for (int k = 0; k < kOperands; ++k) offset[k] = has_one_dim ? n * layout.strides[k].outer[0] : 0;
+  if constexpr (!kIsVectorized) {
 #pragma unroll 1
-    for (int d = simple ? -1 : l.outer_dims - 1; d >= 0; --d) {
-      const int64_t size = l.outer_size[d], next = n / size, i = n - next * size;
+    for (int d = has_one_dim ? -1 : layout.outer_dims - 1; d >= 0; --d) {
+      const int64_t size = layout.outer_size[d], quotient = n / size, i = n - quotient * size;
 #pragma unroll
-      for (int k = 0; k < kOperands; ++k) offset[k] += i * l.strides[k].outer[d];
-      n = next;
+      for (int k = 0; k < kOperands; ++k) offset[k] += i * layout.strides[k].outer[d];
+      n = quotient;
     }
   }
 }
 
-struct Work {  // the tile, slice and position of this block and thread
+// This block's tile (some channels) and slice (a share of their values), and this thread's team and its place
+// in the team. Threads of an incomplete last team have team == plan.teams and no work.
+struct BlockWork {
   unsigned tile, slice;
-  int lane, team;
+  int member, team;
 
-  __device__ __forceinline__ Work(const Plan& plan, unsigned block) {
+  __device__ __forceinline__ BlockWork(const LaunchPlan& plan, unsigned block) {
     slice = block / plan.tiles;
     tile = block - slice * plan.tiles;
-    team = int(threadIdx.x) / plan.lanes;
-    lane = int(threadIdx.x) - team * plan.lanes;
+    team = int(threadIdx.x) / plan.team_size;
+    member = int(threadIdx.x) - team * plan.team_size;
   }
-  __device__ __forceinline__ int64_t first_channel(const Plan& plan) const {
-    return int64_t(tile) * plan.tile;
+  __device__ __forceinline__ int64_t first_channel(const LaunchPlan& plan) const {
+    return int64_t(tile) * plan.tile_channels;
   }
-  __device__ __forceinline__ int channels(const Plan& plan) const {
-    const int64_t left = plan.layout.C - first_channel(plan);
-    return int(left < plan.tile ? left : plan.tile);
+  __device__ __forceinline__ int channels(const LaunchPlan& plan) const {
+    const int64_t left = plan.layout.channels - first_channel(plan);
+    return int(left < plan.tile_channels ? left : plan.tile_channels);
   }
 };
 
-// The entries of a tile's table for the channels of this thread: its K columns, or the one of a plane.
-template <bool kRows, int V, class Constants, int K>
-__device__ __forceinline__ void pick(Constants (&mine)[K], const Constants* table, const Plan& plan,
-                                     const Work& work) {
-  if constexpr (kRows) {
+// Copies this thread's constants from tile_table, which has an entry for each channel of the tile. A thread
+// has a constant for each of its columns (rows), or one constant (planes).
+template <bool kIsRows, int V, class Constants, int K>
+__device__ __forceinline__ void load_thread_constants(Constants (&thread_constants)[K],
+                                                      const Constants* tile_table, const LaunchPlan& plan,
+                                                      const BlockWork& work) {
+  if constexpr (kIsRows) {
     const int last = max(0, work.channels(plan) - 1);  // keeps threads past the last column within the table
-    int g = work.lane * V, left = 1;                   // columns until the next channel
-    if (plan.fold > 1) {
-      const int column = g;
-      g = column / plan.fold;
-      left = plan.fold - (column - g * plan.fold);
+    const int column = work.member * V;
+    int channel = column, columns_left = 1;  // columns_left: until the next channel begins
+    if (plan.columns_per_channel > 1) {
+      channel = column / plan.columns_per_channel;
+      columns_left = plan.columns_per_channel - (column - channel * plan.columns_per_channel);
     }
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      mine[k] = table[min(g, last)];
-      if (--left == 0) ++g, left = plan.fold;
+      thread_constants[k] = tile_table[min(channel, last)];
+      if (--columns_left == 0) ++channel, columns_left = plan.columns_per_channel;
     }
   } else {
-    mine[0] = table[0];
+    thread_constants[0] = tile_table[0];
   }
 }
 
-// Planes: body(batch) for this thread's elements of channel work.tile: vectors where a whole one lies between
-// 16-byte boundaries, single elements before and after. `p` is operand 0, for its alignment.
-template <int V, int U, int kOperands, bool kReverse, class Body>
-__device__ __forceinline__ void walk_planes(const Plan& plan, const Work& work, const void* p,
+// Planes: calls body(batch) for this thread's elements of channel work.tile. data0 is the address of operand
+// 0, whose 16-byte boundaries are at the same elements as those of the other operands. A unit has `head`
+// single elements up to a boundary, then vectors, then single elements again. If V is 1, each element is a
+// vector. Kept in one function: with functions for its parts, some kernels have more instructions.
+template <int V, int U, int kOperands, WalkOrder kOrder, class Body>
+__device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockWork& work, const void* data0,
                                             const Body& body) {
   if (work.team >= plan.teams) return;
-  const Layout& l = plan.layout;
+  const WalkLayout& layout = plan.layout;
   const int64_t step = int64_t(plan.slices) * plan.teams;
   for (int64_t i = int64_t(work.slice) * plan.teams + work.team; i < plan.units; i += step) {
-    const int64_t unit = kReverse ? plan.units - 1 - i : i;
+    const int64_t unit = kOrder == WalkOrder::descending ? plan.units - 1 - i : i;
     const int64_t n = plan.segments == 1 ? unit : unit / plan.segments;
-    const int64_t start = (unit - n * plan.segments) * plan.segment;
-    const int length = int(l.S - start < plan.segment ? l.S - start : plan.segment);
-    int64_t base[kOperands];
-    outer_offsets<(V > 1)>(l, n, base);
+    const int64_t segment_begin = (unit - n * plan.segments) * plan.segment_length;  // in the plane
+    const int64_t left = layout.inner - segment_begin;
+    const int length = int(left < plan.segment_length ? left : plan.segment_length);
+    int64_t unit_begin[kOperands];
+    compute_outer_offsets<(V > 1)>(layout, n, unit_begin);
 #pragma unroll
     for (int k = 0; k < kOperands; ++k)
-      base[k] += work.tile * l.strides[k].channel + start * l.strides[k].inner;
+      unit_begin[k] += work.tile * layout.strides[k].channel + segment_begin * layout.strides[k].inner;
 
     int head = 0, vectors = length;
     if constexpr (V > 1) {
-      constexpr int kSize = 16 / V;  // of an element
-      head = min(length, int(-(reinterpret_cast<intptr_t>(p) + base[0] * kSize) & 15) / kSize);
+      constexpr int kElementBytes = 16 / V;
+      const intptr_t address = reinterpret_cast<intptr_t>(data0) + unit_begin[0] * kElementBytes;
+      head = min(length, int(-address & 15) / kElementBytes);
       vectors = (length - head) / V;
-      const int ends = length - vectors * V;
-      for (int e = work.lane; e < ends; e += plan.lanes) {
+      const int single_elements = length - vectors * V;
+      for (int e = work.member; e < single_elements; e += plan.team_size) {
         Batch<1, 1, kOperands> single;
-        single.exist[0] = true;
+        single.valid[0] = true;
 #pragma unroll
-        for (int k = 0; k < kOperands; ++k) single.offset[k][0] = base[k] + (e < head ? e : e + vectors * V);
+        for (int k = 0; k < kOperands; ++k)
+          single.offset[k][0] = unit_begin[k] + (e < head ? e : e + vectors * V);
         body(single);
       }
     }
-    for (int vector = work.lane; vector < vectors; vector += plan.lanes * U) {
+    for (int vector = work.member; vector < vectors; vector += plan.team_size * U) {
       Batch<V, U, kOperands> batch;
 #pragma unroll
-      for (int j = 0; j < U; ++j) batch.exist[j] = j == 0 || vector + j * plan.lanes < vectors;
+      for (int j = 0; j < U; ++j) batch.valid[j] = j == 0 || vector + j * plan.team_size < vectors;
 #pragma unroll
       for (int k = 0; k < kOperands; ++k) {
-        batch.next[k] = plan.lanes;
+        batch.vector_stride[k] = plan.team_size;
 #pragma unroll
         for (int j = 0; j < batch.kOffsets; ++j)
           batch.offset[k][j] =
-              base[k] + (V > 1 ? head + vector * V : (vector + j * plan.lanes) * l.strides[k].inner);
+              unit_begin[k] +
+              (V > 1 ? head + vector * V : (vector + j * plan.team_size) * layout.strides[k].inner);
       }
       body(batch);
     }
   }
 }
 
-// Rows: body(batch) for this thread's columns, of which the first is column lane * V of the tile.
-template <int V, int U, int kOperands, bool kReverse, class Body>
-__device__ __forceinline__ void walk_rows(const Plan& plan, const Work& work, const Body& body) {
-  using Index = std::conditional_t<(V > 1), unsigned, int64_t>;  // 32 bits suffice: see Planner::rows
-  const Layout& l = plan.layout;
-  auto column = Index(work.first_channel(plan) * plan.fold + work.lane * V);
+// Rows: calls body(batch) for this thread's V columns of its rows. They begin at column member * V of the
+// tile.
+template <int V, int U, int kOperands, WalkOrder kOrder, class Body>
+__device__ __forceinline__ void walk_rows(const LaunchPlan& plan, const BlockWork& work, const Body& body) {
+  // An index of 32 bits suffices if vectors have 16 bytes: LaunchPlanner::rows_have_vectors sees to that.
+  using Index = std::conditional_t<(V > 1), unsigned, int64_t>;
+  const WalkLayout& layout = plan.layout;
+  auto column = Index(work.first_channel(plan) * plan.columns_per_channel + work.member * V);
   if (work.team >= plan.teams || column >= plan.columns) return;
-  int64_t at_column[kOperands];
-  int next[kOperands];
+  int64_t column_offset[kOperands];
+  int vector_stride[kOperands];
 #pragma unroll
   for (int k = 0; k < kOperands; ++k) {
-    at_column[k] = int64_t(column) * (V > 1 || plan.fold > 1 ? 1 : l.strides[k].channel);
-    next[k] = (kReverse ? -plan.teams : plan.teams) * int(l.strides[k].outer[0] / V);
+    column_offset[k] =
+        int64_t(column) * (V > 1 || plan.columns_per_channel > 1 ? 1 : layout.strides[k].channel);
+    vector_stride[k] =
+        (kOrder == WalkOrder::descending ? -plan.teams : plan.teams) * int(layout.strides[k].outer[0] / V);
   }
-  const unsigned rows = plan.teams * U;  // of a batch of the block
-  const Index units = Index(plan.units), step = plan.slices * rows;
-  for (Index i = Index(work.slice) * rows + work.team; i < units; i += step) {
+  const unsigned batch_rows = plan.teams * U;  // rows that the block's teams walk in one step
+  const Index rows = Index(plan.units), step = plan.slices * batch_rows;
+  for (Index i = Index(work.slice) * batch_rows + work.team; i < rows; i += step) {
     Batch<V, U, kOperands> batch;
-    const int left = int(min(units - i, Index(rows)));
+    const int rows_left = int(min(rows - i, Index(batch_rows)));
 #pragma unroll
-    for (int j = 0; j < U; ++j) batch.exist[j] = j == 0 || j * plan.teams < left;
+    for (int j = 0; j < U; ++j) batch.valid[j] = j == 0 || j * plan.teams < rows_left;
 #pragma unroll
     for (int j = 0; j < batch.kOffsets; ++j) {
-      const Index from_begin = i + j * plan.teams, row = kReverse ? units - 1 - from_begin : from_begin;
-      int64_t at_row[kOperands];
+      const Index ascending_row = i + j * plan.teams,
+                  row = kOrder == WalkOrder::descending ? rows - 1 - ascending_row : ascending_row;
+      int64_t row_offset[kOperands];
       if constexpr (V > 1) {
 #pragma unroll
-        for (int k = 0; k < kOperands; ++k) at_row[k] = uint64_t(row) * unsigned(l.strides[k].outer[0]);
+        for (int k = 0; k < kOperands; ++k)
+          row_offset[k] = uint64_t(row) * unsigned(layout.strides[k].outer[0]);
       } else {
-        outer_offsets<false>(l, row, at_row);
+        compute_outer_offsets<false>(layout, row, row_offset);
       }
 #pragma unroll
-      for (int k = 0; k < kOperands; ++k) batch.offset[k][j] = at_row[k] + at_column[k];
+      for (int k = 0; k < kOperands; ++k) batch.offset[k][j] = row_offset[k] + column_offset[k];
     }
 #pragma unroll
-    for (int k = 0; k < kOperands; ++k) batch.next[k] = next[k];
+    for (int k = 0; k < kOperands; ++k) batch.vector_stride[k] = vector_stride[k];
     body(batch);
   }
 }
 
-// body(batch) for all elements of this thread, see above.
-template <bool kRows, int V, int U, int kOperands, bool kReverse, class Body>
-__device__ __forceinline__ void walk(const Plan& plan, const Work& work, const void* p, const Body& body) {
-  if constexpr (kRows)
-    walk_rows<V, U, kOperands, kReverse>(plan, work, body);
+// Calls body(batch) for all elements of this thread, in batches of U vectors. data0 is the address of operand
+// 0. For planes it also calls body with batches of one element, where an element belongs to no whole vector.
+template <bool kIsRows, int V, int U, int kOperands, WalkOrder kOrder, class Body>
+__device__ __forceinline__ void for_each_batch(const LaunchPlan& plan, const BlockWork& work,
+                                               const void* data0, const Body& body) {
+  if constexpr (kIsRows)
+    walk_rows<V, U, kOperands, kOrder>(plan, work, body);
   else
-    walk_planes<V, U, kOperands, kReverse>(plan, work, p, body);
+    walk_planes<V, U, kOperands, kOrder>(plan, work, data0, body);
 }
 
 }  // namespace fastvit

@@ -1,169 +1,193 @@
-// The peer protocol: how ranks that see each other's memory exchange O(C) numbers without a collective.
-// For host and device; cpu_peer.cpp and csrc/cuda/peer.cuh move the packets.
+// The peer protocol: how the ranks (processes) of a process group that see each other's memory exchange a
+// layer's statistics, without a collective of torch.distributed. Host and device share this file;
+// cpu_exchange.cpp and csrc/cuda/exchange.cuh send and receive.
 //
-// Protocol  Every rank owns an arena: a few words, and an inbox. In exchange `epoch` a rank *pushes* one
-//           message into the inbox of every other rank, on a GPU also into its own, without waiting. Then it
-//           *polls* its own inbox, in its own memory, until all messages are complete, and merges them in
-//           rank order. A message is a header of kHeaderPackets, with the tag, and the payload. A packet is
-//           16 bytes {word, epoch, word, epoch}: the flag travels with the data. A packet is valid when its
-//           epoch is the current one, so there is no counter and no reset. Each aligned half of 8 bytes has
-//           its own flag, so only stores of 8 bytes must be atomic, not of 16.
-// Payload   Between GPUs packets too, so there is no fence. They hold pairs: the two numbers of channel c,
-// (mean, M2) or
-//           the two sums, are pair c, and the count of moments is the last pair. So threads can send and read
-//           channels independently. A pair of floats is one packet, of doubles two: fp32 moments are
-//           16 (C + 1) bytes. Between CPUs the numbers alone; the header is written after them, behind a
-//           fence.
-// Slots     A message of epoch e goes into slot e % 2. A rank pushes e after it has polled e - 1. Then every
-//           peer has pushed e - 1, and so has polled e - 2: the slot is free. With one slot a fast rank could
-//           overwrite e - 1 with e before its peer has read it. Every rank must poll an exchange to its end
-//           before it pushes the next.
-// Epochs    1, 2, 3, ... in memory that survives graph replay. 2 follows 2^32 - 1, so that slots alternate
-//           and 0, the epoch of memory that was never written, is not used. A stale packet can be taken for a
-//           valid one only if it was not overwritten for 2^32 - 2 exchanges.
-// Tags      {layer, step, words, kind}: compared before the payload is read, since a rank in another layer
-//           may have sent fewer words. Each rank compares all tags with its own, so a mismatch is an error on
-//           every rank; only a rank that replays a graph, whose step is 0 and matches any, may see it in the
-//           next exchange, when the others have given up.
-// Faults    A rank that gives up an exchange (mismatch, timeout, interrupt) writes a FaultReport for its
-//           host, and the epoch into its peers' arenas. The peers then give up too, before their own
-//           timeouts. Its result is NaN, and so is that of every later exchange: no rank goes on.
-// Source    The flag inside the data is that of NCCL's LL protocol (NCCL_PROTO in its documentation); buffers
-//           with one writer and one reader: Lamport, "Proving the Correctness of Multiprocess Programs"
-//           (1977).
+// Every rank has an arena: memory to which its peers, the other ranks, write. Most of the arena is the
+// inbox, with slots for the messages of each sender. In an exchange a rank sends one message to the inbox
+// of every peer (a GPU also to its own inbox) and does not wait. Then the rank reads its own inbox until
+// all messages have arrived, and merges them in the order of ranks. A message is a header with a tag, by
+// which ranks see that they are in the same exchange, and a payload of numbers. A rank abandons an exchange
+// when it stops waiting after a fault; it then tells its peers.
+//
+// Source: NCCL's LL protocol also sends flags with its data (NCCL_PROTO in its documentation). The slots of
+// a sender are a buffer with one writer and one reader, see Lamport, "Proving the Correctness of
+// Multiprocess Programs" (1977).
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "../macros.h"
+#include "../host_device.h"
 
 namespace fastvit::peer {
 
+constexpr int kMaxRanks = 64;  // a mask of ranks is a uint64_t
+
+// The epoch is the number of an exchange. It begins at 1 and is kept in memory, so that each replay of a
+// CUDA graph gets a new epoch. 2 follows 2^32 - 1, because even and odd epochs must alternate (they
+// choose between two slots, see kSlotsPerSender), and because 0 is the epoch of memory never written.
+FASTVIT_HOST_DEVICE uint32_t next_epoch(uint32_t epoch) {
+  return epoch == 0xffffffffu ? 2u : epoch + 1u;
+}
+
+// A packet is two words of a message, each with the epoch of the message's exchange. A packet has arrived if
+// both epochs are the current one, so there is no counter, no reset and, between GPUs, no fence. Each half
+// of 8 bytes is stored and loaded atomically. An old packet would be taken for a new one only if it stayed
+// in its slot for 2^32 - 2 exchanges.
 struct alignas(16) Packet {
   uint32_t word0, epoch0, word1, epoch1;
 };
 
-constexpr int kMaxRanks = 64;
-constexpr int kSlots = 2;
-constexpr int64_t kHeaderPackets = 2;  // {layer, step}, {words, kind}
-
-// The first epoch of a new, zeroed inbox is next_epoch(0).
-FASTVIT_INLINE uint32_t next_epoch(uint32_t epoch) {
-  return epoch == 0xffffffffu ? 2u : epoch + 1u;
-}
-
-// The kind of a message's numbers.
-enum Kind : uint32_t {
-  kMoments = 0,  // forward
-  kSums = 1,     // backward
-  kDouble = 2,   // a flag: numbers are doubles of two words, not floats
-};
-
-struct Tag {
-  uint32_t layer;  // order in which the group first saw the layer
-  uint32_t step;   // the group's count of forward exchanges; a backward carries that of its forward
-  uint32_t words;  // of payload
-  uint32_t kind;
-};
-
-FASTVIT_INLINE bool operator==(const Tag& a, const Tag& b) {
-  return a.layer == b.layer && a.step == b.step && a.words == b.words && a.kind == b.kind;
-}
-
-// Step 0 is a wildcard: captured graphs replay at any step.
-FASTVIT_INLINE bool same_exchange(const Tag& a, const Tag& b) {
-  return a == Tag{b.layer, a.step, b.words, b.kind} && (a.step == b.step || a.step == 0 || b.step == 0);
-}
-
-FASTVIT_INLINE Packet header_packet(const Tag& tag, int64_t i, uint32_t epoch) {
-  return i == 0 ? Packet{tag.layer, epoch, tag.step, epoch} : Packet{tag.words, epoch, tag.kind, epoch};
-}
-
-FASTVIT_INLINE bool arrived(const Packet& packet, uint32_t epoch) {
+FASTVIT_HOST_DEVICE bool has_arrived(const Packet& packet, uint32_t epoch) {
   return packet.epoch0 == epoch && packet.epoch1 == epoch;
 }
 
-FASTVIT_INLINE Tag tag_of(const Packet& first, const Packet& second) {
-  return Tag{first.word0, first.word1, second.word0, second.word1};
+enum NumberKind : uint32_t {
+  kMoments = 0,  // mean and M2 of every channel, and the count of values: exchanged in a forward
+  kSums = 1,     // two sums of every channel: exchanged in a backward
+};
+constexpr uint32_t kFloat64 = 2;  // a flag in Tag::kind: the numbers are doubles of two words, not floats
+
+// Ranks compare tags before they use a payload. A peer that is at another layer may send a shorter payload,
+// and the reader would wait for the rest in vain, or read old data.
+struct Tag {
+  // The index of the layer, counted in the order in which layers first exchanged in this process group.
+  uint32_t layer;
+  uint32_t forward_index;  // the group's count of forward exchanges; a backward has that of its forward
+  uint32_t words;          // 32-bit words of the payload
+  uint32_t kind;           // a NumberKind, with or without kFloat64
+};
+
+FASTVIT_HOST_DEVICE bool operator==(const Tag& a, const Tag& b) {
+  return a.layer == b.layer && a.forward_index == b.forward_index && a.words == b.words && a.kind == b.kind;
 }
 
-// Pair i of a message takes kPairPackets packets from kHeaderPackets + i * kPairPackets on.
-template <class A>
-constexpr int kPairPackets = sizeof(A) / 4;
+FASTVIT_HOST_DEVICE NumberKind number_kind_of(const Tag& tag) {
+  return NumberKind(tag.kind & kSums);
+}
 
+// Whether two ranks are in the same exchange. A rank that replays a captured CUDA graph has forward_index 0,
+// which matches every forward_index. Each rank compares the tags of all ranks with its own tag, so every rank
+// sees a mismatch. There is one exception: the tag of a replaying rank may match those of two peers whose
+// forward_index differs. That rank notices one exchange later, when it finds that the peers have abandoned
+// theirs.
+FASTVIT_HOST_DEVICE bool tags_match(const Tag& a, const Tag& b) {
+  return a == Tag{b.layer, a.forward_index, b.words, b.kind} &&
+         (a.forward_index == b.forward_index || a.forward_index == 0 || b.forward_index == 0);
+}
+
+// A header has two packets: {layer, forward_index} and {words, kind}.
+constexpr int64_t kHeaderPackets = 2;
+
+FASTVIT_HOST_DEVICE Packet header_packet(const Tag& tag, int64_t i, uint32_t epoch) {
+  return i == 0 ? Packet{tag.layer, epoch, tag.forward_index, epoch}
+                : Packet{tag.words, epoch, tag.kind, epoch};
+}
+
+FASTVIT_HOST_DEVICE Tag tag_from_header(const Packet& packet0, const Packet& packet1) {
+  return Tag{packet0.word0, packet0.word1, packet1.word0, packet1.word1};
+}
+
+// A pair is the two numbers of one channel. Between GPUs the payload is pairs in packets, so threads send and
+// receive channels independently. Pair i begins at packet kHeaderPackets + i * kPacketsPerPair of a message.
+// Between CPUs the payload is the numbers alone; the header is written after the payload, behind a fence.
+template <class A>
+constexpr int kPacketsPerPair = sizeof(A) / 4;  // A: float or double, the type of the numbers
+
+// Pair c < C is mean and M2 of channel c, or its two sums. Moments of C channels have one more pair, C: the
+// count, which is stored as two numbers (pack_count in moments.h). So between GPUs float32 moments take
+// 16 (C + 1) bytes. A: float or double.
 template <class A>
 struct Pair {
   A first, second;
 
-  FASTVIT_INLINE void pack(uint32_t epoch, Packet (&packets)[kPairPackets<A>]) const {
-    uint32_t words[2 * kPairPackets<A>];
+  FASTVIT_HOST_DEVICE void pack(uint32_t epoch, Packet (&packets)[kPacketsPerPair<A>]) const {
+    uint32_t words[2 * kPacketsPerPair<A>];
     memcpy(words, this, sizeof(words));
-    for (int k = 0; k < kPairPackets<A>; ++k)
+    for (int k = 0; k < kPacketsPerPair<A>; ++k)
       packets[k] = Packet{words[2 * k], epoch, words[2 * k + 1], epoch};
   }
-  // False if a part has not arrived.
-  FASTVIT_INLINE bool unpack(uint32_t epoch, const Packet (&packets)[kPairPackets<A>]) {
-    uint32_t words[2 * kPairPackets<A>];
-    bool all = true;
-    for (int k = 0; k < kPairPackets<A>; ++k) {
+  // Returns false if one of the packets has not arrived.
+  FASTVIT_HOST_DEVICE bool unpack(uint32_t epoch, const Packet (&packets)[kPacketsPerPair<A>]) {
+    uint32_t words[2 * kPacketsPerPair<A>];
+    bool is_complete = true;
+    for (int k = 0; k < kPacketsPerPair<A>; ++k) {
       words[2 * k] = packets[k].word0;
       words[2 * k + 1] = packets[k].word1;
-      all &= arrived(packets[k], epoch);
+      is_complete &= has_arrived(packets[k], epoch);
     }
     memcpy(this, words, sizeof(words));
-    return all;
+    return is_complete;
   }
 };
 
-// The state of an exchange.
-enum Fault : uint32_t {
-  kPending = 0,   // not ended; on a CPU after a slice of waiting
-  kDone = 1,      // all messages arrived
-  kMismatch = 2,  // a peer's tag differs
-  kGaveUp = 3,    // a peer has given up this or an earlier exchange
-  kTimeout = 4,   // a peer's message did not arrive in time
+enum ExchangeState : uint32_t {
+  // Messages are missing. On a CPU the op returns, and exchange_wait goes on waiting. FaultReport::fault has
+  // this value as long as there is no fault.
+  kPending = 0,
+  kDone = 1,           // all messages arrived
+  kMismatch = 2,       // a fault: a peer's tag differs
+  kPeerAbandoned = 3,  // a fault: a peer has abandoned this exchange or, if messages are missing, any
+  kTimeout = 4,        // a fault, on a GPU: a peer's message did not arrive in time
 };
 
-// A fault, for the host. `peer` is the first rank that failed; `theirs` is set for kMismatch.
+// An op writes the report after a fault, and the host reads it. After a fault the result of the exchange is
+// NaN; between GPUs so is the result of every later exchange.
 struct FaultReport {
-  uint32_t fault, rank, peer, epoch;
-  Tag mine, theirs;
-  uint64_t missing;  // on a CPU: a bit per rank whose message has not arrived
+  uint32_t fault;         // an ExchangeState
+  uint32_t rank;          // the rank that reports
+  uint32_t peer;          // the rank that caused the fault; one of them if there are several
+  uint32_t epoch;         // the number of the exchange
+  Tag own_tag, peer_tag;  // peer_tag is set for kMismatch
+  // Written on a CPU, also without a fault: a bit for each rank whose message is missing.
+  uint64_t missing_ranks_mask;
 };
 
-// The memory of a group that a rank owns; its inbox follows. All of it is zero at first.
+// The memory of one rank; its inbox follows this struct. An arena begins as zeros.
 struct alignas(128) Arena {
-  uint32_t epoch;      // the last exchange that the rank polled to its end
-  uint32_t abandoned;  // not 0: an exchange was given up, and all later ones fail
-  // By rank, stored atomically by that rank: the epoch of the exchange that it gave up; 0 for none.
-  uint64_t gave_up[kMaxRanks];
+  uint32_t epoch;   // the last exchange of which the rank received all messages
+  uint32_t failed;  // not 0: the rank has abandoned an exchange; between GPUs every later one fails
+  // Rank r writes element r: the epoch of the exchange that rank r abandoned; it is 0 before. The owner of
+  // the arena reads the element while it waits; if it is set, the owner abandons its exchange at once instead
+  // of waiting for the timeout.
+  uint64_t abandoned_epoch_of[kMaxRanks];
 };
 
-// Offsets in an inbox, in packets. `capacity` packets are the largest payload.
-struct Inbox {
-  int64_t world, capacity;
+// Message e, the message of epoch e, goes to slot e % 2 of its sender, where message e - 2 was. Rank a sends
+// message e only after it has message e - 1 of each peer b, and b sent message e - 1 only after it had read
+// a's message e - 2. So nobody reads message e - 2 any more. With a single slot, a fast rank could overwrite
+// message e - 1 before a slow peer has read it.
+constexpr int kSlotsPerSender = 2;
 
-  FASTVIT_INLINE int64_t message_packets() const { return kHeaderPackets + capacity; }
-  FASTVIT_INLINE int64_t packets() const { return world * kSlots * message_packets(); }
-  FASTVIT_INLINE int64_t message(int64_t sender, uint32_t epoch) const {
-    return (sender * kSlots + epoch % kSlots) * message_packets();
+// Where the slots are in an inbox. Sizes and offsets are in packets.
+struct InboxLayout {
+  int64_t world;     // the number of ranks
+  int64_t capacity;  // of a slot: packets of the largest payload
+
+  FASTVIT_HOST_DEVICE int64_t packets_per_slot() const { return kHeaderPackets + capacity; }
+  FASTVIT_HOST_DEVICE int64_t packet_count() const { return world * kSlotsPerSender * packets_per_slot(); }
+  FASTVIT_HOST_DEVICE int64_t slot_offset(int64_t sender, uint32_t epoch) const {
+    return (sender * kSlotsPerSender + epoch % kSlotsPerSender) * packets_per_slot();
   }
 };
 
-// The parameters of one exchange: ranks, arenas and the tag of its messages.
+// The parameters of one exchange.
 struct Exchange {
-  int world = 0;  // 0: no exchange
-  int rank = 0;
-  int64_t capacity = 0;
-  uint64_t nanoseconds = 0;  // timeout of a GPU, slice of waiting of a CPU
+  int world = 0;         // the number of ranks
+  int rank = 0;          // this rank
+  int64_t capacity = 0;  // packets of the largest payload
+  // On a GPU the time until kTimeout. On a CPU the time until an op returns to Python, which may call
+  // exchange_wait to wait again.
+  uint64_t timeout_ns = 0;
   Tag tag{};
   FaultReport* report = nullptr;  // in host memory, mapped for GPUs
-  Arena* arenas[kMaxRanks] = {};
+  Arena* arenas[kMaxRanks] = {};  // of all ranks
 
-  FASTVIT_INLINE Arena& own() const { return *arenas[rank]; }
-  FASTVIT_INLINE Packet* message(int receiver, int sender, uint32_t epoch) const {
-    return reinterpret_cast<Packet*>(arenas[receiver] + 1) + Inbox{world, capacity}.message(sender, epoch);
+  FASTVIT_HOST_DEVICE Arena& own_arena() const { return *arenas[rank]; }
+  // Where the message from `sender` begins in the inbox of `receiver`, between GPUs.
+  FASTVIT_HOST_DEVICE Packet* inbox_slot(int receiver, int sender, uint32_t epoch) const {
+    return reinterpret_cast<Packet*>(arenas[receiver] + 1) +
+           InboxLayout{world, capacity}.slot_offset(sender, epoch);
   }
 };
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import _library
 from .agreement import Agreement, ProcessWatch, ranks_text
-from .protocol import HEADER_WORDS, Describe, Exchange, Kind, Tag, direction
+from .protocol import FLOAT64, HEADER_WORDS, Describe, Exchange, NumberKind, Tag, direction
 from .transport import Backend
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
@@ -48,14 +48,14 @@ class Collective(Backend):
         self.timeout = agreement.timeout
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
-        handle = self._exchange.handle
-        handle.capacity = max(handle.capacity, 2 * channels + 2)
-        handle.wide |= dtype == torch.float64
+        descriptor = self._exchange.descriptor
+        descriptor.capacity = max(descriptor.capacity, 2 * channels + 2)
+        descriptor.float64_messages |= dtype == torch.float64
         return True
 
     def share(self, numbers: Tensor, tag: Tag) -> Tensor:
         self.check_usable()
-        exchange, kind = self._exchange.of(tag), Kind(numbers.dim() - 1)
+        exchange, kind = self._exchange.of(tag), NumberKind(numbers.dim() - 1)
         try:
             return self._merged(numbers, exchange, kind)
         except BaseException as error:  # Ctrl-C too
@@ -65,7 +65,7 @@ class Collective(Backend):
             context = f"rank {self._rank} in {self._describe(tag, direction(kind))}"
             raise RuntimeError(f"{context}: {self._why()}: {error}") from error
 
-    def _merged(self, numbers: Tensor, exchange: Tensor, kind: Kind) -> Tensor:
+    def _merged(self, numbers: Tensor, exchange: Tensor, kind: NumberKind) -> Tensor:
         """The numbers of all ranks. RuntimeError where a collective fails."""
         raise NotImplementedError
 
@@ -76,14 +76,14 @@ class Collective(Backend):
 class Packed(Collective):
     """Statistics of GPUs: one packed all_gather forward, one all_reduce backward.
 
-    csrc/cuda/message.cu defines a message. One op packs it and one merges all. The host waits for neither,
-    and different tags raise at the next call.
+    csrc/cuda/collective_message.cu defines a message. One op packs it and one merges all. The host waits for
+    neither, and different tags raise at the next call.
     """
 
-    def _merged(self, numbers: Tensor, exchange: Tensor, kind: Kind) -> Tensor:
+    def _merged(self, numbers: Tensor, exchange: Tensor, kind: NumberKind) -> Tensor:
         messages = message = _ops.pack_message(numbers, exchange)
-        if kind == Kind.MOMENTS:
-            messages = message.new_empty(self._exchange.handle.world * message.numel())
+        if kind == NumberKind.MOMENTS:
+            messages = message.new_empty(self._exchange.descriptor.world * message.numel())
             getattr(dist, ALL_GATHER)(messages, message, group=self._process_group())
         else:
             dist.all_reduce(messages, group=self._process_group())
@@ -100,17 +100,22 @@ class Direct(Collective):
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
         super().reserve(channels, dtype)
-        handle = self._exchange.handle
-        width, others = HEADER_WORDS + handle.capacity * (1 + handle.wide), handle.world - 1
+        descriptor = self._exchange.descriptor
+        width, others = (
+            HEADER_WORDS + descriptor.capacity * (1 + descriptor.float64_messages),
+            descriptor.world - 1,
+        )
         self._received = torch.empty(others, width, dtype=torch.int32)  # messages, by rank without this one
         return True
 
-    def _merged(self, numbers: Tensor, exchange: Tensor, kind: Kind) -> Tensor:
-        handle, words = self._exchange.handle, numbers.view(-1).view(torch.int32)
-        wide = Kind.DOUBLE if numbers.dtype == torch.float64 else 0
-        header = torch.tensor([handle.layer, handle.step, len(words), kind | wide], dtype=torch.int32)
+    def _merged(self, numbers: Tensor, exchange: Tensor, kind: NumberKind) -> Tensor:
+        descriptor, words = self._exchange.descriptor, numbers.view(-1).view(torch.int32)
+        wide = FLOAT64 if numbers.dtype == torch.float64 else 0
+        header = torch.tensor(
+            [descriptor.layer, descriptor.forward_index, len(words), kind | wide], dtype=torch.int32
+        )
         others, width = self._received.shape
-        sent, received = [HEADER_WORDS + len(words)] * handle.world, [width] * handle.world
+        sent, received = [HEADER_WORDS + len(words)] * descriptor.world, [width] * descriptor.world
         sent[self._rank] = received[self._rank] = 0
         self._received[:, :HEADER_WORDS] = 0  # a message that has not arrived keeps these zeros
         arrived, messages = self._received.view(-1), torch.cat([header, words]).repeat(others)

@@ -38,10 +38,10 @@ class SharedMemory(Peer):
     def _run(self, op: Reduce, tag: Tag) -> Tensor:
         self.check_usable()
         report = self._exchange.report
-        report.missing = 1 << self._rank  # until the op writes the missing ranks
+        report.missing_ranks_mask = 1 << self._rank  # until the op writes the missing ranks
         try:
             result = op(self._exchange.of(tag))
-            if report.missing:
+            if report.missing_ranks_mask:
                 self._wait(result, tag)
             if report.fault:
                 self._fail()
@@ -69,12 +69,12 @@ class SharedMemory(Peer):
                 )
 
     def _missing(self) -> list[int]:
-        missing = self._exchange.report.missing
-        return [rank for rank in range(self._exchange.handle.world) if missing >> rank & 1]
+        missing = self._exchange.report.missing_ranks_mask
+        return [rank for rank in range(self._exchange.descriptor.world) if missing >> rank & 1]
 
     def _fail(self) -> None:
         """Raises for an ended rank first, since other ranks may have given up because of it."""
-        for rank in filter(self._watch.has_ended, range(self._exchange.handle.world)):
+        for rank in filter(self._watch.has_ended, range(self._exchange.descriptor.world)):
             raise self._has_ended(rank, self._exchange.text(self._describe))
         super()._fail()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _library, ops
 from .agreement import Agreement, Unavailable, process_space
-from .protocol import Describe, Kind, Tag
+from .protocol import Describe, NumberKind, Tag
 from .transport import Peer, Reduce
 
 _ops = _library.ops
@@ -129,9 +129,9 @@ def load_kernels(device: torch.device) -> None:
             moments = alone.moments(x, 1, tag)
             for residual, inplace in ((None, False), (x, False), (None, True)):
                 _run_ops(alone, x, moments, residual, inplace)
-    for kind in Kind.MOMENTS, Kind.SUMS:
+    for kind in NumberKind.MOMENTS, NumberKind.SUMS:
         numbers = torch.zeros(6, device=device)
-        alone.share(numbers if kind == Kind.MOMENTS else numbers[None], tag)
+        alone.share(numbers if kind == NumberKind.MOMENTS else numbers[None], tag)
 
 
 def _run_ops(alone: DeviceMemory, x: Tensor, moments: Tensor, residual: Tensor | None, inplace: bool) -> None:

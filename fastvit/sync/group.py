@@ -140,7 +140,7 @@ class Group:
 
     def _name_of(self, tag: Tag, direction: str) -> str:
         name = self._names[tag.layer] if tag.layer < len(self._names) else f"layer {tag.layer}"
-        return f"{direction} of {name}, step {tag.step} of group {self.name}"
+        return f"{direction} of {name}, step {tag.forward_index} of group {self.name}"
 
     def _choose(self, channels: int, dtype: torch.dtype) -> None:
         backend, self.why, level = self._vote(channels, dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import _library, ops
-from .protocol import STEPS, Describe, Exchange, Fault, Tag, packets
+from .protocol import STEPS, Describe, Exchange, ExchangeState, Tag, packets
 
 Reduce = Callable[[Tensor | None], Tensor]  # bn_reduce of a layer, given its `exchange`
 
@@ -57,7 +57,7 @@ class Backend:
 
     def __init__(self, exchange: Exchange, describe: Describe, device: torch.device):
         self._exchange, self._describe, self._device = exchange, describe, device
-        self._rank, self._step = exchange.handle.rank, 0
+        self._rank, self._step = exchange.descriptor.rank, 0
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
         """Makes room for a layer; False where there is none. All ranks call it between the same exchanges."""
@@ -101,13 +101,13 @@ class Backend:
 
     def _fail(self) -> None:
         report = self._exchange.report
-        if report.fault == Fault.MISMATCH:
+        if report.fault == ExchangeState.MISMATCH:
             error = self._exchange.mismatch(self._describe)
         else:
             context = f"rank {report.rank} in {self._exchange.text(self._describe)}"
             error = RuntimeError(
                 f"{context}: rank {report.peer} raised an error and gave up the exchange"
-                if report.fault == Fault.GAVE_UP
+                if report.fault == ExchangeState.PEER_ABANDONED
                 else f"{context}: nothing from rank {report.peer} within {self.timeout:g} s "
                 "(reported by the GPU; what it computed since is NaN)"
             )
@@ -144,14 +144,14 @@ class Peer(Backend):
     ):
         super().__init__(Exchange(rank, len(arenas), own.is_cuda, arenas), describe, own.device)
         self.name, self._own, self.timeout = name, own, seconds
-        handle = self._exchange.handle
-        handle.capacity, handle.nanoseconds = capacity, int(seconds * 1e9)
+        descriptor = self._exchange.descriptor
+        descriptor.capacity, descriptor.timeout_ns = capacity, int(seconds * 1e9)
 
     def reserve(self, channels: int, dtype: torch.dtype) -> bool:
-        return packets(channels, dtype) <= self._exchange.handle.capacity
+        return packets(channels, dtype) <= self._exchange.descriptor.capacity
 
     def share(self, numbers: Tensor, tag: Tag) -> Tensor:
-        return self._run(lambda exchange: _library.ops.exchange_share(numbers, exchange), tag)
+        return self._run(lambda exchange: _library.ops.exchange_merge(numbers, exchange), tag)
 
     def moments(self, x: Tensor, channel_dim: int, tag: Tag) -> Tensor:
         return self._run(lambda exchange: ops.bn_stats(x, channel_dim, exchange), tag)

@@ -1,4 +1,5 @@
-// The engine's controls, for the tests.
+// The Python module _cuda_host. Tests use it to control the CPU model of CUDA, to ask what the model ran, and
+// to ask how csrc/cuda/plan.h divides an op.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -6,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/cuda/block_reduce.cuh"
+#include "../../csrc/cuda/merge_slices.cuh"
 #include "cuda_runtime.h"
 
 extern "C" int cuda_host_allocations;
@@ -15,30 +16,42 @@ extern "C" uint64_t cuda_host_requests;
 namespace cuda_host {
 std::set<std::string> kernels();
 
-// The plan of an op that reads and writes `operands` aligned tensors that lie alike, on so many
-// multiprocessors with `resident` blocks each and `smem` bytes of a block for vectors.
+// Plans an op whose `operands` tensors are aligned and have equal sizes and strides, for a device with so
+// many multiprocessors. A multiprocessor has `resident_blocks` blocks of the kernel, each with
+// `smem_cache_bytes` of shared memory for the data of a single launch. See LaunchPlanner for reduced_operands.
 pybind11::dict plan(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int channel_dim,
-                    int element_size, int operands, int merged_operands, int multiprocessors, int resident,
-                    int64_t smem) {
+                    int element_size, int operands, int reduced_operands, int multiprocessors,
+                    int resident_blocks, int64_t smem_cache_bytes) {
   using namespace fastvit;
-  const int64_t* const s = strides.data();
-  const int64_t* const lying[kMaxOperands] = {s, s, s, s, s};
-  const void* pointers[kMaxOperands] = {};
-  const Layout layout = make_layout(int(sizes.size()), sizes.data(), channel_dim, operands, lying);
-  const Limits limits{multiprocessors, kResident, smem};
-  const auto blocks = [&](const Plan&) { return resident; };
-  const Plan p = Planner{layout, pointers, operands, element_size, limits, merged_operands}.plan(blocks);
-  pybind11::dict found;
-  found["rows"] = p.rows, found["vector"] = p.vector, found["units"] = p.units;
-  found["groups"] = SliceGroups(p).size > 1 ? SliceGroups(p).count : 0;
-  return found;
+  const int64_t* const operand_strides[kMaxOperands] = {strides.data(), strides.data(), strides.data(),
+                                                        strides.data(), strides.data()};
+  const void* null_pointers[kMaxOperands] = {};  // an address of 0 is aligned
+  const WalkLayout layout =
+      make_walk_layout(int(sizes.size()), sizes.data(), channel_dim, operands, operand_strides);
+  const DeviceLimits limits{multiprocessors, kBlocksPerMultiprocessor, smem_cache_bytes};
+  const LaunchPlan launch_plan = LaunchPlanner{.layout = layout,
+                                               .pointers = null_pointers,
+                                               .operands = operands,
+                                               .element_size = element_size,
+                                               .limits = limits,
+                                               .reduced_operands = reduced_operands}
+                                     .plan([&](const LaunchPlan&) { return resident_blocks; });
+  const MergeGroups groups(launch_plan);
+  pybind11::dict result;
+  result["rows"] = launch_plan.is_rows;
+  result["vector"] = launch_plan.is_vectorized;
+  result["units"] = launch_plan.units;
+  result["groups"] = groups.size > 1 ? groups.count : 0;
+  return result;
 }
 }  // namespace cuda_host
 
 PYBIND11_MODULE(_cuda_host, m) {
   using cuda_host::Config;
   pybind11::class_<Config>(m, "Config")
-      .def_readwrite("seed", &Config::seed, "0: in index order; otherwise a random but repeatable schedule")
+      .def_readwrite(
+          "seed", &Config::seed,
+          "0: threads run in the order of their indices; otherwise a random order that the seed repeats")
       .def_readwrite("sm_count", &Config::sm_count, "multiprocessors of the device")
       .def_readwrite("blocks_per_sm", &Config::blocks_per_sm, "co-resident blocks of a cooperative launch")
       .def_readwrite("shared_per_sm", &Config::shared_per_sm, "bytes of shared memory of a multiprocessor")
@@ -47,8 +60,8 @@ PYBIND11_MODULE(_cuda_host, m) {
       .def_readwrite("cooperative", &Config::cooperative, "whether blocks of a grid may wait for each other")
       .def_readwrite("stream", &Config::stream, "the current stream, by number")
       .def_readwrite("resident", &Config::resident,
-                     "blocks that a device holds at most; 0: a few of each grid")
-      .def_readwrite("deferred", &Config::deferred, "launches queue up until run()");
+                     "most blocks that a device runs at the same time; 0: a few of each grid")
+      .def_readwrite("deferred", &Config::deferred, "whether launches are queued until run()");
   m.attr("config") = pybind11::cast(&cuda_host::config(), pybind11::return_value_policy::reference);
   m.def("run", &cuda_host::run, "Runs the deferred launches of all devices and streams, interleaved.");
   m.def("steps", &cuda_host::steps, "Switches between emulated threads so far.");
@@ -60,6 +73,6 @@ PYBIND11_MODULE(_cuda_host, m) {
   m.def("memsets", [] { return cuda_host::memsets(); }, "Memsets on streams so far.");
   m.def("queries", &cuda_host::queries,
         "Queries of attributes of devices and kernels, and settings of kernels' attributes, so far.");
-  m.def("plan", &cuda_host::plan, "How csrc/cuda/plan.h divides an op.");
+  m.def("plan", &cuda_host::plan, "How LaunchPlanner of csrc/cuda/plan.h divides an op.");
   m.def("set_device", [](int device) { cudaSetDevice(device); });
 }

@@ -67,7 +67,7 @@ def rules() -> str:
         kernels = [
             compile_(f"{mode}/{source.stem}", source, f"{KERNELS[mode]} -include cuda_runtime.h")  # as nvcc
             for source in sorted((ROOT / "csrc").rglob("*.cu"))
-            if source.stem not in ("register", "ipc")  # which needs several processes on one GPU
+            if source.stem not in ("register_cuda", "ipc")  # which needs several processes on one GPU
         ]
         bugs = [
             compile_(f"{mode}/bugs", HERE / "bugs.cu", f"{KERNELS[mode]} -Wno-aggressive-loop-optimizations")

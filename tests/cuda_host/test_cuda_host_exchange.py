@@ -1,4 +1,4 @@
-"""Exchanges by the layers' kernels (csrc/cuda/peer.cuh), between logical ranks on GPUs of the model.
+"""Exchanges by the layers' kernels (csrc/cuda/exchange.cuh), between logical ranks on GPUs of the model.
 
 Each rank is a device of its own, or a stream of one device, whose launches interleave with the others' in an
 order that the seed determines. Runs with FASTVIT_TEST_DEVICE=cuda_host only.
@@ -100,7 +100,10 @@ def merged(rows):
     """The result of a collective with the same moments."""
     exchanges = [Exchange(rank, len(rows)) for rank in range(len(rows))]
     for exchange in exchanges:
-        exchange.handle.capacity, exchange.handle.wide = rows[0].numel(), rows[0].dtype == torch.float64
+        exchange.descriptor.capacity, exchange.descriptor.float64_messages = (
+            rows[0].numel(),
+            rows[0].dtype == torch.float64,
+        )
     messages = [raw.pack_message(row, e.tensor) for row, e in zip(rows, exchanges, strict=True)]
     return raw.merge_messages(torch.cat(messages), rows[0], exchanges[0].tensor)
 
@@ -231,7 +234,7 @@ def test_a_part_that_fails(large, direction, lost):
             own, got = loop.ranks[0].sums(lambda e, reduce=reduce: reduce(exchange=e), Tag(3, 1))
             assert torch.equal(own, rows[0][0])
         assert got.isnan().all() if failing else torch.equal(got, want)
-        assert (loop.words(0).epoch, loop.words(0).abandoned) == (not failing, failing)
+        assert (loop.words(0).epoch, loop.words(0).failed) == (not failing, failing)
         message = f"rank 0 in {direction} of layer 3, step 1: nothing from rank 3"
         with pytest.raises(RuntimeError, match=message) if failing else contextlib.nullcontext():
             loop.ranks[0].next_step()
@@ -319,7 +322,7 @@ def test_exchanges_after_a_fault_wait_for_nobody(engine):
     taken = []
     for _ in range(2):
         before = engine.steps()
-        assert all_nan(raw.exchange_share(torch.ones(1, 4), exchange)[1])
+        assert all_nan(raw.exchange_merge(torch.ones(1, 4), exchange)[1])
         taken.append(engine.steps() - before)
     assert taken[1] < taken[0] / 10
 
@@ -377,7 +380,7 @@ def test_a_backward_that_fails(engine):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numbers_that_no_op_has_at_hand(engine, dtype):
-    """exchange_share; a rank that traces meets one that does not."""
+    """exchange_merge; a rank that traces meets one that does not."""
     loop, ranks = Ranks(engine, 3), [Rank(r, dtype=dtype) for r in range(3)]
     inputs = [rank.input(4) for rank in ranks]
     rows, sums = [ops.bn_stats(x) for x in inputs], list(torch.randn(3, 1, 10, dtype=dtype))

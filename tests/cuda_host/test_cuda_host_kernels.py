@@ -116,7 +116,7 @@ def test_any_alignment(engine, shape, dtype, shifts):
         torch.testing.assert_close(a, b, rtol=2e-2 if a.dtype == torch.bfloat16 else 1e-4, atol=2e-3)
 
 
-def on_chip_step(engine, x, dy, weight, bias, residual=None):
+def single_launch_step(engine, x, dy, weight, bias, residual=None):
     """`step` with ops that make their statistics; also says how many kernels each direction launched."""
     options, running = arguments(weight, bias)
     launches = [engine.launches()]
@@ -139,7 +139,7 @@ def on_chip_step(engine, x, dy, weight, bias, residual=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sm_count", [1, 6, 108])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_on_chip_ops_in_one_launch(engine, shape, sm_count, dtype, residual):
+def test_single_launches(engine, shape, sm_count, dtype, residual):
     """On chip where whole vectors fit, with the bits of the two ops, in any order of threads and blocks.
 
     A captured launch has semaphores of its own; the others leave theirs as zeros.
@@ -149,7 +149,7 @@ def test_on_chip_ops_in_one_launch(engine, shape, sm_count, dtype, residual):
     added = added if residual else None
     moments, *want = step(x, dy, weight, bias, added)
     for engine.config.capturing, engine.config.seed in ((False, 0), (True, 1), (False, 2)):
-        got, kernels = on_chip_step(engine, x, dy, weight, bias, added)
+        got, kernels = single_launch_step(engine, x, dy, weight, bias, added)
         assert_same(got, want)
         assert_same(step(x, dy, weight, bias, added), (moments, *want))
     vectors = shape not in ("short_odd_planes", "rows_c3")
@@ -157,16 +157,16 @@ def test_on_chip_ops_in_one_launch(engine, shape, sm_count, dtype, residual):
 
 
 @pytest.mark.parametrize("shape", ["long_planes", "rows"])
-def test_on_chip_ops_without_room(engine, shape):
+def test_single_launches_without_room(engine, shape):
     """Too little shared memory, or blocks that cannot all run at once: two launches, the same bits."""
     engine.config.sm_count = 6
     x, dy, weight, bias, _ = inputs(shape, torch.float32)
-    want, kernels = on_chip_step(engine, x, dy, weight, bias)
+    want, kernels = single_launch_step(engine, x, dy, weight, bias)
     assert kernels == [1, 1]
     for name, value in (("shared_per_sm", 36 << 10), ("blocks_per_sm", 1), ("cooperative", False)):
         before = getattr(engine.config, name)
         setattr(engine.config, name, value)
-        got, kernels = on_chip_step(engine, x, dy, weight, bias)
+        got, kernels = single_launch_step(engine, x, dy, weight, bias)
         setattr(engine.config, name, before)
         assert kernels == [2, 2], name
         for a, b in zip(got, want, strict=True):
@@ -174,12 +174,12 @@ def test_on_chip_ops_without_room(engine, shape):
 
 
 @pytest.mark.parametrize("kilobytes", [64, 100])
-def test_graphics_cards_keep_a_backward_on_chip(engine, kilobytes):
+def test_graphics_cards_have_room_for_a_single_launch(engine, kilobytes):
     """With one block a multiprocessor, of a T4 or of an RTX 3090, whose 100 KB two would have to share."""
     engine.config.sm_count, engine.config.shared_per_sm = 40, kilobytes << 10
     x, dy, weight, bias, _ = inputs("rows", torch.bfloat16)
     _, *want = step(x, dy, weight, bias)
-    got, kernels = on_chip_step(engine, x, dy, weight, bias)
+    got, kernels = single_launch_step(engine, x, dy, weight, bias)
     assert kernels == [1, 1]
     assert_same(got, want)
 
@@ -234,7 +234,7 @@ def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
     exact = reference.bn_stats(x.double())
     torch.testing.assert_close(moments.double(), exact, rtol=1e-5, atol=1e-5)
     for engine.config.capturing, engine.config.seed in ((False, 0), (True, 1), (False, 2)):
-        got, kernels = on_chip_step(engine, x, dy, weight, bias)
+        got, kernels = single_launch_step(engine, x, dy, weight, bias)
         assert kernels == [1, 1]
         assert_same(got, want)
         assert_same(step(x, dy, weight, bias), (moments, *want))
@@ -249,7 +249,7 @@ def test_a_gpu_without_code_is_refused_before_a_launch(engine):
     assert engine.launches() == before
 
 
-@pytest.mark.parametrize("shared, launches", [(228 << 10, 1), (0, 2)], ids=["on_chip", "larger"])
+@pytest.mark.parametrize("shared, launches", [(228 << 10, 1), (0, 2)], ids=["single_launch", "larger"])
 def test_what_a_layers_step_asks_for(engine, shared, launches):
     """The table in docs/benchmarks.md. The results of slices take scratch memory in each direction."""
     engine.config.sm_count, engine.config.shared_per_sm = 6, shared

@@ -1,79 +1,92 @@
-// act_forward: y = act(x) (* gate). act_backward: dx = dy (* gate) * act'(x), and with a gate
-// dgate = dy * act(x).
-// Memory   reads x (and gate) once and writes y once; backward reads x, dy (and gate) once and writes dx (and
-//          dgate).
-// Mapping  span by span in the order of memory; threads take contiguous ranges.
-// Numerics act' from x, in the accumulation type; one rounding to storage.
-// Source   Hendrycks, Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
-#include "walk.h"
+// act_forward: y = act(x) (* gate).
+// act_backward: dx = dy (* gate) * act'(x), and with a gate dgate = dy * act(x).
+//
+// Memory:   forward reads x (and gate) once and writes y once.
+//           Backward reads x, dy (and gate) once and writes dx (and dgate) once.
+// Mapping:  spans (planes of a channel, or rows) in the order of memory; a thread takes a contiguous range.
+// Numerics: act' is computed from x, in the accumulation type; a result is rounded once, to the storage type.
+// Source:   Hendrycks and Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
+#include "spans.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
 template <class A>
-struct Results {
-  Vector<A> first, second;
+struct ActResults {
+  Simd<A> result;  // y, or dx in backward
+  Simd<A> dgate;   // only in backward with a gate
 };
 
-template <class T, class A, bool kBackward, Activation kActivation>
-struct Kernel {
-  using Fn = ActivationFn<kActivation>;
+// T: storage type. A: accumulation type.
+template <class T, class A, bool kIsBackward, Activation kActivation>
+struct ActKernel {
+  using ActFunction = ActivationFunction<kActivation>;
 
-  // y, or dx and dgate; dy and gate where they are operands.
-  template <class At>
-  static FASTVIT_INLINE Results<A> results(At at, const T* x, const T* dy, const T* gate, A param) {
-    const Vector<A> v = at.load(x);
-    if constexpr (!kBackward) {
-      const Vector<A> y = Fn::forward(v, param);
-      return {gate ? y * at.load(gate) : y, Vector<A>{}};
+  // The order of the tensors that are read and written.
+  static constexpr int kX = 0, kDy = 1, kGate = kIsBackward ? 2 : 1;
+  static constexpr int kResult = 0, kDgate = 1;
+
+  // position: of a vector in the spans x, dy (read in backward only) and gate, which may be null.
+  // FASTVIT_HOST_DEVICE: always inline.
+  template <class Position>
+  static FASTVIT_HOST_DEVICE ActResults<A> compute(Position position, const T* x, const T* dy, const T* gate,
+                                                   A activation_param) {
+    const Simd<A> v = position.load(x);
+    if constexpr (!kIsBackward) {
+      const Simd<A> y = ActFunction::forward(v, activation_param);
+      return {gate ? y * position.load(gate) : y, Simd<A>{}};
     } else {
-      const Vector<A> g = at.load(dy);
-      if (!gate) return {Fn::backward(g, v, param), Vector<A>{}};
-      return {Fn::backward(Vector<A>(g * at.load(gate)), v, param), g * Fn::forward(v, param)};
+      const Simd<A> dy_values = position.load(dy);
+      if (!gate) return {ActFunction::backward(dy_values, v, activation_param), Simd<A>{}};
+      return {ActFunction::backward(Simd<A>(dy_values * position.load(gate)), v, activation_param),
+              dy_values * ActFunction::forward(v, activation_param)};
     }
   }
 
-  static void spans(const ActParams& args, const Spans<T>& spans) {
-    const A param = A(args.activation_param);
-    for (int64_t k = 0; k < spans.count; ++k) {
-      const T *x = spans.in(0, k), *dy = spans.in(kBackward, k);
-      const T* const gate = args.gate ? spans.in(1 + kBackward, k) : nullptr;
-      T *const out = spans.out(0, k), *const dgate = kBackward && gate ? spans.out(1, k) : nullptr;
+  static void process_group(const CpuActParams& args, const SpanGroup<T>& group) {
+    const A activation_param = A(args.activation_param);
+    for (int64_t k = 0; k < group.spans; ++k) {
+      const T *x = group.in_span(kX, k), *dy = kIsBackward ? group.in_span(kDy, k) : nullptr;
+      const T* const gate = args.gate ? group.in_span(kGate, k) : nullptr;
+      T* const result = group.out_span(kResult, k);
+      T* const dgate = kIsBackward && gate ? group.out_span(kDgate, k) : nullptr;
       for_each_vector<A>(
-          spans.n, Streaming(spans.streams, out, spans.n, kLanes<A>),
-          [&](auto at) { return results(at, x, dy, gate, param); },
-          [&](auto at, const Results<A>& r) {
-            at.store(out, r.first);
-            if (kBackward && dgate) at.store(dgate, r.second);
+          group.length, NonTemporalRange(group.bypasses_cache, result, group.length, kLanes<A>),
+          [&](auto position) { return compute(position, x, dy, gate, activation_param); },
+          [&](auto position, const ActResults<A>& results) {
+            position.store(result, results.result);
+            if (kIsBackward && dgate) position.store(dgate, results.dgate);
           });
     }
   }
 
-  static void run(const ActParams& args) {
-    const bool gated = args.gate;
-    const Operand<T> x(args.x, args.layout, ActForwardOperand::x),
-        dy(args.dy, args.layout, ActBackwardOperand::dy),
-        gate(args.gate, args.layout, kBackward ? ActBackwardOperand::gate : ActForwardOperand::gate);
-    const Operand<T> in[] = {x, kBackward ? dy : gate, gate};
-    const Operand<T> y(args.y, args.layout, ActForwardOperand::y),
-        dx(args.dx, args.layout, ActBackwardOperand::dx),
-        dgate(args.dgate, args.layout, ActBackwardOperand::dgate);
-    const Operand<T> out[] = {kBackward ? dx : y, dgate};
-    for_each_span(args, in, 1 + kBackward + gated, out, 1 + (kBackward && gated), spans);
+  static void run(const CpuActParams& args) {
+    const bool has_gate = args.gate;
+    const StridedOperand<T> x(args.x, args.layout, ActForwardStrides::x),
+        dy(args.dy, args.layout, ActBackwardStrides::dy),
+        gate(args.gate, args.layout, kIsBackward ? ActBackwardStrides::gate : ActForwardStrides::gate);
+    const StridedOperand<T> y(args.y, args.layout, ActForwardStrides::y),
+        dx(args.dx, args.layout, ActBackwardStrides::dx),
+        dgate(args.dgate, args.layout, ActBackwardStrides::dgate);
+    const StridedOperand<T> forward_in[] = {x, gate}, backward_in[] = {x, dy, gate};
+    const StridedOperand<T> out[] = {kIsBackward ? dx : y, dgate};
+    for_each_span(args, kIsBackward ? backward_in : forward_in, 1 + kIsBackward + has_gate, out,
+                  1 + (kIsBackward && has_gate), process_group);
   }
 };
 
 }  // namespace
 
-void act(const ActParams& args) {
-  dispatch_type(args.dtype, [&]<class T>() {
+void act(const CpuActParams& args) {
+  dispatch_storage_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
-      args.dy ? Kernel<T, A, true, kActivation>::run(args) : Kernel<T, A, false, kActivation>::run(args);
+      args.dy ? ActKernel<T, A, true, kActivation>::run(args)
+              : ActKernel<T, A, false, kActivation>::run(args);
     });
   });
 }
 
-}  // namespace FASTVIT_CAPABILITY
+}  // namespace FASTVIT_ISA
 }  // namespace fastvit

@@ -1,157 +1,176 @@
-// layer_norm_forward: y = (x - mean) * invstd * gamma + beta for each row, in the dtype of y.
-// layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gamma; and for each
-// column sum dy and sum dy * xhat.
-// Memory   forward reads x once and writes y once; backward reads x and dy once and writes dx once. A row
-//          stays in the L1 cache between the passes over it.
-// Mapping  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
-// Numerics moments as in bn_stats; pieces of a row merge in double. The columns' sums of 128 rows are in
-//          the accumulation type, and these are added in double, in a fixed order.
-// Source   Ba, Kiros, Hinton, arXiv:1607.06450; moments: Chan, Golub, LeVeque (1979).
+// layer_norm_forward, per row: y = (x - mean) * invstd * gamma + beta.
+// layer_norm_backward, per row: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)), with g = dy * gamma;
+// and per column: sum dy, sum dy * xhat.
+//
+// Memory:   forward reads x, writes y; backward reads x and dy, writes dx. Later passes over a row hit L1.
+// Mapping:  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
+// Numerics: a row's moments are those of deviations from a pivot, the mean of its first values. A column's
+//           sums of 128 rows are in the accumulation type; they are added in double, in a fixed order.
+// Source:   Ba, Kiros and Hinton, arXiv:1607.06450; moments: Chan, Golub and LeVeque (1979).
 #include <cmath>
 
 #include "../../moments.h"
-#include "piece_moments.h"
-#include "walk.h"
+#include "pivoted_moments.h"
+#include "spans.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
-// T: of x and dx. G: of y and dy. A: of the arithmetic.
-template <class T, class G, class A>
-struct Forward {
+// T: storage type of x and dx. Y: storage type of y and dy. A: accumulation type.
+template <class T, class Y, class A>
+struct LayerNormForward {
   struct Row {
     const T* x;
-    G* y;
+    Y* y;
     A mean, invstd;
   };
-  static void write(const Row& row, int64_t n, Streaming streaming, const A* gamma, const A* beta) {
+  // non_temporal: the part of y that is stored past the caches.
+  static void write_y(const Row& row, int64_t columns, NonTemporalRange non_temporal, const A* gamma,
+                      const A* beta) {
     const T* x = row.x;
-    G* y = row.y;
+    Y* y = row.y;
     const A mean = row.mean, invstd = row.invstd;
     for_each_vector<A>(
-        n, streaming, [&](auto at) { return (at.load(x) - mean) * invstd * at.load(gamma) + at.load(beta); },
-        [&](auto at, Vector<A> result) { at.store(y, result); });
+        columns, non_temporal,
+        [&](auto position) {
+          return (position.load(x) - mean) * invstd * position.load(gamma) + position.load(beta);
+        },
+        [&](auto position, Simd<A> result) { position.store(y, result); });
   }
 
-  static void run(const LayerNormForwardParams& args) {
-    const int64_t n = args.columns;
+  static void run(const CpuLayerNormForwardParams& args) {
+    const int64_t columns = args.columns;
     const T* x = static_cast<const T*>(args.x);
-    G* y = static_cast<G*>(args.y);
+    Y* y = static_cast<Y*>(args.y);
     const A *gamma = static_cast<const A*>(args.gamma), *beta = static_cast<const A*>(args.beta);
     A *mean = static_cast<A*>(args.saved), *invstd = mean + args.rows;
-    const bool streams = is_streamed<G>(args.rows * n);
-    torch::stable::parallel_for(0, args.rows, grain_of(n), [&](int64_t begin, int64_t end) {
+    const bool stores_past_cache = bypasses_cache<Y>(args.rows * columns);
+    torch::stable::parallel_for(0, args.rows, parallel_grain(columns), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        double center = 0, m2 = 0;
-        for (int64_t at = 0; at < n; at += kPiece) {
-          const int64_t length = n - at < kPiece ? n - at : kPiece;
-          const PieceMoments piece = moments_of<T, A>(x + r * n + at, length);
-          ChanWeights::of(double(at), double(length)).merge(center, m2, piece.mean, piece.m2);
+        double row_mean = 0, row_m2 = 0;
+        for (int64_t first = 0; first < columns; first += kMaxSegmentLength) {
+          const int64_t length = minimum(columns - first, kMaxSegmentLength);
+          const MeanM2 segment = compute_moments<T, A>(x + r * columns + first, length);
+          MergeWeights::from_counts(double(first), double(length))
+              .merge(row_mean, row_m2, segment.mean, segment.m2);
         }
-        mean[r] = A(center);
-        invstd[r] = A(1 / std::sqrt(m2 / double(n) + args.eps));
-        write({x + r * n, y + r * n, mean[r], invstd[r]}, n, Streaming(streams, y + r * n, n, kLanes<A>),
-              gamma, beta);
+        mean[r] = A(row_mean);
+        invstd[r] = A(1 / std::sqrt(row_m2 / double(columns) + args.eps));
+        write_y({x + r * columns, y + r * columns, mean[r], invstd[r]}, columns,
+                NonTemporalRange(stores_past_cache, y + r * columns, columns, kLanes<A>), gamma, beta);
       }
-      finish_streams();
+      fence_non_temporal();
     });
   }
 };
 
-template <class T, class G, class A>
-struct Backward {
+template <class T, class Y, class A>
+struct LayerNormBackward {
   static constexpr int L = kLanes<A>;
 
-  // Where a vector is added to the columns' sums. The last has sums of its own, also where it overlaps the
-  // one before.
-  static int64_t column(Whole<A> at) { return at.i; }
-  static int64_t column(End<A> at) { return at.n / L * L; }
-  static FASTVIT_INLINE void add(A* sums, Vector<A> terms) { store<A>(sums, load<A>(sums) + terms); }
+  // The index at which a vector of a row is added to the columns' sums. The last vector of a row may overlap
+  // the one before, and has L sums of its own.
+  static int64_t sum_index(FullVector<A> position) { return position.i; }
+  static int64_t sum_index(LastVector<A> position) { return position.length / L * L; }
+  static FASTVIT_HOST_DEVICE void add(A* sums, Simd<A> terms) {  // always inline
+    store<A>(sums, load<A>(sums) + terms);
+  }
 
   struct Row {
     const T* x;
-    const G* dy;
+    const Y* dy;
     T* dx;
     A mean, invstd;
   };
-  // Adds dy to bias and dy * xhat to weight.
-  template <bool kColumns>
-  static void write(const Row& row, int64_t n, Streaming streaming, const A* gamma, A* bias, A* weight) {
+  // Writes a row of dx, and with kHasSums adds to the columns' sums of dy and of dy * xhat. non_temporal: the
+  // part of dx that is stored past the caches.
+  template <bool kHasSums>
+  static void process_row(const Row& row, int64_t columns, NonTemporalRange non_temporal, const A* gamma,
+                          A* sum_dy, A* sum_dy_xhat) {
     const T* x = row.x;
-    const G* dy = row.dy;
+    const Y* dy = row.dy;
     T* dx = row.dx;
     const A mean = row.mean, invstd = row.invstd;
-    const auto xhat = [&](auto at) -> Vector<A> { return (at.load(x) - mean) * invstd; };
-    const Terms<A> sums = sum_plane<A, 2>(n, [&](auto at) {
-      const Vector<A> y = at.load(dy), h = xhat(at), g = y * at.load(gamma);
-      if constexpr (kColumns) {
-        add(bias + column(at), y);
-        add(weight + column(at), y * h);
+    const auto compute_xhat = [&](auto position) -> Simd<A> { return (position.load(x) - mean) * invstd; };
+    const TermPair<A> sums = sum_span<A, /*kAccumulators=*/2>(columns, [&](auto position) {
+      const Simd<A> dy_values = position.load(dy), xhat = compute_xhat(position),
+                    g = dy_values * position.load(gamma);
+      if constexpr (kHasSums) {
+        add(sum_dy + sum_index(position), dy_values);
+        add(sum_dy_xhat + sum_index(position), dy_values * xhat);
       }
-      return Terms<A>{g, g * h};
+      return TermPair<A>{g, g * xhat};
     });
-    const A a = sum_lanes<A>(sums.first) / A(n), b = sum_lanes<A>(sums.second) / A(n);
+    const A mean_g = sum_lanes<A>(sums.first) / A(columns),
+            mean_g_xhat = sum_lanes<A>(sums.second) / A(columns);
     for_each_vector<A>(
-        n, streaming,
-        [&](auto at) -> Vector<A> { return (at.load(dy) * at.load(gamma) - a - xhat(at) * b) * invstd; },
-        [&](auto at, Vector<A> result) { at.store(dx, result); });
+        columns, non_temporal,
+        [&](auto position) -> Simd<A> {
+          return (position.load(dy) * position.load(gamma) - mean_g - compute_xhat(position) * mean_g_xhat) *
+                 invstd;
+        },
+        [&](auto position, Simd<A> result) { position.store(dx, result); });
   }
 
-  static void run(const LayerNormBackwardParams& args) {
-    args.sums ? slices<true>(args) : slices<false>(args);
+  static void run(const CpuLayerNormBackwardParams& args) {
+    args.sums ? process_slices<true>(args) : process_slices<false>(args);
   }
 
-  template <bool kColumns>
-  static void slices(const LayerNormBackwardParams& args) {
-    const int64_t n = args.columns;
+  template <bool kHasSums>
+  static void process_slices(const CpuLayerNormBackwardParams& args) {
+    const int64_t columns = args.columns;
     const T* x = static_cast<const T*>(args.x);
-    const G* dy = static_cast<const G*>(args.dy);
+    const Y* dy = static_cast<const Y*>(args.dy);
     T* dx = static_cast<T*>(args.dx);
     const A* gamma = static_cast<const A*>(args.gamma);
     const A *mean = static_cast<const A*>(args.saved), *invstd = mean + args.rows;
-    const bool streams = is_streamed<T>(args.rows * n);
-    torch::stable::parallel_for(0, args.slices, 1, [&](int64_t first, int64_t last) {
-      for (int64_t slice = first; slice < last; ++slice) {
-        A* bias = kColumns ? static_cast<A*>(args.chunk_sums) + slice * 2 * args.stride : nullptr;
-        A* weight = kColumns ? bias + args.stride : nullptr;
+    const bool stores_past_cache = bypasses_cache<T>(args.rows * columns);
+    torch::stable::parallel_for(0, args.slices, 1, [&](int64_t first_slice, int64_t end_slice) {
+      for (int64_t slice = first_slice; slice < end_slice; ++slice) {
+        A* sum_dy = kHasSums ? static_cast<A*>(args.chunk_sums) + slice * 2 * args.padded_columns : nullptr;
+        A* sum_dy_xhat = kHasSums ? sum_dy + args.padded_columns : nullptr;
         const int64_t end = args.rows * (slice + 1) / args.slices;
         for (int64_t r = args.rows * slice / args.slices; r < end;) {
-          const int64_t until = r + kChunkRows < end ? r + kChunkRows : end;
-          for (; r < until; ++r)
-            write<kColumns>({x + r * n, dy + r * n, dx + r * n, mean[r], invstd[r]}, n,
-                            Streaming(streams, dx + r * n, n, L), gamma, bias, weight);
-          if constexpr (kColumns) {
-            double* partial = args.partial + slice * 2 * n;
-            flush(bias, n, partial);
-            flush(weight, n, partial + n);
+          const int64_t chunk_end = minimum(r + kChunkRows, end);
+          for (; r < chunk_end; ++r)
+            process_row<kHasSums>({x + r * columns, dy + r * columns, dx + r * columns, mean[r], invstd[r]},
+                                  columns, NonTemporalRange(stores_past_cache, dx + r * columns, columns, L),
+                                  gamma, sum_dy, sum_dy_xhat);
+          if constexpr (kHasSums) {
+            double* slice_sums = args.slice_sums + slice * 2 * columns;
+            add_chunk_to_total(sum_dy, columns, slice_sums);
+            add_chunk_to_total(sum_dy_xhat, columns, slice_sums + columns);
           }
         }
       }
-      finish_streams();
+      fence_non_temporal();
     });
   }
 
-  // Adds the sums of a chunk of rows to total[n], and sets them to 0.
-  static void flush(A* sums, int64_t n, double* total) {
-    const int64_t whole = n / L * L, padded = whole < n ? whole + L : n;
-    for (int64_t c = 0; c < whole; ++c) total[c] += double(sums[c]);
-    for (int64_t c = whole; c < n; ++c) total[c] += double(sums[c + padded - n]);
-    for (int64_t c = 0; c < padded; ++c) sums[c] = 0;
+  // Adds a chunk's sums to the totals of the columns, and sets the chunk's sums to 0.
+  static void add_chunk_to_total(A* chunk_sums, int64_t columns, double* total) {
+    // The last vector's sums begin at `whole`. Its first lanes overlap the vector before it.
+    const int64_t whole = columns / L * L, used_length = whole < columns ? whole + L : columns;
+    for (int64_t c = 0; c < whole; ++c) total[c] += double(chunk_sums[c]);
+    for (int64_t c = whole; c < columns; ++c) total[c] += double(chunk_sums[c + used_length - columns]);
+    for (int64_t c = 0; c < used_length; ++c) chunk_sums[c] = 0;
   }
 };
 
 }  // namespace
 
-void layer_norm_forward(const LayerNormForwardParams& args) {
-  dispatch_dtypes<Half, BFloat16>(args.dtype, args.output_dtype,
-                                  [&]<class T, class G>() { Forward<T, G, Accumulation<T>>::run(args); });
+void layer_norm_forward(const CpuLayerNormForwardParams& args) {
+  dispatch_layer_norm_types<Half, BFloat16>(args.dtype, args.output_dtype, [&]<class T, class Y>() {
+    LayerNormForward<T, Y, Accumulation<T>>::run(args);
+  });
 }
 
-void layer_norm_backward(const LayerNormBackwardParams& args) {
-  dispatch_dtypes<Half, BFloat16>(args.dtype, args.output_dtype,
-                                  [&]<class T, class G>() { Backward<T, G, Accumulation<T>>::run(args); });
+void layer_norm_backward(const CpuLayerNormBackwardParams& args) {
+  dispatch_layer_norm_types<Half, BFloat16>(args.dtype, args.output_dtype, [&]<class T, class Y>() {
+    LayerNormBackward<T, Y, Accumulation<T>>::run(args);
+  });
 }
 
-}  // namespace FASTVIT_CAPABILITY
+}  // namespace FASTVIT_ISA
 }  // namespace fastvit

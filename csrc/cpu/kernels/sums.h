@@ -1,199 +1,222 @@
-// Two sums per channel of terms of the elements: what bn_stats and bn_reduce have in common.
+// For each channel, sums two numbers (terms) that are computed from each element: the common part of bn_stats
+// and bn_reduce.
 //
-// Sums of a plane, and of a few rows, are in registers, and of short planes and rows in tables: in the
-// accumulation type, for at most kPiece elements of planes or kChunkRows rows, which the caller then adds in
-// double.
+// In layouts of planes, such as NCHW, a channel's elements lie side by side. In layouts of rows, such as
+// channels_last and tokens, all channels of a position lie side by side. At most kMaxSegmentLength
+// elements of a plane, or about kChunkRows rows, are summed in the accumulation type A, lane by lane of a
+// SIMD register. The caller adds these results in double.
+// T: storage type of the tensors. FASTVIT_HOST_DEVICE: always inline.
 #pragma once
 
-#include "walk.h"
+#include "spans.h"
 
 namespace fastvit {
-namespace FASTVIT_CAPABILITY {
+namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
+// What the elements of a vector add to the two sums of their channels, or the two sums themselves. bn_stats
+// sums (d, d * d) with d = x - pivot; bn_reduce sums (dv, dv * f) of the gradients dv, with
+// f = x - mean or xhat.
 template <class A>
-struct Terms {  // what the elements of a vector add to the two sums of their channels
-  Vector<A> first, second;
+struct TermPair {
+  Simd<A> first, second;
 
-  FASTVIT_INLINE void add(bool is_first, const Terms& t) {
-    first = is_first ? t.first : first + t.first;
-    second = is_first ? t.second : second + t.second;
+  // Adds the terms, or replaces the sums by the terms if these are the first of the sums.
+  FASTVIT_HOST_DEVICE void add(bool is_first, const TermPair& terms) {
+    first = is_first ? terms.first : first + terms.first;
+    second = is_first ? terms.second : second + terms.second;
   }
 };
 
-// The sums of terms(at) over the n elements of a plane, lane by lane. They are made in kParts parts, as an
-// addition has to wait for the one before.
-template <class A, int kParts, class F>
-FASTVIT_INLINE Terms<A> sum_plane(int64_t n, const F& terms) {
+// Sums compute_terms(position) over the vectors of a span. kAccumulators independent sums hide the latency of
+// an addition.
+template <class A, int kAccumulators, class ComputeTerms>
+FASTVIT_HOST_DEVICE TermPair<A> sum_span(int64_t length, const ComputeTerms& compute_terms) {
   constexpr int L = kLanes<A>;
-  if constexpr (kParts > 1)  // of a short plane, to add up the parts takes longer than to wait
-    if (n < 2 * kParts * L) return sum_plane<A, 1>(n, terms);
-  Terms<A> parts[kParts] = {};
-  const auto add = [&](int part, const Terms<A>& t) {
-    parts[part].first += t.first;
-    parts[part].second += t.second;
+  if constexpr (kAccumulators > 1)
+    // For a short span, merging the accumulators takes longer than the latency.
+    if (length < 2 * kAccumulators * L) return sum_span<A, 1>(length, compute_terms);
+  TermPair<A> sums[kAccumulators] = {};
+  const auto add = [&](int k, const TermPair<A>& terms) {
+    sums[k].first += terms.first;
+    sums[k].second += terms.second;
   };
   int64_t i = 0;
-  for (; i + kParts * L <= n; i += kParts * L)
-    for (int part = 0; part < kParts; ++part) add(part, terms(Whole<A>{i + part * L}));
-  for (int part = 0; part < kParts - 1; ++part)
-    if (i + L <= n) {
-      add(part, terms(Whole<A>{i}));
+  for (; i + kAccumulators * L <= length; i += kAccumulators * L)
+    for (int k = 0; k < kAccumulators; ++k) add(k, compute_terms(FullVector<A>{i + k * L}));
+  for (int k = 0; k < kAccumulators - 1; ++k)
+    if (i + L <= length) {
+      add(k, compute_terms(FullVector<A>{i}));
       i += L;
     }
-  if (i < n) {
-    const Terms<A> end = terms(End<A>{n});
-    const int rest = int(n - i);
-    add(kParts - 1, {last_lanes<A>(end.first, rest), last_lanes<A>(end.second, rest)});
+  if (i < length) {  // the last vector also has lanes that were summed already
+    const TermPair<A> last = compute_terms(LastVector<A>{length});
+    const int rest = int(length - i);
+    add(kAccumulators - 1, {zero_all_but_last<A>(last.first, rest), zero_all_but_last<A>(last.second, rest)});
   }
-  for (int part = 1; part < kParts; ++part) add(0, parts[part]);
-  return parts[0];
+  for (int k = 1; k < kAccumulators; ++k) add(0, sums[k]);
+  return sums[0];
 }
 
-// The sums over planes, or over pieces of a plane, of a task's channels and steps, in the order of memory:
-// sum(args, spans, k, is_first, sums) sets those of channels from spans.c on, or adds to them, and
-// finish(k, c, sums, step, count) takes those of `count` elements per channel from `step` on. k, less than
-// kTogether, is the index of the channel's sums.
-constexpr int kTogether = 64;
+// Sums the planes of a task (a range of channels and of units), in the order of memory. A segment is a plane
+// or a part of it; a unit is one segment of each channel's plane at one outer index. Long planes are summed
+// segment by segment. If planes are short, plan.planes_at_once planes of a channel are summed into one
+// result, for up to kMaxChannelsAtOnce channels in the same pass over memory.
+//
+// sum(args, group, k, is_first, sums) adds the terms of a group's spans to sums[k], sums[k + 1], ..., one for
+// each channel; with is_first it sets these sums. finish(k, channel, sums, unit, count) receives sums[k]
+// when it is complete: the sums of a channel over `count` elements from `unit` on.
+//
+// Kept in one function: with the two loops in functions of their own, bn_stats of small planes takes up to a
+// seventh longer in float32.
+constexpr int kMaxChannelsAtOnce = 64;
 template <class A, class T, class Args, class Sum, class Finish>
-void sum_planes(const Args& args, const Operand<T>* in, int operands, const Task& task, const Sum& sum,
-                const Finish& finish) {
-  const auto [slice, first, last, c0, c1] = task;
-  const Layout& layout = args.layout;
-  const Partition& partition = args.partition;
-  T buffer[3][kPiece];
-  Terms<A> sums[kTogether];
-  Spans<T> spans;
-  bool unit_stride = true;
-  for (int i = 0; i < operands; ++i) {
-    unit_stride = unit_stride && in[i].stride == 1;
-    spans.from_stride[i] = in[i].strides.channel;
+void sum_planes(const Args& args, const StridedOperand<T>* operands, int operand_count, const Task& task,
+                const Sum& sum, const Finish& finish) {
+  const auto [slice, first_unit, end_unit, first_channel, end_channel] = task;
+  const WalkLayout& layout = args.layout;
+  const CpuPlan& plan = args.plan;
+  T buffers[3][kMaxSegmentLength];
+  TermPair<A> sums[kMaxChannelsAtOnce];
+  SpanGroup<T> group;
+  bool has_unit_strides = true;
+  for (int i = 0; i < operand_count; ++i) {
+    has_unit_strides = has_unit_strides && operands[i].element_stride == 1;
+    group.in_stride[i] = operands[i].strides.channel;
   }
-  const auto read = [&](int64_t n, int64_t c, int64_t s, int64_t length, int64_t count) {
-    spans.n = length;
-    spans.c = c;
-    spans.count = count;
-    for (int i = 0; i < operands; ++i) {
-      T* const at = in[i].at(in[i].outer(n), c, s);
-      spans.from[i] = unit_stride ? at : in[i].read(at, length, buffer[i]);
+  // Sets the group to `length` elements, from element `inner` on, of the planes of `spans` channels, at outer
+  // index n.
+  const auto set_group = [&](int64_t n, int64_t channel, int64_t inner, int64_t length, int64_t spans) {
+    group.length = length;
+    group.first_channel = channel;
+    group.spans = spans;
+    for (int i = 0; i < operand_count; ++i) {
+      T* const span = operands[i].address(n, channel, inner);
+      group.in_data[i] = has_unit_strides ? span : operands[i].gather(span, length, buffers[i]);
     }
   };
-  for (int64_t begin = first, end; begin < last; begin = end) {
-    if (partition.planes == 1) {  // each by itself
-      const int64_t n = begin / partition.pieces, until = (n + 1) * partition.pieces;
-      end = until < last ? until : last;
-      for (int64_t c = c0; c < c1; ++c)
-        for (int64_t step = begin; step < end; ++step) {
-          const int64_t s = (step - n * partition.pieces) * partition.piece;
-          read(n, c, s, layout.S - s < partition.piece ? layout.S - s : partition.piece, 1);
-          sum(args, spans, 0, true, sums);
-          finish(0, c, sums[0], step, spans.n);
+  for (int64_t begin = first_unit, end; begin < end_unit; begin = end) {
+    if (plan.planes_at_once == 1) {  // long planes
+      const int64_t n = begin / plan.segments;
+      end = minimum((n + 1) * plan.segments, end_unit);
+      for (int64_t c = first_channel; c < end_channel; ++c)
+        for (int64_t unit = begin; unit < end; ++unit) {
+          const int64_t inner = (unit - n * plan.segments) * plan.segment_length;
+          set_group(n, c, inner, minimum(layout.inner - inner, plan.segment_length), /*spans=*/1);
+          sum(args, group, /*k=*/0, /*is_first=*/true, sums);
+          finish(/*k=*/0, c, sums[0], unit, group.length);
         }
       continue;
     }
-    end = begin + partition.planes < last ? begin + partition.planes : last;
-    for (int64_t c = c0; c < c1; c += kTogether) {
-      const int channels = int(c + kTogether < c1 ? kTogether : c1 - c),
-                together = unit_stride ? channels : 1;
+    end = minimum(begin + plan.planes_at_once, end_unit);
+    for (int64_t c = first_channel; c < end_channel; c += kMaxChannelsAtOnce) {
+      const int channels = int(c + kMaxChannelsAtOnce < end_channel ? kMaxChannelsAtOnce : end_channel - c),
+                spans = has_unit_strides ? channels : 1;
       for (int64_t n = begin; n < end; ++n)
-        for (int k = 0; k < channels; k += together) {
-          read(n, c + k, 0, layout.S, together);
-          sum(args, spans, k, n == begin, sums);
+        for (int k = 0; k < channels; k += spans) {
+          set_group(n, c + k, /*inner=*/0, layout.inner, spans);
+          sum(args, group, k, /*is_first=*/n == begin, sums);
         }
-      for (int k = 0; k < channels; ++k) finish(k, c + k, sums[k], begin, (end - begin) * layout.S);
+      for (int k = 0; k < channels; ++k) finish(k, c + k, sums[k], begin, (end - begin) * layout.inner);
     }
   }
 }
 
-constexpr int64_t kChunkRows = 128;  // rows summed in the accumulation type; a chunk has up to 3/2 as many
+// The nominal number of rows of a chunk, which is summed in the accumulation type. A chunk has up to 3/2 of
+// it.
+constexpr int64_t kChunkRows = 128;
 
-// The end of a chunk that begins at row `begin`; the chunks of [begin, last) have equally many rows.
-inline int64_t chunk_end(int64_t begin, int64_t last) {
-  const int64_t rows = last - begin, groups = (rows + kChunkRows / 2) / kChunkRows;
-  return groups > 1 ? begin + rows / groups : last;
+// The end of the chunk that begins at row `begin`. The chunks of [begin, end) have equally many rows.
+inline int64_t find_chunk_end(int64_t begin, int64_t end) {
+  const int64_t rows = end - begin, chunks = (rows + kChunkRows / 2) / kChunkRows;
+  return chunks > 1 ? begin + rows / chunks : end;
 }
 
-// Prefetches the rows after those that are read side by side: the processor's prefetcher follows one stream
-// of addresses, not several.
-template <class T, int kAtOnce>
-struct NextRows {
-  const Operand<T>& x;
-  int64_t n;
-  const T* next = nullptr;
+// Prefetches rows: kRowsAtOnce rows are read at the same time, but the processor's prefetcher follows only
+// one stream of addresses.
+template <class T, int kRowsAtOnce>
+struct RowPrefetcher {
+  const StridedOperand<T>& operand;
+  int64_t length;           // of a row
+  const T* next = nullptr;  // what is prefetched while the first vector is summed
 
-  void after(const T* row) {
-    constexpr int64_t kAhead = 4096 / int64_t(sizeof(T));
-    const bool side_by_side = x.layout->outer_dims == 1 && x.strides.outer[0] == n;
-    next = side_by_side ? row + kAtOnce * n + kAhead : row;
+  // row: the first of the rows that are summed now. If rows do not lie side by side, `next` is
+  // this row, and prefetching has no effect.
+  void set_row(const T* row) {
+    constexpr int64_t kElementsAhead = 4096 / int64_t(sizeof(T));
+    const bool side_by_side = operand.layout->outer_dims == 1 && operand.strides.outer[0] == length;
+    next = side_by_side ? row + kRowsAtOnce * length + kElementsAhead : row;
   }
   template <class A>
-  FASTVIT_INLINE void fetch(Whole<A> at) const {
-    const char* bytes = reinterpret_cast<const char*>(next + kAtOnce * at.i);
-    for (int64_t b = 0; b < kAtOnce * kLanes<A> * int64_t(sizeof(T)); b += 64)
-      __builtin_prefetch(bytes + b, 0, 2);  // to L2: more can be under way than to L1
+  FASTVIT_HOST_DEVICE void prefetch(FullVector<A> position) const {
+    const char* bytes = reinterpret_cast<const char*>(next + kRowsAtOnce * position.i);
+    for (int64_t b = 0; b < kRowsAtOnce * kLanes<A> * int64_t(sizeof(T)); b += 64)
+      __builtin_prefetch(bytes + b, /*rw=*/0, /*locality=*/2);  // into L2: more misses may be open than in L1
   }
   template <class A>
-  FASTVIT_INLINE void fetch(End<A>) const {}
+  FASTVIT_HOST_DEVICE void prefetch(LastVector<A>) const {}
 };
 
-// The sums over chunks of rows, for up to kPiece channels. kAtOnce rows are added to a table at once, so that
-// it is loaded and stored once for all of them. Sums of a few channels in registers over all rows would need
-// no table, but take longer: rows are then read out of the order of memory.
-template <class A, int kAtOnce>
+// The two sums of up to kMaxSegmentLength channels over a chunk of rows. kRowsAtOnce rows are added to the
+// table of sums at once, so that the table is loaded and stored once for all of them. Sums of a few channels
+// over all rows would fit into registers and need no table, but would read memory out of order, which is
+// slower.
+template <class A, int kRowsAtOnce>
 struct RowSums {
   static constexpr int L = kLanes<A>;
-  // The channels of the last vector have sums of their own, also where the vector overlaps the one before.
-  alignas(64) A first[kPiece + L];
-  alignas(64) A second[kPiece + L];
+  // The last vector of a row may overlap the one before, and has L sums of its own.
+  alignas(64) A first_sums[kMaxSegmentLength + L];
+  alignas(64) A second_sums[kMaxSegmentLength + L];
 
-  // Sums rows [begin, end) of n channels: get(k, row) is called for kAtOnce rows, or for one where all rows
-  // share a buffer, before terms(at, k) of these rows.
-  template <class Get, class F>
-  FASTVIT_INLINE void sum(int64_t n, int64_t begin, int64_t end, bool unit_stride, const Get& get,
-                          const F& terms) {
-    for (int64_t i = 0; i < n + L; ++i) first[i] = second[i] = 0;
+  // Sums rows [begin, end) of `length` channels: calls load_row(k, row) for kRowsAtOnce rows, then
+  // compute_terms(position, k) for the vectors of each. Without a unit stride it takes rows one by one, as
+  // load_row copies each to the same buffer.
+  template <class LoadRow, class ComputeTerms>
+  FASTVIT_HOST_DEVICE void sum(int64_t length, int64_t begin, int64_t end, bool has_unit_stride,
+                               const LoadRow& load_row, const ComputeTerms& compute_terms) {
+    for (int64_t i = 0; i < length + L; ++i) first_sums[i] = second_sums[i] = 0;
     int64_t row = begin;
-    if constexpr (kAtOnce > 1)
-      for (; unit_stride && row + kAtOnce <= end; row += kAtOnce) {
-        for (int k = 0; k < kAtOnce; ++k) get(k, row + k);
-        add<kAtOnce>(n, terms);
+    if constexpr (kRowsAtOnce > 1)
+      for (; has_unit_stride && row + kRowsAtOnce <= end; row += kRowsAtOnce) {
+        for (int k = 0; k < kRowsAtOnce; ++k) load_row(k, row + k);
+        add_rows<kRowsAtOnce>(length, compute_terms);
       }
     for (; row < end; ++row) {
-      get(0, row);
-      add<1>(n, terms);
+      load_row(0, row);
+      add_rows<1>(length, compute_terms);
     }
   }
 
-  // f(channel, first, second)
-  template <class F>
-  FASTVIT_INLINE void for_each_channel(int64_t n, const F& f) const {
-    // The last vector begins with lanes that the one before covers too.
-    const int64_t whole = n / L * L, ends = whole + L - n;
-    for (int64_t c = 0; c < whole; ++c) f(c, first[c], second[c]);
-    for (int64_t c = whole; c < n; ++c) f(c, first[ends + c], second[ends + c]);
+  // Calls take(channel, first_sum, second_sum) for the `length` channels.
+  template <class Take>
+  FASTVIT_HOST_DEVICE void for_each_channel(int64_t length, const Take& take) const {
+    // The last vector begins with lanes that the vector before it has too.
+    const int64_t whole = length / L * L, overlap = whole + L - length;
+    for (int64_t c = 0; c < whole; ++c) take(c, first_sums[c], second_sums[c]);
+    for (int64_t c = whole; c < length; ++c) take(c, first_sums[overlap + c], second_sums[overlap + c]);
   }
 
  private:
-  template <int kRows, class F>
-  FASTVIT_INLINE void add(int64_t n, const F& terms) {
+  template <int kRows, class ComputeTerms>
+  FASTVIT_HOST_DEVICE void add_rows(int64_t length, const ComputeTerms& compute_terms) {
     int64_t i = 0;
-    for (; i + L <= n; i += L) {
-      Vector<A> a = load<A>(first + i), b = load<A>(second + i);
+    for (; i + L <= length; i += L) {
+      Simd<A> first = load<A>(first_sums + i), second = load<A>(second_sums + i);
 #pragma GCC unroll 8
       for (int k = 0; k < kRows; ++k) {
-        const Terms<A> t = terms(Whole<A>{i}, k);
-        a += t.first;
-        b += t.second;
+        const TermPair<A> terms = compute_terms(FullVector<A>{i}, k);
+        first += terms.first;
+        second += terms.second;
       }
-      store<A>(first + i, a);
-      store<A>(second + i, b);
+      store<A>(first_sums + i, first);
+      store<A>(second_sums + i, second);
     }
-    for (int k = 0; i < n && k < kRows; ++k) {
-      const Terms<A> t = terms(End<A>{n}, k);
-      store<A>(first + i, load<A>(first + i) + t.first);
-      store<A>(second + i, load<A>(second + i) + t.second);
+    for (int k = 0; i < length && k < kRows; ++k) {
+      const TermPair<A> terms = compute_terms(LastVector<A>{length}, k);
+      store<A>(first_sums + i, load<A>(first_sums + i) + terms.first);
+      store<A>(second_sums + i, load<A>(second_sums + i) + terms.second);
     }
   }
 };
 
-}  // namespace FASTVIT_CAPABILITY
+}  // namespace FASTVIT_ISA
 }  // namespace fastvit

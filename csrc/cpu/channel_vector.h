@@ -1,0 +1,35 @@
+// Reads and writes a ChannelVector, a parameter or buffer with one number per channel, converted to or from
+// double. The ops of batch norm and layer norm on the CPU share these functions.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <vector>
+
+#include "../batch_norm.h"
+
+namespace fastvit {
+
+// value_if_null: returned if the vector has no data, for a parameter that was not given.
+inline double load_channel(const ChannelVector& vector, int64_t channel, double value_if_null) {
+  if (!vector.data) return value_if_null;
+  return dispatch_storage_type<c10::Half, c10::BFloat16>(vector.dtype, [&]<class T>() {
+    return double(Accumulation<T>(static_cast<const T*>(vector.data)[channel]));
+  });
+}
+
+inline void store_channel(const ChannelVector& vector, int64_t channel, double value) {
+  dispatch_storage_type<c10::Half, c10::BFloat16>(
+      vector.dtype, [&]<class T>() { static_cast<T*>(vector.data)[channel] = T(Accumulation<T>(value)); });
+}
+
+// Returns gamma. With `invertible`, |gamma| is raised to a floor, because recovering x from y divides by
+// gamma. The floor grows with |bias|, because a large bias makes the rounding error of y large, and that
+// error is divided by gamma (moments.h).
+inline double floored_gamma(const BnArgs& args, int64_t channel, bool invertible) {
+  return effective_gamma(load_channel(args.weight, channel, 1), load_channel(args.bias, channel, 0),
+                         gamma_floor<double>(invertible, args.dtype));
+}
+
+}  // namespace fastvit

@@ -1,0 +1,77 @@
+// bn_backward: dx = scale * (dv - mean(dv) - xhat * mean(dv * xhat)) and dresidual = dv, with
+// scale = gamma * invstd and dv the gradient of act's input. The means are over all ranks.
+//
+// Memory:   reads x (or y), dy (and the residual) once; writes dx (and dresidual) once.
+// Mapping:  spans (planes of a channel, or rows) in the order of memory; a thread takes a contiguous range.
+// Numerics: arithmetic in the accumulation type; one rounding to storage.
+// Needs:    with from_output, gamma != 0 and an invertible activation.
+// Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
+#include "bn_gradient.h"
+
+namespace fastvit {
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
+namespace {
+
+template <class A>
+struct Results {
+  Simd<A> dx, dv;
+};
+
+// T: storage type. A: accumulation type. kIsRows: a span is a row of all channels (channels_last, tokens),
+// else a plane of one channel (NCHW). kFromOutput: `input` is y, else x.
+template <class T, class A, bool kIsRows, bool kFromOutput, Activation kActivation>
+struct BnBackwardKernel {
+  using ActFunction = ActivationFunction<kActivation>;
+  const CpuBnBackwardParams& args;
+
+  static void process_group(const CpuBnBackwardParams& args, const SpanGroup<T>& group) {
+    for (int64_t k = 0; k < group.spans; ++k) {
+      const T *input = group.in_span(0, k), *dy = group.in_span(1, k);
+      const T* const residual = args.residual ? group.in_span(2, k) : nullptr;
+      T *const dx = group.out_span(0, k), *const dresidual = residual ? group.out_span(1, k) : nullptr;
+      const int64_t channel = group.first_channel + (kIsRows ? 0 : k);
+      const BnGradientConstants<A, kIsRows> constants(args, channel);
+      // second_factor is xhat, or x - mean; slope is mean(dv * xhat), in the latter case times invstd.
+      const ChannelConstant<A, kIsRows> mean_dv(args.mean_dv, channel), slope(args.slope, channel);
+      const auto process_span = [&](auto may_have_residual) {
+        for_each_vector<A>(
+            group.length, NonTemporalRange(group.bypasses_cache, dx, group.length, kLanes<A>),
+            [&](auto position) {
+              const auto [dv, second_factor] = constants.template evaluate<kFromOutput, ActFunction>(
+                  position, input, dy, may_have_residual ? residual : nullptr);
+              return Results<A>{constants.scale.load(position) *
+                                    (dv - mean_dv.load(position) - second_factor * slope.load(position)),
+                                dv};
+            },
+            [&](auto position, const Results<A>& results) {
+              position.store(dx, results.dx);
+              if (may_have_residual && dresidual) position.store(dresidual, results.dv);
+            });
+      };
+      if constexpr (kFromOutput)  // such a call has no residual
+        process_span(std::false_type());
+      else  // a cheap activation is faster if its loop has no branch for a residual
+        is_transcendental(kActivation) || residual ? process_span(std::true_type())
+                                                   : process_span(std::false_type());
+    }
+  }
+
+  void run() const {
+    const WalkLayout& layout = args.layout;
+    const StridedOperand<T> in[] = {{args.input, layout, BackwardStrides::input},
+                                    {args.dy, layout, BackwardStrides::dy},
+                                    {args.residual, layout, BackwardStrides::residual}};
+    const StridedOperand<T> out[] = {{args.dx, layout, BackwardStrides::dx},
+                                     {args.dresidual, layout, BackwardStrides::dresidual}};
+    for_each_span(args, in, args.residual ? 3 : 2, out, args.residual ? 2 : 1, process_group);
+  }
+};
+
+}  // namespace
+
+void bn_backward(const CpuBnBackwardParams& args) {
+  dispatch_gradient<BnBackwardKernel>(args);
+}
+
+}  // namespace FASTVIT_ISA
+}  // namespace fastvit

@@ -1,0 +1,136 @@
+// bn_reduce: sum dv and sum dv * second_factor per channel, dv the gradient of act's input.
+// second_factor is x - mean, or with from_output the xhat that is recovered from y (bn_gradient.h).
+//
+// Memory:   reads x (or y), dy (and the residual) once; writes two doubles per slice and channel.
+// Mapping:  a task takes a range of channels in a slice (a range of planes or rows), in the order of memory.
+// Numerics: at most 2048 elements of a plane, or about 128 rows, are summed in the accumulation type; their
+//           sums are added in double, in a fixed order.
+// Needs:    with from_output, gamma != 0 and an invertible activation.
+// Source:   arXiv:1712.02616, section 3.
+#include "bn_gradient.h"
+#include "sums.h"
+
+namespace fastvit {
+namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
+namespace {
+
+// Adds the terms of a group of planes to sums[first_sum], sums[first_sum + 1], ..., one for each channel.
+// With is_first it sets these sums instead.
+template <class A, class T>
+using SumPlaneGroup = void (*)(const CpuBnBackwardParams& args, const SpanGroup<T>& group, int first_sum,
+                               bool is_first, TermPair<A>* sums);
+
+// T: storage type. A: accumulation type. sum_group is called by pointer, so that this function is compiled
+// once for all activations.
+template <class A, class T>
+void reduce_planes(const CpuBnBackwardParams& args, const Task& task, double* sum_dv,
+                   double* sum_dv_times_factor, SumPlaneGroup<A, T> sum_group) {
+  const StridedOperand<T> in[] = {{args.input, args.layout, ReduceStrides::input},
+                                  {args.dy, args.layout, ReduceStrides::dy},
+                                  {args.residual, args.layout, ReduceStrides::residual}};
+  sum_planes<A>(args, in, args.residual ? 3 : 2, task, sum_group,
+                [&](int, int64_t channel, const TermPair<A>& sums, int64_t, int64_t) {
+                  sum_dv[channel] += double(sum_lanes<A>(sums.first));
+                  sum_dv_times_factor[channel] += double(sum_lanes<A>(sums.second));
+                });
+}
+
+// kIsRows: a span is a row of all channels (channels_last, tokens), else a plane of one channel (NCHW).
+// kFromOutput: `input` is y, else x.
+template <class T, class A, bool kIsRows, bool kFromOutput, Activation kActivation>
+struct BnReduceKernel {
+  using ActFunction = ActivationFunction<kActivation>;
+  const CpuBnBackwardParams& args;
+  const StridedOperand<T> input{args.input, args.layout, ReduceStrides::input},
+      dy{args.dy, args.layout, ReduceStrides::dy},
+      residual{args.residual, args.layout, ReduceStrides::residual};
+  using Constants = BnGradientConstants<A, kIsRows>;
+
+  struct Spans {
+    const T *input, *dy, *residual;  // residual: may be null
+  };
+  // position: of a vector in the spans. FASTVIT_HOST_DEVICE: always inline.
+  template <class Position>
+  static FASTVIT_HOST_DEVICE TermPair<A> compute_terms(Position position, const Spans& spans,
+                                                       const Constants& constants) {
+    const auto [dv, second_factor] = constants.template evaluate<kFromOutput, ActFunction>(
+        position, spans.input, spans.dy, spans.residual);
+    return {dv, dv * second_factor};
+  }
+
+  static void sum_plane_group(const CpuBnBackwardParams& args, const SpanGroup<T>& group, int first_sum,
+                              bool is_first, TermPair<A>* sums) {
+    for (int k = 0; k < group.spans; ++k) {
+      const Constants constants(args, group.first_channel + k);
+      const Spans spans{group.in_span(0, k), group.in_span(1, k),
+                        args.residual ? group.in_span(2, k) : nullptr};
+      sums[first_sum + k].add(is_first, sum_span<A, /*kAccumulators=*/2>(group.length, [&](auto position) {
+                                return compute_terms(position, spans, constants);
+                              }));
+    }
+  }
+
+  // Rows whose elements do not lie side by side are copied here.
+  struct Buffers {
+    T input[kMaxSegmentLength], dy[kMaxSegmentLength], residual[kFromOutput ? 1 : kMaxSegmentLength];
+  };
+  Spans gather_row(int64_t row, int64_t first_channel, int64_t length, Buffers& buffers) const {
+    return {input.gather(input.address(row, first_channel, 0), length, buffers.input),
+            dy.gather(dy.address(row, first_channel, 0), length, buffers.dy),
+            args.residual ? residual.gather(residual.address(row, first_channel, 0), length, buffers.residual)
+                          : nullptr};
+  }
+
+  // sum_dv, sum_dv_times_factor: of the task's channels.
+  void reduce_rows(const Task& task, double* sum_dv, double* sum_dv_times_factor) const {
+    const int64_t first_channel = task.first_channel, length = task.end_channel - first_channel;
+    // Several rows at once load and store the sums less often. That gains nothing beside a transcendental
+    // activation, which takes much longer.
+    constexpr int kRowsAtOnce = is_transcendental(kActivation) ? 1 : 4;
+    Buffers buffers;
+    RowSums<A, kRowsAtOnce> sums;
+    Spans rows[kRowsAtOnce];
+    RowPrefetcher<T, kRowsAtOnce> input_prefetcher{input, length}, dy_prefetcher{dy, length};
+    const Constants constants(args, first_channel);
+    const bool has_unit_stride = input.has_unit_stride(length) && dy.has_unit_stride(length) &&
+                                 (!args.residual || residual.has_unit_stride(length));
+    for (int64_t begin = task.first_unit, end; begin < task.end_unit; begin = end) {
+      end = find_chunk_end(begin, task.end_unit);
+      sums.sum(
+          length, begin, end, has_unit_stride,
+          [&](int k, int64_t row) {
+            rows[k] = gather_row(row, first_channel, length, buffers);
+            if (k == 0) input_prefetcher.set_row(rows[0].input), dy_prefetcher.set_row(rows[0].dy);
+          },
+          [&](auto position, int k) {
+            if (k == 0) input_prefetcher.prefetch(position), dy_prefetcher.prefetch(position);
+            return compute_terms(position, rows[k], constants);
+          });
+      sums.for_each_channel(length, [&](int64_t c, A chunk_dv, A chunk_dv_times_factor) {
+        sum_dv[c] += double(chunk_dv);
+        sum_dv_times_factor[c] += double(chunk_dv_times_factor);
+      });
+    }
+  }
+
+  void run() const {
+    for_each_task(args.layout, args.plan, [&](const Task& task) {
+      double* sum_dv = args.slice_sums + task.slice * 2 * args.layout.channels;
+      double* sum_dv_times_factor = sum_dv + args.layout.channels;
+      for (int64_t c = task.first_channel; c < task.end_channel; ++c) sum_dv[c] = sum_dv_times_factor[c] = 0;
+      if (kIsRows)
+        reduce_rows(task, sum_dv + task.first_channel, sum_dv_times_factor + task.first_channel);
+      else
+        reduce_planes<A, T>(args, task, sum_dv, sum_dv_times_factor, sum_plane_group);
+    });
+  }
+};
+
+}  // namespace
+
+void bn_reduce(const CpuBnBackwardParams& args) {
+  dispatch_gradient<BnReduceKernel>(args);
+}
+
+}  // namespace FASTVIT_ISA
+}  // namespace fastvit

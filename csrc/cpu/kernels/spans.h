@@ -1,0 +1,261 @@
+// Walks the tensors of an op span by span, whatever their strides, and selects a kernel by dtype.
+//
+// A span is a run of elements that a kernel processes in order. WalkLayout has two kinds of walk:
+//   planes  NCHW, and all layouts whose fastest dimension is not the channel: a span is one channel's plane,
+//           its `inner` elements. There are outer * channels spans.
+//   rows    channels_last, tokens, (N, C): a span is a row, one element of each channel. There are `outer`.
+// A long span is processed in segments of at most kMaxSegmentLength elements.
+// T: storage type of the tensors. A: accumulation type. FASTVIT_HOST_DEVICE: always inline.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include "../../activation_functions.h"
+#include "../kernel_table.h"
+#include "simd.h"
+
+namespace fastvit {
+namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
+
+// Not std::min: the linker keeps one instance of it, perhaps that of another instruction set.
+FASTVIT_HOST_DEVICE int64_t minimum(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+// A tensor as the walk sees it. A span whose elements lie side by side is used where it lies; any other span
+// is gathered into a buffer on the stack, and scattered from one.
+template <class T>
+struct StridedOperand {
+  T* data;
+  Strides strides;
+  int64_t element_stride;  // between the elements of a span
+  const WalkLayout* layout;
+
+  // operand_index: the tensor's place in layout.strides.
+  StridedOperand(const void* tensor_data, const WalkLayout& tensor_layout, int operand_index)
+      : data(static_cast<T*>(const_cast<void*>(tensor_data))),
+        strides(tensor_layout.strides[operand_index]),
+        element_stride(tensor_layout.is_rows ? strides.channel : strides.inner),
+        layout(&tensor_layout) {}
+
+  // The offset of the n-th index of the outer dimensions, in elements.
+  int64_t outer_offset(int64_t n) const {
+    if (layout->outer_dims == 1) return n * strides.outer[0];
+    int64_t offset = 0;
+    for (int d = layout->outer_dims - 1; d >= 0; --d) {
+      offset += n % layout->outer_size[d] * strides.outer[d];
+      n /= layout->outer_size[d];
+    }
+    return offset;
+  }
+  // The address of element `inner` of the channel's plane at the n-th index of the outer dimensions.
+  T* address(int64_t n, int64_t channel, int64_t inner) const {
+    const int64_t outer = outer_offset(n);
+    return data + (outer + channel * strides.channel + inner * strides.inner);
+  }
+  bool has_unit_stride(int64_t length) const { return element_stride == 1 || length == 1; }
+  // Returns the span itself if its elements lie side by side, else a copy of them in `buffer`.
+  const T* gather(const T* span, int64_t length, T* buffer) const {
+    if (has_unit_stride(length)) return span;
+    for (int64_t i = 0; i < length; ++i) buffer[i] = span[i * element_stride];
+    return buffer;
+  }
+  void scatter(const T* buffer, int64_t length, T* span) const {
+    for (int64_t i = 0; i < length; ++i) span[i * element_stride] = buffer[i];
+  }
+};
+
+template <class T>
+bool all_have_unit_stride(const StridedOperand<T>* operands, int operand_count) {
+  for (int i = 0; i < operand_count; ++i)
+    if (operands[i].element_stride != 1) return false;
+  return true;
+}
+
+// A constant per channel, such as the mean, as the elements of a span need it: the same number for all
+// elements of a plane, and the next numbers of the table for the elements of a row.
+template <class A, bool kIsRows>
+struct ChannelConstant {
+  const A* table;
+  Simd<A> plane_value;
+  // first_channel: the channel of a plane, or of a row's first element.
+  ChannelConstant(const void* all_channels, int64_t first_channel)
+      : table(static_cast<const A*>(all_channels) + first_channel),
+        plane_value(Simd<A>{} + (kIsRows ? A(0) : *table)) {}
+  // position: of a vector in the span (FullVector, LastVector).
+  template <class Position>
+  FASTVIT_HOST_DEVICE Simd<A> load(Position position) const {
+    return kIsRows ? position.load(table) : plane_value;
+  }
+};
+
+// A task of a reduction: the channels [first_channel, end_channel), which are a tile, in the units
+// [first_unit, end_unit), which are a slice. A unit is a row, or one segment of each channel's plane at one
+// outer index.
+struct Task {
+  int64_t slice, first_unit, end_unit, first_channel, end_channel;
+};
+
+// Calls run_task(task) for every task of a reduction, in parallel.
+template <class RunTask>
+void for_each_task(const WalkLayout& layout, const CpuPlan& plan, const RunTask& run_task) {
+  torch::stable::parallel_for(0, plan.slices * plan.tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t slice = i / plan.tiles, tile = i % plan.tiles;
+      run_task(Task{slice, plan.units * slice / plan.slices, plan.units * (slice + 1) / plan.slices,
+                    layout.channels * tile / plan.tiles, layout.channels * (tile + 1) / plan.tiles});
+    }
+  });
+}
+
+constexpr int64_t kMinElementsPerThread = 32768;  // for fewer a thread is not worth its start
+
+// The smallest number of segments or rows of `length` elements that a thread is started for.
+inline int64_t parallel_grain(int64_t length) {
+  return length > 0 && kMinElementsPerThread > length ? kMinElementsPerThread / length : 1;
+}
+
+// Whether a result of that many elements is stored past the caches, by non-temporal stores. A result of 32
+// MiB or more has left the caches when the next op reads it. Non-temporal stores do not read the cache line
+// first: in float32 with long spans an op takes 0.73 to 0.84 of its time with ordinary stores.
+template <class T>
+bool bypasses_cache(int64_t elements) {
+  constexpr int64_t kMinBytes = 32 << 20;
+  return elements * int64_t(sizeof(T)) >= kMinBytes;
+}
+
+// What one call of a kernel's body works on: `spans` spans of `length` elements in every tensor. They are the
+// planes of consecutive channels, or consecutive rows, or one span, or one segment of a span.
+template <class T>
+struct SpanGroup {
+  const T* in_data[3];                  // the first span in each tensor that is read
+  T* out_data[2];                       // the first span in each tensor that is written
+  int64_t in_stride[3], out_stride[2];  // from a span to the next one
+  int64_t spans, length, first_channel;
+  bool bypasses_cache;  // results are stored past the caches
+
+  const T* in_span(int operand, int64_t k) const { return in_data[operand] + k * in_stride[operand]; }
+  T* out_span(int operand, int64_t k) const { return out_data[operand] + k * out_stride[operand]; }
+};
+
+// The stride from a span to the next one of a group.
+inline int64_t get_group_stride(const WalkLayout& layout, const Strides& strides) {
+  return layout.is_rows ? strides.outer[0] : strides.channel;
+}
+
+// A kernel's body is called by pointer, so that the walk is compiled once and not once per activation.
+template <class T, class Args>
+using SpanBody = void (*)(const Args& args, const SpanGroup<T>& group);
+
+// The state of for_each_span. Args: a kernel's parameters, with a `layout` and a `plan`.
+template <class T, class Args>
+class SpanWalk {
+  const Args& args;
+  const StridedOperand<T>*const in, *const out;
+  const int in_count, out_count;
+  const SpanBody<T, Args> body;
+  const bool needs_no_buffers;  // every span has unit stride
+  const int64_t span_length;
+  const int64_t spans_per_outer;  // spans at one outer index: channels (planes), or 1 (rows)
+  bool stores_past_cache;
+  bool may_group;  // spans follow each other at a fixed stride, so several are one group
+
+  struct Place {             // where a segment begins
+    int64_t n;               // index of the outer dimensions
+    int64_t channel, inner;  // index of the first element
+  };
+
+ public:
+  SpanWalk(const Args& args, const StridedOperand<T>* in, int in_count, const StridedOperand<T>* out,
+           int out_count, SpanBody<T, Args> body)
+      : args(args),
+        in(in),
+        out(out),
+        in_count(in_count),
+        out_count(out_count),
+        body(body),
+        needs_no_buffers(all_have_unit_stride(in, in_count) && all_have_unit_stride(out, out_count)),
+        span_length(args.layout.is_rows ? args.layout.channels : args.layout.inner),
+        spans_per_outer(args.layout.is_rows ? 1 : args.layout.channels) {
+    const WalkLayout& layout = args.layout;
+    // A result that overwrites an input is not stored past the caches: its cache lines were read already.
+    stores_past_cache = needs_no_buffers && out_count == 1 && bypasses_cache<T>(layout.numel());
+    for (int i = 0; i < in_count; ++i) stores_past_cache = stores_past_cache && in[i].data != out[0].data;
+    may_group = needs_no_buffers && args.plan.segments == 1 && (!layout.is_rows || layout.outer_dims == 1);
+  }
+
+  void run() const {
+    torch::stable::parallel_for(0, args.layout.outer * spans_per_outer * args.plan.segments,
+                                parallel_grain(args.plan.segment_length), [&](int64_t begin, int64_t end) {
+                                  needs_no_buffers ? walk_in_place(begin, end) : walk_buffered(begin, end);
+                                });
+  }
+
+ private:
+  SpanGroup<T> make_group() const {
+    SpanGroup<T> group;
+    for (int i = 0; i < in_count; ++i) group.in_stride[i] = get_group_stride(args.layout, in[i].strides);
+    for (int i = 0; i < out_count; ++i) group.out_stride[i] = get_group_stride(args.layout, out[i].strides);
+    group.bypasses_cache = stores_past_cache;
+    return group;
+  }
+
+  // Finds where the segment with that index begins. Sets the sizes of the group: as many spans as fit before
+  // segment `end`.
+  FASTVIT_HOST_DEVICE Place locate(int64_t index, int64_t end, SpanGroup<T>& group) const {
+    const CpuPlan& plan = args.plan;
+    const bool is_rows = args.layout.is_rows;
+    const int64_t first = index % plan.segments * plan.segment_length;
+    const int64_t span = index / plan.segments, channel = span % spans_per_outer, n = span / spans_per_outer;
+    group.spans = !may_group ? 1 : is_rows ? end - index : minimum(end - index, spans_per_outer - channel);
+    group.length = minimum(span_length - first, plan.segment_length);
+    group.first_channel = is_rows ? first : channel;
+    return {n, group.first_channel, is_rows ? 0 : first};
+  }
+
+  void walk_in_place(int64_t begin, int64_t end) const {
+    SpanGroup<T> group = make_group();
+    for (int64_t index = begin; index < end; index += group.spans) {
+      const auto [n, channel, inner] = locate(index, end, group);
+      for (int i = 0; i < in_count; ++i) group.in_data[i] = in[i].address(n, channel, inner);
+      for (int i = 0; i < out_count; ++i) group.out_data[i] = out[i].address(n, channel, inner);
+      body(args, group);
+    }
+    if (stores_past_cache) fence_non_temporal();
+  }
+
+  void walk_buffered(int64_t begin, int64_t end) const {
+    T in_buffers[3][kMaxSegmentLength], out_buffers[2][kMaxSegmentLength];
+    SpanGroup<T> group = make_group();
+    for (int64_t index = begin; index < end; index += group.spans) {
+      const auto [n, channel, inner] = locate(index, end, group);
+      T* results[2];
+      for (int i = 0; i < in_count; ++i)
+        group.in_data[i] = in[i].gather(in[i].address(n, channel, inner), group.length, in_buffers[i]);
+      for (int i = 0; i < out_count; ++i) {
+        results[i] = out[i].address(n, channel, inner);
+        group.out_data[i] = out[i].element_stride == 1 ? results[i] : out_buffers[i];
+      }
+      body(args, group);
+      for (int i = 0; i < out_count; ++i)
+        if (group.out_data[i] != results[i]) out[i].scatter(group.out_data[i], group.length, results[i]);
+    }
+  }
+};
+
+// Calls body(args, group) for all spans of the tensors `in`, which are read, and `out`, which are written, in
+// the order of memory. Each thread takes a contiguous range.
+template <class T, class Args>
+void for_each_span(const Args& args, const StridedOperand<T>* in, int in_count, const StridedOperand<T>* out,
+                   int out_count, SpanBody<T, Args> body) {
+  SpanWalk<T, Args>(args, in, in_count, out, out_count, body).run();
+}
+
+// Calls function.template operator()<T>() for the storage type T of a dtype.
+template <class Function>
+void dispatch_storage_type(ScalarType dtype, const Function& function) {
+  fastvit::dispatch_storage_type<Half, BFloat16>(dtype, function);
+}
+
+}  // namespace FASTVIT_ISA
+}  // namespace fastvit

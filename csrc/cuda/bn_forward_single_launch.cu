@@ -1,0 +1,129 @@
+// bn_forward and bn_forward_inplace without given moments: statistics and op in a single launch, for a tensor
+// that fits into the shared memory of all multiprocessors. The result is that of bn_stats and bn_forward, bit
+// by bit.
+//
+// Memory:   reads x (and the residual) once; writes y once, to a new tensor or over x.
+// Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h, and keeps
+//           the values in shared memory. The blocks of a tile wait for each other, so all must be resident.
+// Numerics: as bn_stats and bn_forward.
+// Source:   Ioffe and Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
+#include "chunked_moments.cuh"
+#include "launch_memory.h"
+#include "normalize.cuh"
+#include "smem_cache.cuh"
+
+namespace fastvit {
+
+template <class A>
+struct BnForwardSingleLaunchParams : BnForwardArgs {
+  LaunchPlan plan;
+  SliceResults<PartialMoments<A>> slice_results;  // in global memory, until they are merged
+};
+
+constexpr int kCachedX = 0;  // index of the cache's only operand
+
+// Writes the count, a high and a low part, to `saved`, and increments num_batches_tracked. One thread of the
+// grid must call it.
+template <class A>
+__device__ __forceinline__ void write_count(const BnForwardArgs& args, double count) {
+  pack_count(static_cast<A*>(args.saved) + 2 * args.layout.channels, count);
+  if (args.num_batches_tracked) ++*args.num_batches_tracked;
+}
+
+// T: storage type of x and y. V: elements of a vector of 16 bytes. kHasResidual: a residual is added.
+// kIsRows: a block walks its tile's columns of the rows (channels_last, tokens; short planes such as 7x7 are
+// joined into rows too), and a thread has V columns, each with its channel. Otherwise it walks planes (NCHW)
+// of one channel. A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in
+// flight.
+template <class T, bool kIsRows, int V, bool kHasResidual>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward_single_launch_kernel(
+    const __grid_constant__ KernelParams<BnForwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
+  const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
+  using A = Accumulation<T>;
+  using ThreadMoments = ChunkedMoments<T, kIsRows, V>;
+  constexpr int kOperands = kHasResidual ? 3 : 2;  // x, y (and the residual)
+  const LaunchPlan& plan = args.plan;
+  const BlockWork work(plan, blockIdx.x);
+  FASTVIT_DYNAMIC_SHARED(cache_bytes);  // declares the launch's dynamic shared memory
+  SmemCache<T, V, /*kOperands=*/1> cache(cache_bytes);
+  ThreadMoments thread_moments(plan, work, args.x);
+  for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::ascending>(
+      plan, work, args.x, [&]<class B>(const B& batch) {
+        Vector<T, B::V> x[B::U];
+        batch.template load<kEvictFirst>(x, args.x, ForwardStrides::x);
+        cache.store(batch, kCachedX, x);
+        cache.advance(batch);
+        thread_moments.add(batch, x);
+      });
+
+  // After finish() a thread's means are relative to the channel's pivot, its first value in memory. It has been
+  // read before the blocks wait for each other: then another block may overwrite x with y.
+  __shared__ A pivots[ThreadMoments::kTileCapacity];
+  __shared__ ChannelAffine<A> tile_affine[ThreadMoments::kTileCapacity];
+  const int64_t first_channel = work.first_channel(plan);
+  // Bytes, since a __shared__ array cannot have a constructor. Channel i of the tile is at i * stride.
+  __shared__ __align__(
+      16) unsigned char bytes[kThreads * ThreadMoments::kThreadChannels * sizeof(PartialMoments<A>)];
+  PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);
+  thread_moments.finish(pivots, plan, work);
+  const int stride = merge_block(block_moments, thread_moments.moments, plan, work);
+  const double count = args.layout.values_per_channel();
+  merge_slices</*kAllBlocksGetTotals=*/true>(
+      block_moments, stride, args.slice_results, plan, work,
+      [&](int64_t c, const PartialMoments<A>& channel_moments) {
+        const Moments<A> moments{count, pivots[c - first_channel] + channel_moments.mean, channel_moments.m2};
+        const auto mean_invstd = MeanInvstd<A>::from_moments(moments, args.eps);
+        tile_affine[c - first_channel] = ChannelAffine<A>::load(args, c, mean_invstd);
+        if (work.slice == 0) {
+          update_running_stats(args, c, moments, args.momentum);
+          mean_invstd.save(args, c);
+        }
+      });
+  if (blockIdx.x == 0 && threadIdx.x == 0) write_count<A>(args, count);
+  __syncthreads();
+
+  ChannelAffine<A> thread_affine[kIsRows ? V : 1];
+  load_thread_constants<kIsRows, V>(thread_affine, tile_affine, plan, work);
+  cache.rewind();
+  for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::ascending>(
+      plan, work, args.x, [&]<class B>(const B& batch) {
+        Vector<T, B::V> x[B::U], residual[kHasResidual ? B::U : 1];
+        if constexpr (kHasResidual)
+          batch.template load<kEvictFirst>(residual, args.residual, ForwardStrides::residual);
+        cache.load(batch, kCachedX, x);
+        cache.advance(batch);
+        normalize_batch<kIsRows, kHasResidual>(args, batch, x, residual, thread_affine);
+        batch.store(x, args.y, ForwardStrides::y);
+      });
+}
+
+// Returns false if the tensor does not fit; the caller then launches bn_stats and bn_forward.
+bool backend::bn_forward_single_launch(const BnForwardArgs& args) {
+  // A cumulative average's factor depends on num_batches_tracked, which may be incremented only after all
+  // blocks have read it. A single launch cannot tell when they have.
+  if (args.layout.numel() == 0 || args.cumulative_average) return false;
+  const LaunchContext context(args.device);
+  bool is_launched = false;
+  dispatch_storage_type(args.dtype, [&]<class T>() {
+    using A = Accumulation<T>;
+    const void* pointers[] = {args.x, args.y, args.residual};
+    const LaunchPlan plan = LaunchPlanner{.layout = args.layout,
+                                          .pointers = pointers,
+                                          .operands = args.residual ? 3 : 2,
+                                          .element_size = sizeof(T),
+                                          .limits = context.limits,
+                                          .reduced_operands = 1}
+                                .plan_single_launch();
+    if (plan.vectors_in_shared == 0) return;
+    const MergeMemory<PartialMoments<A>> merge_memory(plan, context);
+    const BnForwardSingleLaunchParams<A> params{{args}, plan, merge_memory.slice_results()};
+    dispatch_vector_kernel<T>(plan, [&]<bool kIsRows, int V>() {
+      const auto kernel = args.residual ? bn_forward_single_launch_kernel<T, kIsRows, V, true>
+                                        : bn_forward_single_launch_kernel<T, kIsRows, V, false>;
+      is_launched = try_single_launch(kernel, plan, /*cached_operands=*/1, context, params);
+    });
+  });
+  return is_launched;
+}
+
+}  // namespace fastvit

@@ -1,0 +1,105 @@
+// bn_stats: the moments of each channel: mean, M2 = sum (x - mean)^2 and the number of values. With an
+// exchange between ranks they are the moments of all ranks' values.
+//
+// Memory:   reads x once; writes mean[C], M2[C] and the count, as a high and a low part. Bound by bandwidth.
+// Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. The last
+//           block of a tile to finish merges the slices. Loads of 16 bytes.
+// Numerics: moments of 32 values, relative to the first of them, are merged by Chan's update, see
+//           chunked_moments.cuh; float (double for double), in a fixed order, without float atomics.
+// Source:   Chan, Golub, LeVeque (1979), see moments.h.
+#include "../batch_norm.h"
+#include "chunked_moments.cuh"
+#include "exchange.cuh"
+#include "launch.cuh"
+#include "launch_memory.h"
+
+namespace fastvit {
+
+template <class A, bool kHasExchange>
+struct BnStatsParams : BnStatsArgs, ExchangeParams<kHasExchange> {
+  LaunchPlan plan;
+  SliceResults<PartialMoments<A>> slice_results;  // in global memory, until they are merged
+  unsigned* exchange_counters;                    // of finished tiles and of received ranges of channels
+};
+
+// T: storage type of x. V: elements of a vector, which is 16 bytes or one element. kHasExchange: the moments
+// of all ranks are merged. kIsRows: a block walks its tile's columns of the rows (channels_last, tokens;
+// short planes such as 7x7 are joined into rows too), and a thread has V columns, each with its channel.
+// Otherwise it walks planes (NCHW) of one channel. A batch (type B) is B::U vectors of each operand, of B::V
+// elements, that a thread has in flight.
+template <class T, bool kHasExchange, bool kIsRows, int V>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_kernel(
+    const __grid_constant__ KernelParams<BnStatsParams<Accumulation<T>, kHasExchange>> kernel_params) {
+  const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
+  using A = Accumulation<T>;
+  using ThreadMoments = ChunkedMoments<T, kIsRows, V>;
+  const BlockWork work(args.plan, blockIdx.x);
+  ThreadMoments thread_moments(args.plan, work, args.x);
+  for_each_batch<kIsRows, V, kMaxBatchVectors, /*kOperands=*/1, WalkOrder::ascending>(
+      args.plan, work, args.x, [&]<class B>(const B& batch) {
+        Vector<T, B::V> x[B::U];
+        batch.load(x, args.x, ForwardStrides::x);
+        thread_moments.add(batch, x);
+      });
+
+  // After finish() the threads' means are relative to the channel's pivot, its first value in memory.
+  __shared__ A pivots[ThreadMoments::kTileCapacity];
+  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
+  // channel of the tile is element tile_channel * stride.
+  __shared__ __align__(
+      16) unsigned char bytes[kThreads * ThreadMoments::kThreadChannels * sizeof(PartialMoments<A>)];
+  PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);
+  // Makes the means relative to the pivots of the tile's channels, which it also writes to `pivots`.
+  thread_moments.finish(pivots, args.plan, work);
+  const int stride = merge_block(block_moments, thread_moments.moments, args.plan, work);
+  const int64_t first_channel = work.first_channel(args.plan), C = args.layout.channels;
+  const double count = args.layout.values_per_channel();
+  A* const moments = static_cast<A*>(args.moments);
+  if constexpr (kHasExchange) {
+    const MessageSender<A> sender(args.group_exchange);
+    sender.send_header(C, count);
+    const auto send = [&](int64_t c, const PartialMoments<A>& channel_moments) {
+      sender.send_pair(c, pivots[c - first_channel] + channel_moments.mean, channel_moments.m2);
+    };
+    if (merge_slices(block_moments, stride, args.slice_results, args.plan, work, send))
+      // This block is the last of its tile. Of these blocks the last ones, at most max_ranges, wait for the
+      // other ranks, each for a range of channels.
+      receive_in_last_blocks(
+          args.plan, args.max_ranges, args.exchange_counters,
+          [&](const ChannelRange& range) { receive_moments(args.group_exchange, range, moments, C); });
+  } else {
+    merge_slices(block_moments, stride, args.slice_results, args.plan, work,
+                 [&](int64_t c, const PartialMoments<A>& channel_moments) {
+                   moments[c] = pivots[c - first_channel] + channel_moments.mean;
+                   moments[C + c] = channel_moments.m2;
+                 });
+    if (blockIdx.x == 0 && threadIdx.x == 0) pack_count(moments + 2 * C, count);
+  }
+}
+
+void backend::bn_stats(const BnStatsArgs& args) {
+  const LaunchContext context(args.device);
+  dispatch_storage_type(args.dtype, [&]<class T>() {
+    using A = Accumulation<T>;
+    const void* pointers[] = {args.x};
+    dispatch_exchange<A>(
+        args, context.limits, [&]<bool kHasExchange>(const ExchangeParams<kHasExchange>& exchange_params) {
+          const auto kernel_of = [&]<bool kIsRows, int V>() {
+            return bn_stats_kernel<T, kHasExchange, kIsRows, V>;
+          };
+          const LaunchPlan plan = LaunchPlanner{.layout = args.layout,
+                                                .pointers = pointers,
+                                                .operands = 1,
+                                                .element_size = sizeof(T),
+                                                .limits = context.limits,
+                                                .reduced_operands = 1}
+                                      .plan(make_resident_blocks_query<T>(context, kernel_of));
+          const MergeMemory<PartialMoments<A>> merge_memory(plan, context, kHasExchange);
+          const BnStatsParams<A, kHasExchange> params{
+              {args}, exchange_params, plan, merge_memory.slice_results(), merge_memory.exchange_counters};
+          launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, params);
+        });
+  });
+}
+
+}  // namespace fastvit

@@ -1,0 +1,121 @@
+// fast_exp, fast_expm1 and fast_log1p on the host, for GCC/Clang vectors V of float or double, of any width.
+//
+// exp(v) = 2^exponent * exp(remainder): the exponent is the integer nearest to v / ln 2, and the remainder is
+// v - exponent * ln 2, at most ln 2 / 2 in size. ln 2 has two parts, and the product with the first is exact
+// (Cody, Waite, "Software Manual for the Elementary Functions", 1980, chapter 6). exp(remainder) is a Taylor
+// polynomial, of degree 7 for float and 13 for double; the terms left out are below half a unit in the last
+// place. The errors of the functions are 1 to 2 units in the last place.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "host_device.h"
+
+namespace fastvit {
+
+// The type of a vector's elements.
+template <class V>
+using ElementOf = std::remove_reference_t<decltype(V{}[0])>;
+
+template <class Scalar>
+struct ExpConstants;
+template <>
+struct ExpConstants<float> {
+  static constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  // The lowest bits of v + kRound are the integer nearest to v.
+  static constexpr float kRound = 0x1.8p23f;
+  static constexpr float kMinExp = -104;                         // exp(v) is 0 for a smaller v
+  static constexpr float kMaxExp = 89;                           // exp(v) is infinite for a larger v
+  static constexpr float kMinExpm1 = -30;                        // expm1(v) is -1 for a smaller v
+  static constexpr int kFractionBits = 23, kExponentBias = 127;  // of the IEEE format
+};
+template <>
+struct ExpConstants<double> {
+  static constexpr double kLog2E = 1.44269504088896340736, kLn2High = 6.93147180369123816490e-01,
+                          kLn2Low = 1.90821492927058770002e-10;
+  static constexpr double kRound = 0x1.8p52;
+  static constexpr double kMinExp = -746, kMaxExp = 710;
+  static constexpr double kMinExpm1 = -50;
+  static constexpr int kFractionBits = 52, kExponentBias = 1023;
+};
+
+// Returns exp(v) - 1 for |v| <= ln 2 / 2, from the Taylor series.
+template <class V>
+FASTVIT_HOST_DEVICE V expm1_near_0(V v) {
+  using Scalar = ElementOf<V>;
+  V series{};  // Horner's rule with the coefficients 1/13!, ..., 1/8! (double only), 1/7!, ..., 1/2!
+  if constexpr (sizeof(Scalar) == 8) {
+    series = series * v + 1.0 / 6227020800;
+    series = series * v + 1.0 / 479001600;
+    series = series * v + 1.0 / 39916800;
+    series = series * v + 1.0 / 3628800;
+    series = series * v + 1.0 / 362880;
+    series = series * v + 1.0 / 40320;
+  }
+  series = series * v + Scalar(1.0 / 5040);
+  series = series * v + Scalar(1.0 / 720);
+  series = series * v + Scalar(1.0 / 120);
+  series = series * v + Scalar(1.0 / 24);
+  series = series * v + Scalar(1.0 / 6);
+  series = series * v + Scalar(0.5);
+  return series * v * v + v;
+}
+
+// v = exponent * ln 2 + remainder, per lane.
+template <class V>
+struct ReducedArgument {
+  using Scalar = ElementOf<V>;
+  using Constants = ExpConstants<Scalar>;
+  using Integers = decltype(V{} < V{});  // a vector of as many integers, of the elements' size
+  Integers exponent;
+  V remainder;
+
+  explicit FASTVIT_HOST_DEVICE ReducedArgument(V v) {
+    const V shifted = v * Constants::kLog2E + Constants::kRound;
+    const V whole = shifted - Constants::kRound;
+    exponent = Integers(shifted) - Integers(V{} + Constants::kRound);  // casts of vectors keep the bits
+    remainder = (v - whole * Constants::kLn2High) - whole * Constants::kLn2Low;
+  }
+
+  static FASTVIT_HOST_DEVICE V power_of_2(Integers k) {
+    return V((k + Constants::kExponentBias) << Constants::kFractionBits);
+  }
+};
+
+template <class V, class = decltype(V{}[0])>
+FASTVIT_HOST_DEVICE V fast_exp(V v) {
+  using Reduced = ReducedArgument<V>;
+  using Constants = typename Reduced::Constants;
+  v = v < Constants::kMinExp ? V{} + Constants::kMinExp : v;
+  v = v > Constants::kMaxExp ? V{} + Constants::kMaxExp : v;
+  const Reduced reduced(v);
+  // power_of_2 is right for normal numbers only, but exp(v) may be finite and not 0 where 2^exponent is no
+  // normal number. So 2^exponent is the product of two factors.
+  const typename Reduced::Integers half = reduced.exponent >> 1;
+  return (expm1_near_0(reduced.remainder) + typename Reduced::Scalar(1)) * Reduced::power_of_2(half) *
+         Reduced::power_of_2(reduced.exponent - half);
+}
+
+// For v <= 0.
+template <class V, class = decltype(V{}[0])>
+FASTVIT_HOST_DEVICE V fast_expm1(V v) {
+  using Reduced = ReducedArgument<V>;
+  using Constants = typename Reduced::Constants;
+  v = v < Constants::kMinExpm1 ? V{} + Constants::kMinExpm1 : v;
+  const Reduced reduced(v);
+  const V scale = Reduced::power_of_2(reduced.exponent);
+  return scale * expm1_near_0(reduced.remainder) + (scale - typename Reduced::Scalar(1));
+}
+
+template <class V, class = decltype(V{}[0])>
+FASTVIT_HOST_DEVICE V fast_log1p(V v) {
+  for (unsigned i = 0; i < sizeof(V) / sizeof(v[0]); ++i) v[i] = std::log1p(v[i]);
+  return v;
+}
+
+}  // namespace fastvit
+
+#if defined(__AVX512F__)  // better versions of two functions, for vectors of 64 bytes of float
+#include "simd_math_avx512.h"
+#endif

@@ -1,0 +1,67 @@
+// WaitSlice: how a CPU thread waits for another process's store to shared memory. It spins for about as long
+// as a process that is running now needs to make its store, then yields its core, then sleeps. The wait ends
+// after a slice of time, so that the caller can return to Python, which handles signals.
+#pragma once
+
+#include <sched.h>
+
+#include <chrono>
+#include <cstdint>
+#include <thread>
+
+namespace fastvit {
+
+// A slice of time in which a thread waits.
+class WaitSlice {
+ public:
+  // A thread spins only if every rank (process) can have a core.
+  WaitSlice(uint64_t timeout_ns, int ranks)
+      : begin_(std::chrono::steady_clock::now()),
+        slice_seconds_(double(timeout_ns) * 1e-9),
+        spin_seconds_(ranks <= core_count() ? kSpinSeconds : 0) {}
+
+  // Waits for a moment, at first by spinning. Returns false when the slice is over.
+  bool wait() {
+    if (++rounds_ % 64 == 0 || phase_ != Phase::spin) {
+      const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
+      if (waited >= slice_seconds_) return false;
+      phase_ = waited < spin_seconds_        ? Phase::spin
+               : waited < kYieldUntilSeconds ? Phase::yield
+                                             : Phase::sleep;
+    }
+    if (phase_ == Phase::spin)
+      pause_core();
+    else if (phase_ == Phase::yield)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(kSleep);
+    return true;
+  }
+
+ private:
+  enum class Phase { spin, yield, sleep };
+  // Seconds since the wait began. A peer that is running now needs about kSpinSeconds to send its message.
+  static constexpr double kSpinSeconds = 5e-6, kYieldUntilSeconds = 2e-3;
+  static constexpr std::chrono::microseconds kSleep{50};
+
+  static void pause_core() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  // Cores on which this process may run.
+  static int64_t core_count() {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+  }
+
+  std::chrono::steady_clock::time_point begin_;
+  double slice_seconds_, spin_seconds_;
+  int rounds_ = 0;
+  Phase phase_ = Phase::spin;
+};
+
+}  // namespace fastvit
