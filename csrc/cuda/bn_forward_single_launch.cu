@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
         thread_moments.add(batch, x);
       });
 
-  // After finish() a thread's means are relative to the channel's pivot, its first value in memory. It has been
-  // read before the blocks wait for each other: then another block may overwrite x with y.
+  // After finish() a thread's means are relative to the channel's pivot, its first value in memory. It has
+  // been read before the blocks wait for each other: then another block may overwrite x with y.
   __shared__ A pivots[ThreadMoments::kTileCapacity];
   __shared__ ChannelAffine<A> tile_affine[ThreadMoments::kTileCapacity];
   const int64_t first_channel = work.first_channel(plan);
