@@ -277,7 +277,7 @@ def test_opcheck_of_share():
 
 def test_bad_arguments():
     ranks = Ranks(2)
-    with pytest.raises(RuntimeError, match="exchange is for 70 numbers, that is 35 packets; .* at most 34 packets"):
+    with pytest.raises(RuntimeError, match="is for 70 numbers, that is 35 packets; .* at most 34 packets"):
         ranks.begin(0, 0, torch.zeros(70))
     with pytest.raises(
         RuntimeError, match="numbers is Half .10.; moments .2C . 2,. or sums .1, 2C. expected"
