@@ -2,7 +2,7 @@
 // function per op, which checks a call, allocates its results and hands both to a backend.
 //
 // The functions are compiled twice: into _C.so with the backend csrc/cpu, and into _cuda.so with csrc/cuda.
-// They allocate only results and tensors of O(C) numbers, never a temporary of an activation's size.
+// They allocate only results and tensors of O(C) numbers, never a temporary of the size of x.
 //
 // Tensors of several numbers per channel are packed into one, so that ranks exchange it in one message:
 //   moments  mean[C], M2[C], count: M2 is the sum of squared deviations; count takes two numbers (moments.h)
@@ -27,7 +27,7 @@ namespace fastvit {
 
 // bn_forward_inplace does not return x; its caller tells autograd of the write by mark_dirty(x).
 // torch.compile traces bn_forward with invertible=True instead, which writes the same y to a new tensor.
-// `input` of bn_reduce and bn_backward is x, or with from_output y, from which they recover x.
+// `input` of bn_reduce and bn_backward is x. If from_output is true it is y, from which they recover x.
 template <class Library>
 void define_batch_norm(Library& m) {
   m.def("bn_stats(Tensor x, int channel_dim=1, Tensor? exchange=None) -> Tensor moments");
@@ -84,8 +84,8 @@ struct BnForwardArgs : BnArgs {
   bool invertible = false;  // gamma_floor bounds |gamma| from below, so that x can be recovered from y
   const void* x = nullptr;
   void* y = nullptr;
-  // [2C + 2], of x. Null: bn_forward normalizes by the running statistics or by saved_in, and
-  // bn_forward_single_launch computes the moments of x.
+  // [2C + 2], of x; null for bn_forward_single_launch, which computes them. If they are null for bn_forward,
+  // it normalizes by saved_in or by the running statistics.
   const void* moments = nullptr;
   // [2C + 2], `saved` of an earlier forward, by which bn_apply normalizes. moments and saved are null then.
   const void* saved_in = nullptr;
@@ -107,16 +107,16 @@ struct BnBackwardArgs : BnArgs {
   // [2C], of all ranks, which bn_backward reads. Null: the statistics were constants (running statistics), or
   // bn_backward_single_launch computes the sums itself.
   const void* global_sums = nullptr;
-  // Result of bn_reduce and bn_backward_single_launch: this rank's sums, [2C]; with an exchange also the
-  // global sums, [2][2C].
+  // Result of bn_reduce and bn_backward_single_launch: this rank's sums, [2C]. With an exchange the global
+  // sums follow them, [2][2C].
   void* local_sums = nullptr;
   const peer::Exchange* exchange = nullptr;  // null, or the ranks over which bn_reduce adds the sums
 };
 
 // Returns the bounds of |gamma| from below for activations of `dtype`; 0 where nothing is inverted. float16
-// has a larger bound because its exponent is short. Types of 16 bits have no bound relative to |beta|: 2^7 u
-// |beta|, u the relative error of a rounding, is a large part of |beta| there, and a gamma raised to it would
-// change y. The Python layer warns of a large |beta| / |gamma| instead.
+// has a larger bound because its exponent is short. Types of 16 bits have no bound relative to |beta|
+// (beta_factor): it would be a large part of |beta|, and a gamma raised to it would change y. The Python
+// layer warns of a large |beta| / |gamma| instead.
 template <class A>
 FASTVIT_HOST_DEVICE GammaFloor<A> gamma_floor(bool invertible, ScalarType dtype) {
   if (!invertible) return {};
@@ -197,7 +197,9 @@ struct BnChecker : OpChecker {
   WalkLayout make_layout(std::initializer_list<const Tensor*> operands) const {
     return make_walk_layout(channel_dim, operands);
   }
-  const void* check_saved(const Tensor& saved) const { return check_packed("saved", saved, 2 * C + 2); }
+  const void* check_saved(const Tensor& saved) const {
+    return check_accumulation_tensor("saved", saved, 2 * C + 2);
+  }
   std::optional<peer::Exchange> check_exchange(const OptTensor& exchange, int64_t numbers,
                                                peer::NumberKind kind) const {
     if (!exchange) return std::nullopt;
@@ -221,7 +223,7 @@ struct BnChecker : OpChecker {
 
 // Returns the moments of x, [2C + 2], or with an exchange those of the x of all its ranks.
 inline Tensor compute_moments(const BnChecker& checker, const Tensor& x, const peer::Exchange* exchange) {
-  Tensor moments = checker.new_packed(2 * checker.C + 2);
+  Tensor moments = checker.new_accumulation_tensor(2 * checker.C + 2);
   backend::bn_stats({.layout = checker.make_layout({&x}),
                      .dtype = x.scalar_type(),
                      .device = x.get_device_index(),
@@ -242,7 +244,7 @@ inline BnForwardArgs check_forward(const BnChecker& checker, const BnForwardInpl
                                    bool invertible) {
   BnForwardArgs args{checker.check_shared(call.shared, invertible)};
   args.invertible = invertible;
-  args.moments = checker.check_packed("moments", call.moments, 2 * checker.C + 2);
+  args.moments = checker.check_accumulation_tensor("moments", call.moments, 2 * checker.C + 2);
   args.running_mean = checker.check_channel_vector("running_mean", call.running_mean, checker.C);
   args.running_var = checker.check_channel_vector("running_var", call.running_var, checker.C);
   args.num_batches_tracked = checker.check_counter("num_batches_tracked", call.num_batches_tracked);
@@ -265,7 +267,7 @@ inline BnForwardArgs check_forward(const BnChecker& checker, const BnForwardInpl
 // computed: in the same launch where the backend can, else by bn_stats.
 inline Tensor normalize_into(const Tensor& y, const BnChecker& checker, const BnForwardInplaceCall& call,
                              BnForwardArgs args) {
-  Tensor saved = checker.new_packed(2 * checker.C + 2);
+  Tensor saved = checker.new_accumulation_tensor(2 * checker.C + 2);
   args.layout = checker.make_layout({&call.x, &y, pointer_or_null(call.shared.residual)});
   args.x = call.x.data_ptr();
   args.y = y.data_ptr();
@@ -329,7 +331,7 @@ inline Tensor bn_reduce(const BnReduceCall& call) {
   const int64_t numbers = 2 * checker.C;
   const auto exchange = checker.check_exchange(call.exchange, numbers, peer::kSums);
   args.exchange = exchange ? &*exchange : nullptr;
-  Tensor sums = checker.new_packed(exchange ? 2 : 1, numbers);
+  Tensor sums = checker.new_accumulation_tensor(exchange ? 2 : 1, numbers);
   reduce_into(sums, checker, call, args);
   return sums;
 }
@@ -339,12 +341,13 @@ inline Tensor bn_reduce(const BnReduceCall& call) {
 inline std::tuple<Tensor, Tensor, Tensor> bn_backward(const BnBackwardCall& call) {
   const BnChecker checker("bn_backward", "input", call.input, call.shared.channel_dim);
   BnBackwardArgs args = check_gradient(checker, call);
-  args.global_sums = checker.check_packed("global_sums", call.global_sums, 2 * checker.C);
+  args.global_sums = checker.check_accumulation_tensor("global_sums", call.global_sums, 2 * checker.C);
   checker.require(!call.global_sums || call.training, "global_sums",
                   "are given; None expected without training");
   const OptTensor& residual = call.shared.residual;
   const bool computes_sums = call.training && !call.global_sums;
-  Tensor dx = allocate_like(call.input), local_sums = checker.new_packed(computes_sums ? 2 * checker.C : 0);
+  Tensor dx = allocate_like(call.input),
+         local_sums = checker.new_accumulation_tensor(computes_sums ? 2 * checker.C : 0);
   Tensor dresidual = residual ? allocate_like(*residual) : allocate_empty(call.input);
   args.layout = checker.make_layout(
       {&call.input, &call.dy, &dx, pointer_or_null(residual), residual ? &dresidual : nullptr});

@@ -62,7 +62,8 @@ struct LayerNormBackwardCall : OpCall {
   bool needs_parameter_gradients = take<bool>();
 };
 
-// Checks the shape of x and the dtype of y and dy. Returns the arguments of a kernel that follow from them.
+// Checks the shape of x and the dtype of y and dy. Returns the kernel's arguments, of which rows, columns,
+// dtypes and device are set.
 // output_dtype: the dtype of y in a forward, of dy in a backward. dtype_argument: the argument that it comes
 // from, for the message.
 inline LayerNormArgs check_rows(const OpChecker& checker, const Tensor& x, const char* dtype_argument,
@@ -91,7 +92,8 @@ inline std::tuple<Tensor, Tensor> layer_norm_forward(const LayerNormForwardCall&
   args.bias = checker.check_channel_vector("bias", call.bias, args.columns);
   args.eps = checker.check_eps(call.eps);
   const Tensor x = torch::stable::contiguous(call.x);
-  Tensor y = torch::stable::new_empty(x, x.sizes(), output_dtype), saved = checker.new_packed(2 * args.rows);
+  Tensor y = torch::stable::new_empty(x, x.sizes(), output_dtype),
+         saved = checker.new_accumulation_tensor(2 * args.rows);
   args.x = x.data_ptr();
   args.y = y.data_ptr();
   args.saved = saved.data_ptr();
@@ -105,10 +107,10 @@ inline std::tuple<Tensor, Tensor> layer_norm_backward(const LayerNormBackwardCal
   LayerNormArgs args = check_rows(checker, call.x, "dy", call.dy.scalar_type());
   args.weight = checker.check_channel_vector("weight", call.weight, args.columns);
   checker.check_same_shape_as_input("dy", call.dy);
-  checker.check_packed("saved", call.saved, 2 * args.rows);
+  checker.check_accumulation_tensor("saved", call.saved, 2 * args.rows);
   const Tensor x = torch::stable::contiguous(call.x), dy = torch::stable::contiguous(call.dy);
   Tensor dx = torch::stable::new_empty(x, x.sizes()),
-         sums = checker.new_packed(call.needs_parameter_gradients ? 2 * args.columns : 0);
+         sums = checker.new_accumulation_tensor(call.needs_parameter_gradients ? 2 * args.columns : 0);
   args.x = x.data_ptr();
   args.dy = dy.data_ptr();
   args.saved = call.saved.data_ptr();

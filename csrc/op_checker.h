@@ -190,7 +190,7 @@ class OpChecker {
 
   // Checks a contiguous tensor of `numbers` numbers, such as moments or sums. It has the accumulation type:
   // double if the input is double, else float.
-  const void* check_packed(const char* argument, const Tensor& tensor, int64_t numbers) const {
+  const void* check_accumulation_tensor(const char* argument, const Tensor& tensor, int64_t numbers) const {
     check_defined(argument, tensor);
     const ScalarType expected = accumulation_type(input.scalar_type());
     require(tensor.scalar_type() == expected, argument, "has dtype ", toString(tensor.scalar_type()), "; ",
@@ -202,8 +202,9 @@ class OpChecker {
     check_storage_size(op, argument, tensor);
     return tensor.data_ptr();
   }
-  const void* check_packed(const char* argument, const OptTensor& tensor, int64_t numbers) const {
-    return tensor ? check_packed(argument, *tensor, numbers) : nullptr;
+  const void* check_accumulation_tensor(const char* argument, const OptTensor& tensor,
+                                        int64_t numbers) const {
+    return tensor ? check_accumulation_tensor(argument, *tensor, numbers) : nullptr;
   }
 
   // Checks a tensor of one int64 number, if there is one.
@@ -243,10 +244,10 @@ class OpChecker {
   }
 
   // Returns a new tensor of the accumulation type, for moments, sums and the like.
-  Tensor new_packed(int64_t numbers) const {
+  Tensor new_accumulation_tensor(int64_t numbers) const {
     return allocate(input, {numbers}, {1}, accumulation_type(input.scalar_type()));
   }
-  Tensor new_packed(int64_t rows, int64_t numbers) const {
+  Tensor new_accumulation_tensor(int64_t rows, int64_t numbers) const {
     return allocate(input, {rows, numbers}, {numbers, 1}, accumulation_type(input.scalar_type()));
   }
 };

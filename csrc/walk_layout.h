@@ -66,7 +66,7 @@ struct OperandDims {
   }
 
   // Sorts the dimensions other than the channels', the largest stride of the first operand first, and writes
-  // their numbers to `order`. Leaves out dimensions of size 1. Returns how many it has written.
+  // their indices to `order`. Leaves out dimensions of size 1. Returns how many it has written.
   int order_by_stride(int* order) const {
     const int64_t* const first_strides = strides[0];
     int sorted = 0;
@@ -94,8 +94,8 @@ struct MergedDims {
   }
 
  private:
-  // True if in every operand the last merged dimension's stride equals the stride of dimension d times its
-  // size. Then the two dimensions are one dimension with the stride of d.
+  // True if in every operand the last merged dimension's stride is strides[d] * sizes[d]. Then the two
+  // dimensions are one dimension with the stride of d.
   bool can_merge_with_last(const OperandDims& operand_dims, int d) const {
     if (count == 0) return false;
     for (int k = 0; k < operand_dims.num_operands; ++k)

@@ -43,8 +43,8 @@ __device__ __forceinline__ void compute_element(A& x, const A& dy, A& gate, A ac
   }
 }
 
-// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
-// kGated: there is a gate.
+// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element. kGated: there is
+// a gate.
 // kIsRows: a block walks rows, in which channels are the fastest dimension, instead of planes of one channel.
 // There are no constants per channel, so rows and planes differ only in the order of the accesses.
 // A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.

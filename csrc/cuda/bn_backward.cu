@@ -17,11 +17,12 @@ struct BnBackwardParams : BnBackwardArgs {
   LaunchPlan plan;
 };
 
-// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element. kVariant: dv is
-// computed from x, from x and a residual, or from y. kIsRows: a block walks its tile's columns of the rows
-// (channels_last, tokens; short planes such as 7x7 are joined into rows too), and a thread has V columns,
-// each with its channel. Otherwise it walks planes (NCHW) of one channel. A batch (type B) is B::U vectors of
-// each operand, of B::V elements, that a thread has in flight.
+// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
+// kVariant: dv is computed from x, from x and a residual, or from y.
+// kIsRows: a block walks its tile's columns of the rows, and a thread has V columns, each with its channel. A
+// row is all channels of a position (channels_last, tokens), or all channels' planes of one image if these
+// are short, such as 7x7. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     bn_backward_kernel(const __grid_constant__ KernelParams<BnBackwardParams> kernel_params) {
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::ascending>(
       args.plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
-        inputs.template load<kNoHint, BackwardStrides::residual>(batch, args);
+        inputs.template load<kNoHint, /*kResidualOperand=*/BackwardStrides::residual>(batch, args);
         write_gradients<kIsRows>(batch, inputs, thread_constants, thread_corrections, args, max_abs_xhat);
       });
 }

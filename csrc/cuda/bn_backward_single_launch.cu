@@ -1,5 +1,5 @@
-// bn_backward without given sums: bn_reduce and the op in a single launch, for tensors that fit into the
-// shared memory of all multiprocessors. The result is that of bn_reduce and bn_backward, bit by bit.
+// bn_backward if it has to compute the sums of bn_reduce too: a single launch for both, for tensors that fit
+// into the shared memory of all multiprocessors. The result is that of the two ops, bit by bit.
 //
 // Memory:   reads x or y, dy (and the residual) once; writes dx (and dresidual) once.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h, and keeps
@@ -30,14 +30,14 @@ class GradientCache {
  public:
   __device__ __forceinline__ explicit GradientCache(unsigned char* bytes) : cache(bytes) {}
 
-  // B: type of a batch, B::U vectors of each operand that a thread has in flight.
+  // A batch (type B) is B::U vectors of each operand that a thread has in flight.
   template <class B>
   __device__ __forceinline__ void store(const B& batch, const GradientInputs<T, kVariant, B>& inputs) const {
     cache.store(batch, kInput, inputs.input);
     cache.store(batch, kDy, inputs.dy);
     if constexpr (kHasResidual) cache.store(batch, kResidual, inputs.residual);
   }
-  // Returns the inputs of vector j of the current batch. `vector` is this vector as a batch.
+  // Returns the inputs of vector j of the current batch. `vector` is batch.vector(j), a batch of one vector.
   template <class B>
   __device__ __forceinline__ GradientInputs<T, kVariant, B> load(const B& vector, int j) const {
     GradientInputs<T, kVariant, B> inputs;
@@ -82,11 +82,12 @@ __device__ __forceinline__ void write_gradients_from_cache(
       });
 }
 
-// T: storage type of the tensors. V: elements of a vector of 16 bytes. kVariant: dv is computed from x, from
-// x and a residual, or from y. kIsRows: a block walks its tile's columns of the rows (channels_last, tokens;
-// short planes such as 7x7 are joined into rows too), and a thread has V columns, each with its channel.
-// Otherwise it walks planes (NCHW) of one channel. A batch (type B) is B::U vectors of each operand, of B::V
-// elements, that a thread has in flight.
+// T: storage type of the tensors. V: elements of a vector of 16 bytes.
+// kVariant: dv is computed from x, from x and a residual, or from y.
+// kIsRows: a block walks its tile's columns of the rows, and a thread has V columns, each with its channel. A
+// row is all channels of a position (channels_last, tokens), or all channels' planes of one image if these
+// are short, such as 7x7. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnBackwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   const LaunchPlan& plan = args.plan;
   const BlockWork work(plan, blockIdx.x);
   __shared__ GradientConstants<A, kVariant> tile_constants[kTileCapacity];
-  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];
+  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];  // mean(dv) and the like, for dx
   const int64_t first_channel = work.first_channel(plan), C = plan.layout.channels;
   for (int tile_channel = threadIdx.x; tile_channel < work.channels(plan); tile_channel += kThreads)
     tile_constants[tile_channel] = GradientConstants<A, kVariant>::load(args, first_channel + tile_channel);
@@ -109,10 +110,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   KahanSums<A> thread_sums[kThreadChannels];
   GradientConstants<A, kVariant> thread_constants[kThreadChannels];
   load_thread_constants<kIsRows, V>(thread_constants, tile_constants, plan, work);
+  // The walk begins at the end, which the previous op accessed last and which is still in the L2 cache.
   for_each_batch<kIsRows, V, kBatchVectors<kVariant>, kOperands<kVariant>, WalkOrder::descending>(
       plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
-        inputs.template load<kEvictFirst, BackwardStrides::residual>(batch, args);
+        inputs.template load<kEvictFirst, /*kResidualOperand=*/BackwardStrides::residual>(batch, args);
         cache.store(batch, inputs);
         force_reload_from_shared();  // frees the registers of the inputs
         accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, max_abs_xhat,
@@ -158,7 +160,7 @@ bool backend::bn_backward_single_launch(const BnBackwardArgs& args) {
                                           .operands = args.residual ? 5 : 3,
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
-                                          .reduced_operands = cached_operands}
+                                          .reduced_operands = cached_operands}  // bn_reduce's
                                 .plan_single_launch();
     if (plan.vectors_in_shared == 0) return;
     const MergeMemory<GradientSums<A>> merge_memory(plan, context);

@@ -68,11 +68,12 @@ __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
   if (threadIdx.x == 0) write_count<A>(args);
 }
 
-// T: storage type of x and y. V: elements of a vector, which is 16 bytes or one element. kHasResidual: a
-// residual is added before the activation. kIsRows: a block walks its tile's columns of the rows
-// (channels_last, tokens; short planes such as 7x7 are joined into rows too), and a thread has V columns,
-// each with its channel. Otherwise it walks planes (NCHW) of one channel. A batch (type B) is B::U vectors of
-// each operand, of B::V elements, that a thread has in flight.
+// T: storage type of x and y. V: elements of a vector, which is 16 bytes or one element.
+// kHasResidual: a residual is added before the activation.
+// kIsRows: a block walks its tile's columns of the rows, and a thread has V columns, each with its channel. A
+// row is all channels of a position (channels_last, tokens), or all channels' planes of one image if these
+// are short, such as 7x7. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlocksOnSm90)
     bn_forward_kernel(const __grid_constant__ KernelParams<BnForwardParams> kernel_params) {

@@ -21,11 +21,13 @@ struct BnReduceParams : BnBackwardArgs, ExchangeParams<kHasExchange> {
   unsigned* exchange_counters;                  // of finished tiles and of received ranges of channels
 };
 
-// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element. kVariant: dv is
-// computed from x, from x and a residual, or from y. kHasExchange: the sums are added over ranks. kIsRows: a
-// block walks its tile's columns of the rows (channels_last, tokens; short planes such as 7x7 are joined into
-// rows too), and a thread has V columns, each with its channel. Otherwise it walks planes (NCHW) of one
-// channel. A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
+// kVariant: dv is computed from x, from x and a residual, or from y.
+// kHasExchange: the sums are added over ranks.
+// kIsRows: a block walks its tile's columns of the rows, and a thread has V columns, each with its channel. A
+// row is all channels of a position (channels_last, tokens), or all channels' planes of one image if these
+// are short, such as 7x7. Otherwise it walks planes (NCHW) of one channel.
+// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 // Kept in one function: if the lambda finish_and_write_sums were a function, some kernels would need more
 // registers.
 template <class T, bool kHasExchange, bool kIsRows, int V, GradientVariant kVariant>
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::descending>(
       args.plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
-        inputs.template load<kNoHint, ReduceStrides::residual>(batch, args);
+        inputs.template load<kNoHint, /*kResidualOperand=*/ReduceStrides::residual>(batch, args);
         accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, max_abs_xhat,
                                     [&](int j) { return inputs.get_vector(j); });
       });

@@ -26,8 +26,9 @@ using namespace peer;
 // A tag is {layer, forward_index}, by which ranks see that they are in the same exchange.
 constexpr int64_t kNumbersPerTag = 2;
 
-// A message has `capacity` numbers, then its tags. Numbers after the first n, and in a message of sums the
-// tags of other ranks, are 0. All messages of a group have the same capacity, also in different layers.
+// A message has `capacity` numbers, then its tags. Only the first n numbers are used; the others are 0. In a
+// message of sums the tags of other ranks are 0. All messages of a group have the same capacity, also in
+// different layers.
 // Moments: a message has one tag, and all_gather returns the messages of all ranks.
 // Sums: a message has a tag for each rank; each rank writes its own tag, and all_reduce adds the messages, so
 // it returns one message with the sums and the tags of all ranks.
@@ -39,8 +40,8 @@ struct MessageArgs {
   int64_t capacity;  // the largest n of the group's layers
   int64_t ranks;     // how many ranks the group has
   int64_t own_rank;
-  // This rank's tag: the index of the layer in the group, and the group's count of forward exchanges (a
-  // backward has that of its forward). Both are below 2^24, so a float holds them.
+  // This rank's tag. `layer` is the index of the layer in the group. `forward_index` counts the group's
+  // forward exchanges; a backward has the number of its forward. Both are below 2^24, so a float holds them.
   int64_t layer, forward_index;
   const void* own_numbers;
 
@@ -60,7 +61,7 @@ struct PackMessageParams : MessageArgs {
 template <class A, class M>
 __global__ void __launch_bounds__(kThreads)
     pack_message_kernel(const __grid_constant__ KernelParams<PackMessageParams> kernel_params) {
-  const auto& args = kernel_params.get_after_previous_kernel();
+  const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= args.numbers_per_message()) return;
   const int64_t own_tag_offset = args.capacity + (args.kind == kMoments ? 0 : kNumbersPerTag * args.own_rank);
@@ -80,8 +81,8 @@ struct MergeMessagesParams : MessageArgs {
   __device__ __forceinline__ const M* message(int64_t i) const {
     return static_cast<const M*>(messages) + i * numbers_per_message();
   }
-  // Messages of a collective do not send Tag::words and Tag::kind, so `words` is 0 and `kind` is this rank's
-  // on both sides of the comparison.
+  // Messages of a collective do not send Tag::words (the length of a payload) and Tag::kind, so `words` is 0
+  // and `kind` is this rank's on both sides of the comparison.
   template <class M>
   __device__ __forceinline__ Tag tag_of(int64_t rank) const {
     const M* const tag =
@@ -135,7 +136,7 @@ struct MergeMessagesParams : MessageArgs {
 template <class A, class M>
 __global__ void __launch_bounds__(kThreads)
     merge_messages_kernel(const __grid_constant__ KernelParams<MergeMessagesParams> kernel_params) {
-  const auto& args = kernel_params.get_after_previous_kernel();
+  const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
   bool differs = false;
   for (int64_t rank = threadIdx.x; rank < args.ranks; rank += kThreads)
     differs |= !tags_match(args.template tag_of<M>(rank), args.own_tag());
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
   FaultReport report{.fault = kMismatch,
                      .rank = uint32_t(args.own_rank),
                      .peer = 0,
-                     .epoch = 0,
+                     .epoch = 0,  // a collective's exchanges have no number
                      .own_tag = args.own_tag(),
                      .peer_tag = {},
                      .missing_ranks_mask = 0};

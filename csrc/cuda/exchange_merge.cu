@@ -31,7 +31,7 @@ struct ExchangeMergeParams {
 template <class A>
 __global__ void __launch_bounds__(kThreads)
     exchange_merge_kernel(const __grid_constant__ KernelParams<ExchangeMergeParams<A>> kernel_params) {
-  const auto& args = kernel_params.get_after_previous_kernel();
+  const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
   const int64_t C = args.C;
   // send_pair() sends the two numbers of a channel; send_header() sends the header and, for moments, the
   // count.

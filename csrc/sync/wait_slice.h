@@ -1,6 +1,6 @@
-// WaitSlice: how a CPU thread waits for another process's store to shared memory. It spins for about as long
-// as a process that is running now needs to make its store, then yields its core, then sleeps. The wait ends
-// after a slice of time, so that the caller can return to Python, which handles signals.
+// WaitSlice: how a CPU thread waits for another process's store to shared memory. It spins at first: if the
+// other process is running, its store comes within that time. Then it yields its core, and then it sleeps.
+// The wait ends after a slice of time, so that the caller can return to Python, which handles signals.
 #pragma once
 
 #include <sched.h>

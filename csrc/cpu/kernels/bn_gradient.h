@@ -1,5 +1,5 @@
-// What bn_reduce and bn_backward compute alike for each element: dv, the gradient of v, the activation's
-// input, and second_factor, by which bn_reduce multiplies dv.
+// bn_reduce and bn_backward compute two numbers for each element. dv is the gradient of v, the activation's
+// input. second_factor is what bn_reduce multiplies dv by in its second sum.
 //
 //   from x  second_factor = x - mean, which is xhat / invstd. v = second_factor * scale + beta (+ residual),
 //           bit for bit as in the forward pass, so that v is on the same side of a kink of act.
@@ -35,8 +35,9 @@ struct BnGradientConstants {
         max_abs_xhat(A(args.max_abs_xhat)),
         activation_param(A(args.activation_param)) {}
 
-  // position: of a vector in the spans `input` (x, or y with kFromOutput), `dy` and `residual`, which may be
-  // null. T: storage type. FASTVIT_HOST_DEVICE: always inline.
+  // Computes the gradient of the vector at `position` of three spans (rows, planes, or segments of these):
+  // `input`, which is x, or y with kFromOutput; `dy`; and `residual`, which may be null. T: storage type.
+  // FASTVIT_HOST_DEVICE is __host__ __device__ for nvcc, and always_inline for other compilers.
   template <bool kFromOutput, class ActFunction, class Position, class T>
   FASTVIT_HOST_DEVICE SimdGradient<A> evaluate(Position position, const T* input, const T* dy,
                                                const T* residual) const {
