@@ -68,7 +68,8 @@ struct ActBackwardCall : OpCall {
   ActSharedArguments shared{*this};
 };
 
-// True if two tensors of one shape have equal strides. That of a dimension with one element does not matter.
+// True if two tensors of one shape have equal strides. The stride of a dimension with one element does not
+// matter.
 inline bool have_equal_strides(const Tensor& tensor1, const Tensor& tensor2) {
   for (int64_t d = 0; d < tensor1.dim(); ++d)
     if (tensor1.size(d) > 1 && tensor1.stride(d) != tensor2.stride(d)) return false;

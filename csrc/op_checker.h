@@ -79,8 +79,9 @@ inline void check_storage_size(const char* op, const char* argument, const Tenso
   int64_t bytes = 0;
   require(aoti_torch_get_storage_size(tensor.get(), &bytes) == 0, op, argument,
           "has no storage; a tensor that has its memory expected");
-  // The number of elements in the storage after the tensor's first element. Each dimension takes from it the
-  // distance between its first and last element. A negative number means that the storage is too small.
+  // The number of elements in the storage after the tensor's first element. From this number the loop
+  // subtracts, for each dimension, the distance between the dimension's first and last element. A negative
+  // number means that the storage is too small.
   int64_t elements_left = bytes / int64_t(tensor.element_size()) - tensor.storage_offset() - 1;
   for (int64_t d = 0; d < dims && elements_left >= 0; ++d) {
     const int64_t steps = sizes[d] - 1;
@@ -138,7 +139,8 @@ class OpChecker {
             argument, "has dtype ", toString(dtype), "; float16, bfloat16, float32 or float64 expected");
   }
 
-  // Checks the input, an activation of any layout such as (N, C, H, W), and returns its number of channels.
+  // Checks that the input has 2 to kMaxDims dimensions, as (N, C, H, W) has, and that channel_dim is one of
+  // them. Returns the number of channels.
   int64_t check_channel_dim(int64_t channel_dim) const {
     require(input.dim() >= 2 && input.dim() <= kMaxDims, input_name, "has shape ", PrintShape{input},
             "; 2 to ", kMaxDims, " dimensions expected");
@@ -217,7 +219,8 @@ class OpChecker {
     return static_cast<int64_t*>(tensor->data_ptr());
   }
 
-  // 2^126 and its reciprocal are normal numbers of float32, in which kernels add eps to a variance.
+  // Kernels add eps to a variance in float32. 2^126 is the largest power of two whose reciprocal is a normal
+  // number of float32 too.
   double check_eps(double eps) const {
     require(eps >= 0 && eps <= 0x1p126, "eps", "is ", eps, "; a number from 0 to 2**126 expected");
     return eps;

@@ -41,7 +41,8 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   // On a CPU, merges this rank's numbers with the messages that it has received from the other ranks.
   m.def("merge_received(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
   // On a GPU, returns the message with this rank's numbers: moments for an all_gather, sums for an
-  // all_reduce.
+  // all_reduce. A message of sums has a place for the tag of each rank, so their sum has the tags of all
+  // ranks.
   m.def("pack_message(Tensor numbers, Tensor exchange) -> Tensor");
   // On a GPU, merges what the collective has returned: the messages of all ranks, or their sum.
   m.def("merge_messages(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
@@ -60,7 +61,7 @@ static std::string cpu_capability() {
 }
 
 // The build defines FASTVIT_CUDA_BUILD, a string literal. [[gnu::used]] keeps it in one piece in the bytes of
-// the library, where tools/gpu_steps.py finds its checksum without loading the library.
+// the library, where tools/gpu_steps.py finds the checksum of the sources without loading the library.
 [[gnu::used]] static const char cuda_build_text[] = FASTVIT_CUDA_BUILD;
 static std::string cuda_build() {
   return cuda_build_text;

@@ -1,7 +1,7 @@
 // fast_exp, fast_expm1 and fast_log1p on the host, for GCC/Clang vectors V of float or double, of any width.
 //
 // exp(v) = 2^exponent * exp(remainder): the exponent is the integer nearest to v / ln 2, and the remainder is
-// v - exponent * ln 2, at most ln 2 / 2 in size. ln 2 has two parts, and the product with the first is exact
+// v - exponent * ln 2, at most ln 2 / 2 in size. ln 2 is kLn2High + kLn2Low, and exponent * kLn2High is exact
 // (Cody, Waite, "Software Manual for the Elementary Functions", 1980, chapter 6). exp(remainder) is a Taylor
 // polynomial, of degree 7 for float and 13 for double; the terms left out are below half a unit in the last
 // place. The errors of the functions are 1 to 2 units in the last place.
@@ -116,6 +116,6 @@ FASTVIT_HOST_DEVICE V fast_log1p(V v) {
 
 }  // namespace fastvit
 
-#if defined(__AVX512F__)  // better versions of two functions, for vectors of 64 bytes of float
+#if defined(__AVX512F__)  // fast_exp and reciprocal by instructions of AVX-512, for vectors of 16 floats
 #include "simd_math_avx512.h"
 #endif

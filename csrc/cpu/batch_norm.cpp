@@ -4,8 +4,8 @@
 //
 // A is the accumulation type: double for tensors of double, else float. xhat is (x - mean) * invstd, dv is
 // the gradient of the activation's input. A count is stored as two numbers (pack_count), so that a large
-// count is exact in float. saved: mean[C], invstd[C], count. A unit is a row, or one segment of each
-// channel's plane at one outer index.
+// count is exact in float. saved: mean[C], invstd[C], count. A unit is a row or, with planes, the same
+// segment of all channels' planes at one outer index (NCHW: of one image).
 #include <cmath>
 #include <limits>
 
@@ -17,8 +17,8 @@
 namespace fastvit {
 namespace {
 
-// Increments num_batches_tracked, and returns the weight of this batch in the running statistics. A count of
-// NaN comes from a failed exchange between ranks: such a batch does not count.
+// Increments num_batches_tracked, and returns the weight of this batch in the running statistics.
+// values_per_channel is NaN after a failed exchange between ranks: such a batch is not counted.
 double count_batch(const BnForwardArgs& args, double values_per_channel) {
   if (!args.num_batches_tracked || std::isnan(values_per_channel)) return args.momentum;
   ++*args.num_batches_tracked;
@@ -43,7 +43,8 @@ MeanVariance load_running_stats(const BnForwardArgs& args, int64_t channel) {
   return {load_channel(args.running_mean, channel, 0), load_channel(args.running_var, channel, 1)};
 }
 
-// The variance of no values counts as 0. After a failed exchange the count is NaN, and so is the variance.
+// If there are no values (count == 0), the variance is 0. After a failed exchange the count is NaN, and so is
+// the variance.
 MeanVariance compute_batch_stats(const Moments<double>& batch) {
   return {batch.mean, batch.count == 0 ? 0 : batch.m2 / batch.count};
 }
@@ -64,7 +65,8 @@ struct BackwardConstants {
     for (int64_t c = 0; c < C; ++c) {
       scale[c] = A(load_channel(args.weight, c, 1) * double(saved[C + c]));
       beta[c] = A(load_channel(args.bias, c, 0));
-      // Only the recovery of xhat from y divides by gamma, so only inverse_gamma needs the floor.
+      // In backward only the recovery of xhat from y divides by gamma, so only inverse_gamma takes the
+      // floored gamma; scale takes gamma itself.
       inverse_gamma[c] = A(1 / floored_gamma(args, c, args.from_output));
     }
     params.plan = plan_cpu_work(args.layout);
@@ -100,8 +102,8 @@ void backend::bn_stats(const BnStatsArgs& args) {
   });
 }
 
-// These functions return false: not done. A CPU kernel has no launch cost, so one launch for the statistics
-// and the op would gain nothing.
+// These functions do nothing and return false, which tells the caller to run the reduction and the op
+// separately. A CPU kernel has no launch cost, so doing both in one launch would gain nothing.
 bool backend::bn_forward_single_launch(const BnForwardArgs&) {
   return false;
 }
@@ -141,7 +143,7 @@ void backend::bn_forward(const BnForwardArgs& args) {
     }
     if (moments) {
       pack_count(saved + 2 * C, count);
-    } else if (!saved_in) {  // the running statistics count as those of infinitely many values
+    } else if (!saved_in) {  // as of infinitely many values, so that backward does not clamp |xhat|
       saved[2 * C] = std::numeric_limits<A>::infinity();
       saved[2 * C + 1] = 0;
     }
@@ -168,7 +170,7 @@ void backend::bn_reduce(const BnBackwardArgs& args) {
       // The kernel multiplied dv by xhat (from_output) or by x - mean.
       sums[C + c] = A(args.from_output ? sum_dv_times_factor[c] : sum_dv_times_factor[c] * double(invstd[c]));
     }
-    // Writes the sums over all ranks to sums[2 * C] and on, behind those of this rank.
+    // Writes the sums over all ranks to sums[2C ... 4C - 1], after the sums of this rank.
     if (args.exchange) exchange_numbers(*args.exchange, sums, sums + 2 * C, C);
   });
 }

@@ -11,7 +11,7 @@
 
 namespace fastvit {
 
-// value_if_null: returned if the vector has no data, for a parameter that was not given.
+// value_if_null: what is returned if the vector has no data, that is, if the parameter was not given.
 inline double load_channel(const ChannelVector& vector, int64_t channel, double value_if_null) {
   if (!vector.data) return value_if_null;
   return dispatch_storage_type<c10::Half, c10::BFloat16>(vector.dtype, [&]<class T>() {
@@ -25,8 +25,8 @@ inline void store_channel(const ChannelVector& vector, int64_t channel, double v
 }
 
 // Returns gamma. With `invertible`, |gamma| is raised to a floor, because recovering x from y divides by
-// gamma. The floor grows with |bias|, because a large bias makes the rounding error of y large, and that
-// error is divided by gamma (moments.h).
+// gamma. In float and double the floor grows with |bias|, because a large bias makes the rounding error of y
+// large, and that error is divided by gamma (moments.h).
 inline double floored_gamma(const BnArgs& args, int64_t channel, bool invertible) {
   return effective_gamma(load_channel(args.weight, channel, 1), load_channel(args.bias, channel, 0),
                          gamma_floor<double>(invertible, args.dtype));

@@ -58,14 +58,14 @@ KernelTable select_kernel_table() {
 // planes). A slice has at least this many values per channel, so that its results take little memory compared
 // with the values.
 constexpr int64_t kMinValuesPerSlice = 1 << 8;
-// A slice of rows may have fewer values per channel, since its results stay in the cache while its rows are
-// summed.
+// A slice of rows may have fewer values per channel: the results of all its channels are updated chunk by
+// chunk and stay in the cache meanwhile, so they cost little.
 constexpr int64_t kMinRowsPerSlice = 1 << 7;
 constexpr int64_t kMaxTasks = 256;
 // Planes with fewer elements are summed together with other planes of their channel.
 constexpr int64_t kMinLengthSummedAlone = 512;
-// Rows are divided into tiles only to reach this number of tasks, since parts of rows are read more slowly
-// than whole rows.
+// In a walk of rows the channels are divided into tiles only until there are this many tasks, since reading a
+// part of every row is slower than reading whole rows.
 constexpr int64_t kMinRowTasks = 8;
 constexpr int64_t kMinRowTileChannels = 64;
 
@@ -86,7 +86,8 @@ CpuPlan plan_cpu_work(const WalkLayout& layout) {
   plan.segments = std::max<int64_t>(1, ceil_div(span_length, std::max<int64_t>(plan.segment_length, 1)));
   plan.planes_at_once =
       layout.inner < kMinLengthSummedAlone ? kMaxSegmentLength / std::max<int64_t>(layout.inner, 1) : 1;
-  // A unit is a row, or one segment of each channel's plane at one outer index.
+  // A unit is a row or, with planes, the same segment of all channels' planes at one outer index (NCHW: of
+  // one image).
   plan.units = layout.is_rows ? layout.outer : layout.outer * plan.segments;
   const int64_t max_tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kMinTaskElements), 1, kMaxTasks);
   const int64_t max_slices =

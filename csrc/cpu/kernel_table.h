@@ -2,9 +2,9 @@
 // instruction set): the division of the work, the kernels' parameters, the kernel table. csrc/cpu itself does
 // what is O(C), proportional to the number of channels, such as merging results and computing constants.
 //
-// Parameters are plain structs, and the caller allocates every buffer. A kernel's file must not instantiate
-// templates of a library: the linker keeps one copy of an instance, perhaps with instructions that a CPU
-// lacks.
+// Parameters are plain structs, and the caller allocates every buffer. A kernel's file must not instantiate a
+// library's template whose instance has the same name for every instruction set, such as std::min<int64_t>:
+// the linker keeps one copy, perhaps with instructions that this CPU lacks.
 //
 // WalkLayout views tensors as spans, runs of elements that a kernel processes in order. A span is the plane
 // of one channel, `inner` elements (NCHW), or a row of all channels (channels_last, tokens: is_rows).
@@ -27,7 +27,8 @@ struct CpuPlan {
   int64_t segments;        // number of segments into which a span is divided
   int64_t segment_length;  // elements of a segment; the last segment of a span may be shorter
   int64_t planes_at_once;  // short planes of a channel that are summed into one result; 1 if planes are long
-  // Number of units: a unit is a row, or one segment of each channel's plane at one outer index.
+  // Number of units. A unit is a row or, with planes, the same segment of all channels' planes at one outer
+  // index (NCHW: of one image).
   int64_t units;
   int64_t slices;  // number of slices: a slice is a range of units, with a result per channel
   int64_t tiles;   // number of tiles: a tile is a range of channels
@@ -55,12 +56,12 @@ struct CpuBnForwardParams : BnForwardArgs {
 // second_factor: x - mean, or the xhat that is recovered from y if the input is y.
 struct CpuBnBackwardParams : BnBackwardArgs {
   CpuPlan plan = {};
-  double max_abs_xhat = 0;                                                 // the largest possible |xhat|
+  double max_abs_xhat = 0;  // the largest possible |xhat|, to which a recovered xhat is clamped
   const void *scale = nullptr, *beta = nullptr, *inverse_gamma = nullptr;  // [C]; scale is gamma * invstd
   // Result of bn_reduce, [slices][2][C]: sum dv and sum dv * second_factor.
   double* slice_sums = nullptr;
-  // For bn_backward, [C]: dx = scale * (dv - mean_dv - slope * second_factor). slope is the mean of dv *
-  // xhat, times invstd if second_factor is x - mean.
+  // For bn_backward, [C]: dx = scale * (dv - mean_dv - slope * second_factor). slope * second_factor is xhat
+  // * mean(dv * xhat), so slope is mean(dv * xhat), times invstd if second_factor is x - mean.
   const void *mean_dv = nullptr, *slope = nullptr;
 };
 

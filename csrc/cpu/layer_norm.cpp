@@ -8,7 +8,7 @@
 namespace fastvit {
 namespace {
 
-// With fewer rows, the sums of a slice would take more memory than the rows.
+// With fewer rows, the sums of a slice would take about as much memory as its rows.
 constexpr int64_t kMinLayerNormRowsPerSlice = 16;
 constexpr int64_t kMaxLanes = 16;  // of a SIMD register: AVX-512 and float
 

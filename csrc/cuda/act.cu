@@ -18,8 +18,8 @@ struct ActParams : ActArgs {
   LaunchPlan plan;
 };
 
-// kCount: the tensors that a kernel accesses. kGate, kResult: the indices of the strides of the gate, and of
-// y or dx, in args.layout.
+// kCount: the number of tensors that a kernel accesses. kGate, kResult: the indices of the strides of the
+// gate, and of y or dx, in args.layout.
 template <bool kBackward, bool kGated>
 struct ActKernelOperands {
   static constexpr int kCount = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);

@@ -51,12 +51,14 @@ __device__ __forceinline__ void write_count(const BnForwardArgs& args) {
   A* const count = static_cast<A*>(args.saved) + 2 * C;
   count[0] = moments ? moments[2 * C] : A(INFINITY);
   count[1] = moments ? moments[2 * C + 1] : A(0);
-  // A failed exchange between ranks leaves NaN, which differs from itself, and is not counted.
+  // A failed exchange between ranks makes the count NaN, which differs from itself. Such a batch is not
+  // counted.
   if (moments && args.num_batches_tracked && count[0] == count[0]) ++*args.num_batches_tracked;
 }
 
-// The work of an update block. A launch has this block if the tensor is empty, because it has no other block,
-// or if momentum is None. The factor is then computed from num_batches_tracked, which the block increments.
+// The work of an update block. A launch has one in two cases: the tensor is empty, so there are no other
+// blocks; or momentum is None, so the factor is computed from num_batches_tracked, which must not be
+// incremented before all of the block's threads have read it.
 template <class A>
 __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
   const double average_factor = args.moments && args.num_batches_tracked && args.cumulative_average

@@ -57,12 +57,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
         thread_moments.add(batch, x);
       });
 
-  // After finish() a thread's means are relative to the channel's pivot, its first value in memory. It has
-  // been read before the blocks wait for each other: then another block may overwrite x with y.
+  // After finish() a thread's means are relative to the channel's pivot, its first value in memory. Pivots
+  // are read before the blocks wait for each other. After the wait another block may overwrite x with y.
   __shared__ A pivots[ThreadMoments::kTileCapacity];
   __shared__ ChannelAffine<A> tile_affine[ThreadMoments::kTileCapacity];
   const int64_t first_channel = work.first_channel(plan);
-  // Bytes, since a __shared__ array cannot have a constructor. Channel i of the tile is at i * stride.
+  // Bytes, since a __shared__ array cannot have a constructor. merge_block leaves channel i at i * stride.
   __shared__ __align__(
       16) unsigned char bytes[kThreads * ThreadMoments::kThreadChannels * sizeof(PartialMoments<A>)];
   PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);

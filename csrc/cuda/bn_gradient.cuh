@@ -50,8 +50,8 @@ struct GradientConstants {
   __device__ __forceinline__ static GradientConstants load(const BnBackwardArgs& args, int64_t c) {
     const A beta = load_channel(args.bias, c, A(0));
     const A gamma = load_channel(args.weight, c, A(1));
-    // The forward pass raised |gamma| to a floor, which for float and double depends on beta. Recovering xhat
-    // from y divides by that gamma. The gradient of x has the factor gamma without the floor.
+    // The forward pass raised |gamma| to a floor, which for float and double depends on beta, so xhat is
+    // recovered from y with the raised gamma. `scale`, the factor of dx, has the given gamma, not raised.
     const A mean_or_inverse_gamma =
         kVariant == GradientVariant::from_output
             ? A(1) / effective_gamma(gamma, beta, gamma_floor<A>(/*invertible=*/true, args.dtype))

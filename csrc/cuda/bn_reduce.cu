@@ -1,5 +1,5 @@
 // bn_reduce: sum dv and sum dv * xhat of each channel; dv is the gradient of the activation's input. With an
-// exchange between ranks, a second row of the result has the sums over all ranks.
+// exchange between ranks, the result has 2C more numbers: the sums over all ranks.
 //
 // Memory:   reads x or y, dy (and the residual) once; writes 2C numbers. Bound by bandwidth.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. The last
@@ -18,7 +18,7 @@ template <class A, bool kHasExchange>
 struct BnReduceParams : BnBackwardArgs, ExchangeParams<kHasExchange> {
   LaunchPlan plan;
   SliceResults<GradientSums<A>> slice_results;  // in global memory, until they are merged
-  unsigned* exchange_counters;                  // of finished tiles and of received ranges of channels
+  unsigned* exchange_counters;                  // of an exchange between ranks, see kExchangeCounters
 };
 
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
       sender.send_pair(c, sums.dv, sums.dv_times_second_factor);
     };
     if (merge_slices(block_sums, stride, args.slice_results, args.plan, work, write_and_send))
-      // This block is the last of its tile. Of these blocks the last ones, at most max_ranges, wait for the
-      // other ranks, each for a range of channels.
+      // This block finished its tile. The blocks that finish the last tiles, at most max_ranges of them, wait
+      // for the other ranks, each for a range of channels.
       receive_in_last_blocks(
           args.plan, args.max_ranges, args.exchange_counters, [&](const ChannelRange& range) {
             receive_sums(args.group_exchange, range, /*global_sums*/ local_sums + 2 * C, C);

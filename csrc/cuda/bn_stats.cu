@@ -19,7 +19,7 @@ template <class A, bool kHasExchange>
 struct BnStatsParams : BnStatsArgs, ExchangeParams<kHasExchange> {
   LaunchPlan plan;
   SliceResults<PartialMoments<A>> slice_results;  // in global memory, until they are merged
-  unsigned* exchange_counters;                    // of finished tiles and of received ranges of channels
+  unsigned* exchange_counters;                    // of an exchange between ranks, see kExchangeCounters
 };
 
 // T: storage type of x. V: elements of a vector, which is 16 bytes or one element.
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
       sender.send_pair(c, pivots[c - first_channel] + channel_moments.mean, channel_moments.m2);
     };
     if (merge_slices(block_moments, stride, args.slice_results, args.plan, work, send))
-      // This block is the last of its tile. Of these blocks the last ones, at most max_ranges, wait for the
-      // other ranks, each for a range of channels.
+      // This block finished its tile. The blocks that finish the last tiles, at most max_ranges of them, wait
+      // for the other ranks, each for a range of channels.
       receive_in_last_blocks(
           args.plan, args.max_ranges, args.exchange_counters,
           [&](const ChannelRange& range) { receive_moments(args.group_exchange, range, moments, C); });

@@ -108,7 +108,8 @@ struct ChunkedMoments {
 
   // Shifts the mean of channel k from chunk_pivot to a new pivot. The mean of no values stays 0.
   __device__ __forceinline__ void move_pivot(int k, A new_pivot) {
-    // 1 if there are values, else 0. A factor is used because the compiler makes a branch of a condition.
+    // 1 if there are values, else 0. It is a factor, because the compiler would turn a condition into a
+    // branch.
     const A has_values = min(moments[0].count, A(1));
     moments[k].mean = has_values * add_rn(moments[k].mean, add_rn(chunk_pivot[k], -new_pivot));
   }

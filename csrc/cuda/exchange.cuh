@@ -7,14 +7,14 @@
 // Wait:  in the last blocks to finish, each for a range of channels. There is one range per batch (the
 //        channels that a block loads at once), at most 8, and at most one per 16 multiprocessors. The rest of
 //        the GPU stays free for the grid's other blocks, and for other kernels on this GPU, such as NCCL's:
-//        the host of a peer (another rank) may wait for one before it launches its part of the exchange. A
-//        wait ends when all packets have arrived, a tag (by which ranks see that they are in the same
-//        exchange) differs, a rank has abandoned the exchange (stopped waiting after a fault), or the timeout
-//        is over.
+//        the host of a peer (another rank) may wait for such a kernel before it launches the peer's part of
+//        the exchange. A wait ends when all packets have arrived, a tag (by which ranks see that they are in
+//        the same exchange) differs, a rank has abandoned the exchange (stopped waiting after a fault), or
+//        the timeout is over.
 // Fault: the last range to end fills the whole result with NaN. Peers are notified, the host gets one
 //        report, and every later exchange fails at once.
-// Order: between ranks, by the epoch (the exchange's number) in each packet of 16 bytes; between blocks, by
-//        counters; between kernels, by the stream.
+// Order: a reader sees another's writes by the epoch (the exchange's number) in each packet of 16 bytes
+//        (ranks), by counters (blocks), by the stream (kernels).
 #pragma once
 
 #include <algorithm>
@@ -68,8 +68,9 @@ struct ChannelRange {
 };
 
 // Called by each block that finishes a tile (a set of channels whose numbers the block has sent). Calls
-// f(range) in the last of these blocks. `counters` has kExchangeCounters words, which are zero before the
-// launch; the kernel sets them back to zero.
+// f(range) in the last of these blocks, at most max_ranges of them, each with its own range of channels.
+// `counters` has kExchangeCounters words, which are zero before the launch; the kernel sets them back to
+// zero.
 template <class F>
 __device__ __forceinline__ void receive_in_last_blocks(const LaunchPlan& plan, unsigned max_ranges,
                                                        unsigned* counters, const F& f) {
@@ -96,8 +97,8 @@ class MessageReceiver {
   // exchange writes none. kDone serves, because it is neither 0 (no fault) nor a fault.
   static constexpr ExchangeState kAlreadyReported = peer::kDone;
 
-  // Writes the two merged numbers of channel c to the result, [2][C]. For moments the count is stored after
-  // it.
+  // Writes the two merged numbers of channel c to the result, [2][C]. The count of moments comes after these
+  // 2C numbers; receive_moments writes it.
   struct ResultWriter {
     A* result;
     int C;
@@ -132,7 +133,7 @@ class MessageReceiver {
   // Called while packets of a rank are missing. Returns false when the thread must stop waiting.
   __device__ __forceinline__ bool keep_waiting(int rank) const {
     if (abandoned_epoch_of(rank) != 0) return fail(peer::kPeerAbandoned, rank);
-    // The difference is signed, because the clock of another multiprocessor may be a tick behind.
+    // The difference is signed, because the clock may read a tick less than at the beginning.
     return int64_t(globaltimer() - begin_ns) <= int64_t(exchange.timeout_ns) || fail(peer::kTimeout, rank);
   }
 
@@ -215,8 +216,8 @@ class MessageReceiver {
     for (int j = 0; j < kChannels; ++j)
       if (channel + j * kThreads < range.end) write(channel + j * kThreads, numbers[j]);
   }
-  // Loads past the last rank or channel repeat the last one, because the compiler waits between conditional
-  // loads.
+  // Past the last rank or channel the last one is loaded again, because the compiled code would wait for each
+  // conditional load before the next.
   template <int kChannels, int kRanks>
   __device__ __forceinline__ void load_pairs(int channel, int first_rank,
                                              PairPackets (&packets)[kChannels][kRanks]) const {

@@ -20,9 +20,11 @@ namespace {
 // A: float or double, the type of the numbers.
 template <class A>
 struct ExchangeMergeParams {
-  Exchange group_exchange;  // the ranks' memory, and what the ranks exchange
-  const A* numbers;  // this rank's moments [2C + 2] (mean[C], M2[C], the count as two numbers), or sums [2C]
-  A* result;         // merged moments [2C + 2], or two rows of sums [2][2C]: this rank's, then the total
+  Exchange group_exchange;  // the ranks' arenas, this rank's tag and report, and the timeout
+  // This rank's moments [2C + 2] (mean[C], M2[C], the count as two numbers), or sums [2C] (first sums[C],
+  // second sums[C]).
+  const A* numbers;
+  A* result;  // merged moments [2C + 2], or two rows of sums [2][2C]: this rank's, then the total
   int64_t C;
   bool are_moments;
 };

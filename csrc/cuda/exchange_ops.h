@@ -1,7 +1,8 @@
 // The ops by which the ranks (processes) of a group exchange statistics between GPUs. exchange_merge.cu,
 // collective_message.cu and ipc.cu define them. `numbers` are this rank's moments, `[2C + 2]` (mean[C], M2[C]
-// and the count, stored as two numbers), or the two sums of each channel of a backward, `[1, 2C]`. The tensor
-// `exchange` is an ExchangeDescriptor (sync/exchange_descriptor.h): it describes the group and the exchange.
+// and the count, stored as two numbers), or the sums of a backward, `[1, 2C]`: the first sums of all C
+// channels, then the second sums. The tensor `exchange` is an ExchangeDescriptor
+// (sync/exchange_descriptor.h): it describes the group and the exchange.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

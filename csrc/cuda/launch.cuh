@@ -45,9 +45,9 @@ int cached_query(const void* kernel, int device_index, const Query& query) {
   return answers[{kernel, device_index}] = value;
 }
 
-// A single launch is one kernel for the statistics and the op, which keeps its vectors in shared memory. This
-// much of a block's shared memory is kept free of vectors: for merging and per-channel tables, of which rows
-// of 16-bit elements need the most, and the 1 KiB that CUDA reserves.
+// A single launch is one kernel for both the statistics and the op; it keeps its vectors of the tensors in
+// shared memory. These bytes of a block's shared memory hold no such vectors. They are for merging, for the
+// tables per channel, and for the 1 KiB that CUDA reserves. Rows of 16-bit elements need the most.
 constexpr int kReservedSharedBytes = 32 << 10;
 
 // With at least this much shared memory per multiprocessor (A100, H100, B200), each of two blocks of a single

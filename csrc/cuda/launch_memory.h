@@ -58,10 +58,11 @@ inline unsigned* stream_semaphores(const LaunchContext& context) {
   return counters;
 }
 
-// The memory with which a launch merges slices, and with has_exchange also the counters of the exchange, by
-// which the blocks that finish last wait for other ranks. A launch that is captured into a CUDA graph has
-// counters of its own, which the graph clears: the graph may run on any stream, at the same time as other
-// work. R: a slice's result for one channel, such as PartialMoments.
+// The memory with which a launch merges slices. With has_exchange it also has the counters of the exchange
+// between ranks, by which a block learns whether it is one of the last to finish, which wait for other ranks.
+// A launch that is captured into a CUDA graph has counters of its own, which the graph clears: the graph may
+// run on any stream, at the same time as other work. R: a slice's result for one channel, such as
+// PartialMoments.
 template <class R>
 class MergeMemory {
  public:

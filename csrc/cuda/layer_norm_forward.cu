@@ -14,8 +14,8 @@ struct LayerNormForwardParams : LayerNormArgs {
   RowPlan plan;
 };
 
-// Blocks that share a multiprocessor and hide each other's latency. __half takes more registers than
-// other types.
+// Launch bound: the number of blocks that share a multiprocessor and hide each other's latency. It is lower
+// for __half, which takes more registers.
 template <class T>
 constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kExtraBlocksOnSm90;
 

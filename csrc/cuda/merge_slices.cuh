@@ -22,13 +22,13 @@ namespace fastvit {
 constexpr unsigned kLoadsInFlight = 8;  // results of slices that a thread loads together
 // A semaphore is a counter in global memory by which blocks know of each other. A stream has this many.
 constexpr int64_t kMaxSemaphores = 2 * kMaxMergedTiles;
-// Further counters of an exchange between ranks (exchange.cuh): finished tiles; ranges of channels that have
-// ended; whether one of these has failed.
+// An exchange between ranks (exchange.cuh) has further counters: the number of finished tiles; the number of
+// ranges of channels whose reception has ended; whether the reception of one has failed.
 constexpr int64_t kExchangeCounters = 3;
 
 // How the slices of a tile are merged: in `count` groups of `size` slices (the last group may have fewer).
-// size is 1 if there are no groups: one block merges all slices as fast, or there are not enough semaphores.
-// Then count is the number of slices.
+// There are no groups if one block merges all slices as fast, or if there are too few semaphores. Then size
+// is 1, and count is the number of slices.
 struct MergeGroups {
   unsigned size, count;
 
@@ -39,8 +39,9 @@ struct MergeGroups {
     const unsigned groups = (plan.slices + max_size - 1) / max_size;
     if (semaphores(plan, groups) <= kMaxSemaphores) size = max_size, count = groups;
   }
-  // Returns the number of semaphores. A tile has one that counts its finished blocks (or groups), one for
-  // which its blocks wait, and one for each group.
+  // Returns the number of semaphores. A tile has one that counts its finished blocks (or groups), one by
+  // which its blocks learn that the totals are published, and one for each group, which counts the group's
+  // finished blocks.
   static int64_t semaphores(const LaunchPlan& plan, unsigned groups) {
     return int64_t(plan.tiles) * (2 + int64_t(groups));
   }
@@ -156,7 +157,7 @@ struct SliceResults {
   MergeGroups groups;
 };
 
-// Returns how many of the given number of blocks have arrived at the counter before this one (0 for the
+// Called by `blocks` blocks. Returns how many of them have arrived at the counter before this one (0 for the
 // first). This block then sees everything that they wrote before they arrived. All threads call. The counter
 // is zero before the first block arrives, and again after the last.
 __device__ __forceinline__ unsigned arrival_number(unsigned* counter, unsigned blocks) {
@@ -223,11 +224,12 @@ __device__ __forceinline__ void wait_for_totals(unsigned* semaphore, unsigned bl
   if (threadIdx.x == 0) atomicInc(semaphore, kPublishedFlag | (blocks - 1));
 }
 
-// Merges the results of a tile's slices. At first `shared` has those of this block, from merge_block and
-// `stride` apart. It has room for kThreads * K results (K as in merge_block). The last block of the tile
-// calls write(c, total) for each channel c of the tile, and returns true. With kAllBlocksGetTotals every
-// block of the tile does so: the others wait for the last one, so all blocks of the grid must be resident.
-// Kept in one function: with functions for its phases, kernels need more registers and instructions.
+// Merges the results of a tile's slices. On entry `shared` has the results of this block as merge_block left
+// them, `stride` elements apart. It has room for kThreads * K results (K as in merge_block). The last block
+// of the tile calls write(c, total) for each channel c of the tile, and returns true. With
+// kAllBlocksGetTotals every block of the tile does so: the others wait for the last one, so all blocks of the
+// grid must be resident. Kept in one function: with functions for its phases, kernels need more registers and
+// instructions.
 template <bool kAllBlocksGetTotals = false, class R, class Write>
 __device__ __forceinline__ bool merge_slices(R* shared, int stride, const SliceResults<R>& slice_results,
                                              const LaunchPlan& plan, const BlockWork& work,

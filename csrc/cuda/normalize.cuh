@@ -1,9 +1,9 @@
 // Shared by the forward kernels: from a channel's moments to y, `saved` and the running statistics.
 //
 // The moments of a channel are its mean, M2 (the sum of squared deviations from the mean) and its number of
-// values. `saved` is the tensor that backward needs: mean[C], invstd[C], and the count as two
-// numbers, a high and a low part, so that a large count is exact in float (pack_count).
-// invertible: |gamma| gets a floor (gamma_floor), so that backward can recover x from y.
+// values. `saved` is the tensor that backward needs: mean[C], invstd[C], and the count as two numbers, a high
+// and a low part, so that a large count is exact in float (pack_count). If args.invertible is set, |gamma| is
+// raised to a floor (gamma_floor), so that backward can recover x from y.
 //
 // A: type of the arithmetic and of `saved`, double for tensors of double and float for all others.
 #pragma once

@@ -43,8 +43,8 @@ constexpr int kVectorsPerLine = 8;            // a line of 128 bytes has 8 vecto
 constexpr int kMaxBatchesPerSegment = 4;      // batches of a thread in a segment, in a team of kThreads
 constexpr int kMinTeamOfSeveralBatches = 16;  // members of a team, if each has several batches in a segment
 
-// The planner tries several plans. A plan's filled fraction is the share of the places for vectors in the
-// threads' batches that hold data.
+// The planner tries several plans. The threads' batches have places for vectors. A plan's filled fraction is
+// the share of these places that hold data.
 constexpr double kFullEnough = 0.95;     // the search ends at this filled fraction
 constexpr double kMinGain = 0.02;        // a later plan is chosen only if its fraction is larger by this
 constexpr double kMinGainMerging = 0.1;  // the same in a reduction, where more waves are more slices to merge
@@ -211,8 +211,8 @@ struct LaunchPlanner {
     return ceil_div(plan.units, teams) * (batches * kMaxBatchVectors + single_elements);
   }
 
-  // The fraction of the threads' vectors that hold data. An incomplete last wave of blocks counts as
-  // complete.
+  // The share of the places for vectors that hold data. The blocks that an incomplete last wave lacks count
+  // as blocks without data.
   double filled_fraction(const LaunchPlan& plan, int64_t resident_blocks) const {
     const int64_t vectors =
         ceil_div(plan.blocks(), resident_blocks) * resident_blocks * kThreads * vectors_per_thread(plan);

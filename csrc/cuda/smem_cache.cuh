@@ -74,7 +74,7 @@ void dispatch_vector_kernel(const LaunchPlan& plan, const F& f) {
 template <class Params>
 bool try_single_launch(void (*kernel)(KernelParams<Params>), const LaunchPlan& plan, int cached_operands,
                        const LaunchContext& context, const Params& params) {
-  // The query sets an attribute and asks nothing: cached_query does this once per kernel and device.
+  // This query only sets an attribute. cached_query does so once per host thread, kernel and device.
   cached_query(reinterpret_cast<const void*>(kernel), context.device_index, [&](int&) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 int(context.limits.smem_cache_bytes));

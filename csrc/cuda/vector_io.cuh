@@ -1,7 +1,7 @@
 // Vector<T, V>: V elements of type T that one load or store moves between global memory and registers. A
-// Vector is 16 bytes, or one element, or 8 bytes (four 16-bit elements, where the kernel takes four 32-bit
-// elements of another tensor with them). The file also has fma_rn and add_rn, arithmetic that the compiler
-// does not change.
+// Vector is 16 bytes or one element. In a kernel with a tensor of 32-bit elements and one of 16-bit elements,
+// both have vectors of four elements, so those of the latter are 8 bytes. The file also has fma_rn and
+// add_rn, arithmetic that the compiler does not change.
 #pragma once
 
 #include <cuda_bf16.h>

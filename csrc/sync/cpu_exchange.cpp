@@ -52,9 +52,9 @@ Packet* inbox_slot(const Exchange& exchange, int receiver, int sender, uint32_t 
 }
 
 // Merges the numbers of all ranks in rank order and in double. numbers_of(rank) points to the numbers of a
-// rank; `result` may be the numbers of one rank. kBlock channels are merged together: so many that each
-// rank's numbers are read in runs of at least one page (1024 floats), and so few that the results stay in a
-// core's cache. A: float or double, the type of the numbers.
+// rank; `result` may be the numbers of one rank. kBlock channels are merged together. 1024 floats are one
+// page, so each rank's numbers are read in long runs; and the results of 1024 channels stay in a core's
+// cache. A: float or double, the type of the numbers.
 template <class A, class NumbersOf>
 void merge_in_rank_order(const NumbersOf& numbers_of, int64_t world, NumberKind kind, int64_t C, A* result) {
   constexpr int64_t kBlock = 1024;
@@ -85,7 +85,7 @@ void merge_in_rank_order(const NumbersOf& numbers_of, int64_t world, NumberKind 
   if (kind == kMoments) pack_count(result + 2 * C, total_count);
 }
 
-// Ends an exchange after a fault: writes the report, which the host raises as an error, and NaN to the `n`
+// Ends an exchange after a fault: writes the report, which Python raises as an error, and NaN to the `n`
 // numbers of the result.
 template <class A>
 void report_fault(FaultReport& report, const FaultReport& fault, A* result, int64_t n) {

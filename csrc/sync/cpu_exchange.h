@@ -1,7 +1,7 @@
 // Exchanges of statistics between CPU processes, the ranks: the numbers of all ranks are merged in the order
 // of ranks. `numbers` are this rank's moments, `[2C + 2]` (mean[C], M2[C] and the count, stored as two
-// numbers), or the two sums of each channel of a backward, `[1, 2C]`. The tensor `exchange` is an
-// ExchangeDescriptor: it describes the group of ranks and the exchange that follows.
+// numbers), or the sums of a backward, `[1, 2C]`: the first sums of all C channels, then the second sums. The
+// tensor `exchange` is an ExchangeDescriptor: it describes the group of ranks and the exchange that follows.
 #pragma once
 
 #include "exchange_descriptor.h"

@@ -31,9 +31,9 @@ FASTVIT_HOST_DEVICE uint32_t next_epoch(uint32_t epoch) {
 }
 
 // A packet is two words of a message, each with the epoch of the message's exchange. A packet has arrived if
-// both epochs are the current one, so there is no counter, no reset and, between GPUs, no fence. Each half
-// of 8 bytes is stored and loaded atomically. An old packet would be taken for a new one only if it stayed
-// in its slot for 2^32 - 2 exchanges.
+// both epochs are the current one. So nobody counts packets or clears slots for the next exchange, and
+// between GPUs no fence is needed. Each half of 8 bytes is stored and loaded atomically. An old packet would
+// be taken for a new one only if it stayed in its slot for 2^32 - 2 exchanges.
 struct alignas(16) Packet {
   uint32_t word0, epoch0, word1, epoch1;
 };
@@ -127,7 +127,7 @@ enum ExchangeState : uint32_t {
   kPending = 0,
   kDone = 1,           // all messages arrived
   kMismatch = 2,       // a fault: a peer's tag differs
-  kPeerAbandoned = 3,  // a fault: a peer has abandoned this exchange or, if messages are missing, any
+  kPeerAbandoned = 3,  // a fault: a peer has abandoned this exchange or, while messages are missing, any
   kTimeout = 4,        // a fault, on a GPU: a peer's message did not arrive in time
 };
 

@@ -4,7 +4,7 @@
 // Memory:   reads x (or y), dy (and the residual) once; writes dx (and dresidual) once.
 // Mapping:  spans (planes of a channel, or rows) in the order of memory; a thread takes a contiguous range.
 // Numerics: arithmetic in the accumulation type; one rounding to storage.
-// Needs:    with from_output, gamma != 0 and an invertible activation.
+// Needs:    with from_output, an invertible activation, and the floored gamma, which is not 0.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "bn_gradient.h"
 
@@ -31,7 +31,8 @@ struct BnBackwardKernel {
       T *const dx = group.out_span(0, k), *const dresidual = residual ? group.out_span(1, k) : nullptr;
       const int64_t channel = group.first_channel + (kIsRows ? 0 : k);
       const BnGradientConstants<A, kIsRows> constants(args, channel);
-      // second_factor is xhat, or x - mean; slope is mean(dv * xhat), in the latter case times invstd.
+      // From y, second_factor is xhat and slope is mean(dv * xhat). From x, second_factor is x - mean and
+      // slope is mean(dv * xhat) * invstd.
       const ChannelConstant<A, kIsRows> mean_dv(args.mean_dv, channel), slope(args.slope, channel);
       const auto process_span = [&](auto may_have_residual) {
         for_each_vector<A>(

@@ -1,11 +1,11 @@
-// bn_reduce: sum dv and sum dv * second_factor per channel, dv the gradient of act's input.
+// bn_reduce: the sums of dv and of dv * second_factor per channel, where dv is the gradient of act's input.
 // second_factor is x - mean, or with from_output the xhat that is recovered from y (bn_gradient.h).
 //
 // Memory:   reads x (or y), dy (and the residual) once; writes two doubles per slice and channel.
 // Mapping:  a task takes a range of channels in a slice (a range of planes or rows), in the order of memory.
 // Numerics: at most 2048 elements of a plane, or about 128 rows, are summed in the accumulation type; their
 //           sums are added in double, in a fixed order.
-// Needs:    with from_output, gamma != 0 and an invertible activation.
+// Needs:    with from_output, an invertible activation, and the floored gamma, which is not 0.
 // Source:   arXiv:1712.02616, section 3.
 #include "bn_gradient.h"
 #include "sums.h"
@@ -84,8 +84,8 @@ struct BnReduceKernel {
   // sum_dv, sum_dv_times_factor: of the task's channels.
   void reduce_rows(const Task& task, double* sum_dv, double* sum_dv_times_factor) const {
     const int64_t first_channel = task.first_channel, length = task.end_channel - first_channel;
-    // Several rows at once load and store the sums less often. That gains nothing beside a transcendental
-    // activation, which takes much longer.
+    // Adding several rows at once loads and stores the sums less often. With a transcendental activation that
+    // gains nothing, since the activation takes much longer than those loads and stores.
     constexpr int kRowsAtOnce = is_transcendental(kActivation) ? 1 : 4;
     Buffers buffers;
     RowSums<A, kRowsAtOnce> sums;

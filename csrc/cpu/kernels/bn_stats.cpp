@@ -4,7 +4,7 @@
 // Mapping:  a task takes a range of channels in a slice (a range of planes or rows), in the order of memory.
 // Numerics: x - pivot and its square are summed over a segment of a long plane, a few short planes, or about
 //           128 rows; the pivot is the mean of the first values (pivoted_moments.h). The moments are merged
-//           in double, in order (moments.h).
+//           in double, in a fixed order (moments.h).
 // Source:   Chan, Golub and LeVeque (1979).
 #include "../../moments.h"
 #include "pivoted_moments.h"
@@ -14,8 +14,8 @@ namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set
 namespace {
 
 // T: storage type. A: accumulation type. Planes: a span is a plane of one channel (NCHW). Rows: a span is a
-// row of all channels (channels_last, tokens). A unit is a row, or one segment of each channel's plane at one
-// outer index.
+// row of all channels (channels_last, tokens). A unit is a row or, with planes, the same segment of all
+// channels' planes at one outer index (NCHW: of one image).
 template <class T, class A>
 struct BnStatsKernel {
   static constexpr int kRowsAtOnce = 4;

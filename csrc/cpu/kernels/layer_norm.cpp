@@ -4,8 +4,8 @@
 //
 // Memory:   forward reads x, writes y; backward reads x and dy, writes dx. Later passes over a row hit L1.
 // Mapping:  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
-// Numerics: a row's moments are those of deviations from a pivot, the mean of its first values. A column's
-//           sums of 128 rows are in the accumulation type; they are added in double, in a fixed order.
+// Numerics: moments of a row's segments, from deviations from the mean of the first values, merge in double.
+//           Sums of 128 rows per column are in the accumulation type, and are added in double.
 // Source:   Ba, Kiros and Hinton, arXiv:1607.06450; moments: Chan, Golub and LeVeque (1979).
 #include <cmath>
 

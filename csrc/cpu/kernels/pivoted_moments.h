@@ -17,8 +17,8 @@ struct MeanM2 {
   double mean, m2;
 };
 
-// Computes the moments of `count` values from the sums of their deviations from the pivot and of the squares.
-// inverse_count: 1 / count.
+// Computes the moments of n values from the sum of their deviations from the pivot and the sum of the squared
+// deviations. inverse_count: 1 / n.
 template <class A>
 FASTVIT_HOST_DEVICE MeanM2 moments_from_pivot_sums(A pivot, double inverse_count, double deviations,
                                                    double squares) {

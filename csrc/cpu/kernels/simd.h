@@ -2,10 +2,10 @@
 // type and the accumulation type, and the positions at which a vector lies in a span.
 //
 // A vector is a GCC/Clang vector extension as wide as the registers of the instruction set. setup.py compiles
-// the kernels once per instruction set, each time with another FASTVIT_ISA; this namespace keeps the linker
-// from mixing the copies. A is the accumulation type (float or double), T the storage type (A, Half or
-// BFloat16). FASTVIT_HOST_DEVICE means "always inline" on a CPU. A span is a run of elements that a kernel
-// processes in order, such as one channel of an NCHW image.
+// the kernels once per instruction set, each time with another FASTVIT_ISA; the namespace of that name keeps
+// the linker from mixing the copies. A is the accumulation type (float or double), T the storage type (A,
+// Half or BFloat16). FASTVIT_HOST_DEVICE means "always inline" on a CPU. A span is a run of elements that a
+// kernel processes in order, such as one channel of an NCHW image.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -122,7 +122,7 @@ struct RoundToStorage<BFloat16, float> {
 #else
     const Uint32Vector rounded = bits + (increment & Uint32Vector(values == values));
 #if defined(__AVX2__)
-    // The shift is arithmetic: the words fit into int16, so _mm_packs_epi32 never saturates.
+    // The shift is arithmetic, so that the shifted values fit into int16 and _mm_packs_epi32 never saturates.
     const __m256i words = _mm256_srai_epi32(__m256i(rounded), 16);
     return Uint16Vector(_mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 #else
@@ -219,7 +219,8 @@ FASTVIT_HOST_DEVICE void store_partial<float>(float* target, FloatVector values,
 }
 #endif
 
-// A vector of integers as wide as A, as the compiler's shuffles and comparisons need it.
+// A vector of integers, each as wide as A: the type that the compiler's shuffles and comparisons of a Simd<A>
+// need.
 template <class A>
 struct LaneIndices;
 template <>
@@ -300,9 +301,10 @@ struct LastVector {
   }
 };
 
-// The vectors of a result's span that are stored past the caches: the full vectors from element `first` on,
-// the first element at which a stored vector is aligned. A span below 1 KiB bypasses the caches only if it
-// begins and ends at vector boundaries, since non-temporal stores of parts of a cache line are slow.
+// Which vectors of a result's span are stored past the caches: if is_used, all full vectors from element
+// `first` on, else none. `first` is the first element at which a stored vector is aligned. A span below 1 KiB
+// bypasses the caches only if it begins and ends at vector boundaries, since non-temporal stores of parts of
+// a cache line are slow.
 struct NonTemporalRange {
   bool is_used = false;
   int64_t first = 0;

@@ -72,8 +72,8 @@ bool all_have_unit_stride(const StridedOperand<T>* operands, int operand_count) 
   return true;
 }
 
-// A constant per channel, such as the mean, as the elements of a span need it: the same number for all
-// elements of a plane, and the next numbers of the table for the elements of a row.
+// A constant per channel, such as the mean, as the elements of a span need it: one number for all elements of
+// a plane, or consecutive numbers of the table for the elements of a row.
 template <class A, bool kIsRows>
 struct ChannelConstant {
   const A* table;
@@ -90,8 +90,8 @@ struct ChannelConstant {
 };
 
 // A task of a reduction: the channels [first_channel, end_channel), which are a tile, in the units
-// [first_unit, end_unit), which are a slice. A unit is a row, or one segment of each channel's plane at one
-// outer index.
+// [first_unit, end_unit), which are a slice. A unit is a row or, with planes, the same segment of all
+// channels' planes at one outer index (NCHW: of one image).
 struct Task {
   int64_t slice, first_unit, end_unit, first_channel, end_channel;
 };
@@ -117,7 +117,7 @@ inline int64_t parallel_grain(int64_t length) {
 
 // Whether a result of that many elements is stored past the caches, by non-temporal stores. A result of 32
 // MiB or more has left the caches when the next op reads it. Non-temporal stores do not read the cache line
-// first: in float32 with long spans an op takes 0.73 to 0.84 of its time with ordinary stores.
+// first: in float32 with long spans an op takes 0.73 to 0.84 times as long as with ordinary stores.
 template <class T>
 bool bypasses_cache(int64_t elements) {
   constexpr int64_t kMinBytes = 32 << 20;
@@ -158,7 +158,7 @@ class SpanWalk {
   const int64_t span_length;
   const int64_t spans_per_outer;  // spans at one outer index: channels (planes), or 1 (rows)
   bool stores_past_cache;
-  bool may_group;  // spans follow each other at a fixed stride, so several are one group
+  bool may_group;  // spans follow each other at a fixed stride, so several can be one group
 
   struct Place {             // where a segment begins
     int64_t n;               // index of the outer dimensions

@@ -13,14 +13,14 @@
 namespace fastvit {
 namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
-// What the elements of a vector add to the two sums of their channels, or the two sums themselves. bn_stats
-// sums (d, d * d) with d = x - pivot; bn_reduce sums (dv, dv * f) of the gradients dv, with
-// f = x - mean or xhat.
+// Either the two terms of each element of a vector, or the two sums to which such terms are added lane by
+// lane. bn_stats sums (d, d * d) with d = x - pivot; bn_reduce sums (dv, dv * f) of the gradients dv, with f
+// = x - mean or xhat.
 template <class A>
 struct TermPair {
   Simd<A> first, second;
 
-  // Adds the terms, or replaces the sums by the terms if these are the first of the sums.
+  // Adds the terms to the sums. With is_first the sums are set to the terms.
   FASTVIT_HOST_DEVICE void add(bool is_first, const TermPair& terms) {
     first = is_first ? terms.first : first + terms.first;
     second = is_first ? terms.second : second + terms.second;
@@ -48,7 +48,7 @@ FASTVIT_HOST_DEVICE TermPair<A> sum_span(int64_t length, const ComputeTerms& com
       add(k, compute_terms(FullVector<A>{i}));
       i += L;
     }
-  if (i < length) {  // the last vector also has lanes that were summed already
+  if (i < length) {  // the last vector begins with lanes that were summed already, or with zeros
     const TermPair<A> last = compute_terms(LastVector<A>{length});
     const int rest = int(length - i);
     add(kAccumulators - 1, {zero_all_but_last<A>(last.first, rest), zero_all_but_last<A>(last.second, rest)});
@@ -58,9 +58,9 @@ FASTVIT_HOST_DEVICE TermPair<A> sum_span(int64_t length, const ComputeTerms& com
 }
 
 // Sums the planes of a task (a range of channels and of units), in the order of memory. A segment is a plane
-// or a part of it; a unit is one segment of each channel's plane at one outer index. Long planes are summed
-// segment by segment. If planes are short, plan.planes_at_once planes of a channel are summed into one
-// result, for up to kMaxChannelsAtOnce channels in the same pass over memory.
+// or a part of it; a unit is the same segment of all channels' planes at one outer index (NCHW: of one
+// image). Long planes are summed segment by segment. If planes are short, plan.planes_at_once planes of a
+// channel are summed into one result, for up to kMaxChannelsAtOnce channels in the same pass over memory.
 //
 // sum(args, group, k, is_first, sums) adds the terms of a group's spans to sums[k], sums[k + 1], ..., one for
 // each channel; with is_first it sets these sums. finish(k, channel, sums, unit, count) receives sums[k]
@@ -137,7 +137,7 @@ template <class T, int kRowsAtOnce>
 struct RowPrefetcher {
   const StridedOperand<T>& operand;
   int64_t length;           // of a row
-  const T* next = nullptr;  // what is prefetched while the first vector is summed
+  const T* next = nullptr;  // what is prefetched while the rows' first vectors are summed
 
   // row: the first of the rows that are summed now. If rows do not lie side by side, `next` is
   // this row, and prefetching has no effect.
@@ -150,16 +150,17 @@ struct RowPrefetcher {
   FASTVIT_HOST_DEVICE void prefetch(FullVector<A> position) const {
     const char* bytes = reinterpret_cast<const char*>(next + kRowsAtOnce * position.i);
     for (int64_t b = 0; b < kRowsAtOnce * kLanes<A> * int64_t(sizeof(T)); b += 64)
-      __builtin_prefetch(bytes + b, /*rw=*/0, /*locality=*/2);  // into L2: more misses may be open than in L1
+      __builtin_prefetch(bytes + b, /*rw=*/0,
+                         /*locality=*/2);  // into L2, which allows more misses at a time than L1
   }
   template <class A>
   FASTVIT_HOST_DEVICE void prefetch(LastVector<A>) const {}
 };
 
 // The two sums of up to kMaxSegmentLength channels over a chunk of rows. kRowsAtOnce rows are added to the
-// table of sums at once, so that the table is loaded and stored once for all of them. Sums of a few channels
-// over all rows would fit into registers and need no table, but would read memory out of order, which is
-// slower.
+// table of sums at once, so that the table is loaded and stored once for all of them. Summing only a few
+// channels at a time over all rows would keep the sums in registers, without a table, but would jump from row
+// to row in memory, which is slower.
 template <class A, int kRowsAtOnce>
 struct RowSums {
   static constexpr int L = kLanes<A>;
