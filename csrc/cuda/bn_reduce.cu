@@ -14,9 +14,12 @@
 
 namespace fastvit {
 
-template <class A, bool kHasExchange>
-struct BnReduceParams : BnBackwardArgs, ExchangeParams<kHasExchange> {
+struct BnReducePlannedArgs : BnBackwardArgs {
   LaunchPlan plan;
+};
+
+template <class A, bool kHasExchange>
+struct BnReduceParams : BnReducePlannedArgs, ExchangeParams<kHasExchange> {
   SliceResults<GradientSums<A>> slice_results;  // in global memory, until they are merged
   unsigned* exchange_counters;                  // of an exchange between ranks, see kExchangeCounters
 };
@@ -119,7 +122,7 @@ void backend::bn_reduce(const BnBackwardArgs& args) {
                                       .plan(make_resident_blocks_query<T>(context, kernel_of));
           const MergeMemory<GradientSums<A>> merge_memory(plan, context, kHasExchange);
           const BnReduceParams<A, kHasExchange> params{
-              {args}, exchange_params, plan, merge_memory.slice_results(), merge_memory.exchange_counters};
+              {{args}, plan}, exchange_params, merge_memory.slice_results(), merge_memory.exchange_counters};
           launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, params);
         });
   });

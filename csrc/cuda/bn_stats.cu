@@ -15,9 +15,12 @@
 
 namespace fastvit {
 
-template <class A, bool kHasExchange>
-struct BnStatsParams : BnStatsArgs, ExchangeParams<kHasExchange> {
+struct BnStatsPlannedArgs : BnStatsArgs {
   LaunchPlan plan;
+};
+
+template <class A, bool kHasExchange>
+struct BnStatsParams : BnStatsPlannedArgs, ExchangeParams<kHasExchange> {
   SliceResults<PartialMoments<A>> slice_results;  // in global memory, until they are merged
   unsigned* exchange_counters;                    // of an exchange between ranks, see kExchangeCounters
 };
@@ -97,7 +100,7 @@ void backend::bn_stats(const BnStatsArgs& args) {
                                       .plan(make_resident_blocks_query<T>(context, kernel_of));
           const MergeMemory<PartialMoments<A>> merge_memory(plan, context, kHasExchange);
           const BnStatsParams<A, kHasExchange> params{
-              {args}, exchange_params, plan, merge_memory.slice_results(), merge_memory.exchange_counters};
+              {{args}, plan}, exchange_params, merge_memory.slice_results(), merge_memory.exchange_counters};
           launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, params);
         });
   });
