@@ -10,8 +10,8 @@
 // the type Scalar and whose value is not used. Every branch selects one of two computed values, so the code
 // is the same for a scalar and for a vector.
 //
-// The gradient at a kink is torch's: at v = 0 that of the side v < 0. That is right also where y = 0 stands
-// for a tiny negative v, whose leaky_relu underflowed. If v is NaN, y is NaN.
+// The gradient at a kink is torch's: at v = 0 that of the side v < 0. So backward_from_output is right also
+// where leaky_relu of a tiny negative v has underflowed to y = 0. If v is NaN, y is NaN.
 #pragma once
 
 #include "elementary_functions.h"

@@ -43,7 +43,7 @@ struct ActArgs {
   const void *x, *gate;  // gate: null if the call has none
   const void* dy;        // null in forward
   void* y;               // null in backward
-  void *dx, *dgate;      // null in forward; dgate also without a gate
+  void *dx, *dgate;      // null in forward; dgate is also null without a gate
 };
 
 namespace backend {

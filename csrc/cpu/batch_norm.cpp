@@ -4,8 +4,8 @@
 //
 // A is the accumulation type: double for tensors of double, else float. xhat is (x - mean) * invstd, dv is
 // the gradient of the activation's input. A count is stored as two numbers (pack_count), so that a large
-// count is exact in float. saved: mean[C], invstd[C], count. A unit is a row or, with planes, the same
-// segment of all channels' planes at one outer index (NCHW: of one image).
+// count is exact in float. saved: mean[C], invstd[C], count. With rows, a unit is a row. With planes, a unit
+// is the same segment of all channels' planes of one image (NCHW).
 #include <cmath>
 #include <limits>
 

@@ -86,8 +86,8 @@ CpuPlan plan_cpu_work(const WalkLayout& layout) {
   plan.segments = std::max<int64_t>(1, ceil_div(span_length, std::max<int64_t>(plan.segment_length, 1)));
   plan.planes_at_once =
       layout.inner < kMinLengthSummedAlone ? kMaxSegmentLength / std::max<int64_t>(layout.inner, 1) : 1;
-  // A unit is a row or, with planes, the same segment of all channels' planes at one outer index (NCHW: of
-  // one image).
+  // With rows, a unit is a row. With planes, a unit is the same segment of all channels' planes of one image
+  // (NCHW).
   plan.units = layout.is_rows ? layout.outer : layout.outer * plan.segments;
   const int64_t max_tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kMinTaskElements), 1, kMaxTasks);
   const int64_t max_slices =

@@ -21,14 +21,14 @@ namespace fastvit {
 constexpr int64_t kMaxSegmentLength = 2048;
 
 // The division of a call's work. It depends only on shapes, so results do not depend on the number of
-// threads. A reduction has slices * tiles tasks: a task sums the channels of a tile over the units of a
-// slice.
+// threads. A reduction has slices * tiles tasks: a task sums a tile (some channels) over a slice (some
+// units).
 struct CpuPlan {
   int64_t segments;        // number of segments into which a span is divided
   int64_t segment_length;  // elements of a segment; the last segment of a span may be shorter
   int64_t planes_at_once;  // short planes of a channel that are summed into one result; 1 if planes are long
-  // Number of units. A unit is a row or, with planes, the same segment of all channels' planes at one outer
-  // index (NCHW: of one image).
+  // Number of units. With rows, a unit is a row. With planes, a unit is the same segment of all channels'
+  // planes of one image (NCHW).
   int64_t units;
   int64_t slices;  // number of slices: a slice is a range of units, with a result per channel
   int64_t tiles;   // number of tiles: a tile is a range of channels
@@ -75,7 +75,7 @@ struct CpuLayerNormBackwardParams : LayerNormArgs {
   int64_t padded_columns;  // columns, rounded up to whole SIMD vectors
   // Each slice's sums of dy and of dy * xhat. chunk_sums, [slices][2][padded_columns], has the sums of one
   // chunk of at most 128 rows, and is added to slice_sums, [slices][2][columns], after each chunk. Neither is
-  // used if `sums` is null.
+  // used if LayerNormArgs::sums is null.
   void* chunk_sums;
   double* slice_sums;
 };

@@ -19,9 +19,9 @@ struct BnBackwardParams : BnBackwardArgs {
 
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kVariant: dv is computed from x, from x and a residual, or from y.
-// kIsRows: a block walks its tile's columns of the rows, and a thread has V columns, each with its channel. A
-// row is all channels of a position (channels_last, tokens), or all channels' planes of one image if these
-// are short, such as 7x7. Otherwise it walks planes (NCHW) of one channel.
+// kIsRows: a row is all channels of a position (channels_last, tokens), or all channels' planes of one image
+// if these are short, such as 7x7. A block walks its tile's columns of the rows, and a thread has V of these
+// columns. Without kIsRows a block walks planes (NCHW) of one channel.
 // A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)

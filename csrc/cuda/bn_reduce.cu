@@ -27,9 +27,9 @@ struct BnReduceParams : BnReducePlannedArgs, ExchangeParams<kHasExchange> {
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kVariant: dv is computed from x, from x and a residual, or from y.
 // kHasExchange: the sums are added over ranks.
-// kIsRows: a block walks its tile's columns of the rows, and a thread has V columns, each with its channel. A
-// row is all channels of a position (channels_last, tokens), or all channels' planes of one image if these
-// are short, such as 7x7. Otherwise it walks planes (NCHW) of one channel.
+// kIsRows: a row is all channels of a position (channels_last, tokens), or all channels' planes of one image
+// if these are short, such as 7x7. A block walks its tile's columns of the rows, and a thread has V of these
+// columns. Without kIsRows a block walks planes (NCHW) of one channel.
 // A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
 // Kept in one function: if the lambda finish_and_write_sums were a function, some kernels would need more
 // registers.

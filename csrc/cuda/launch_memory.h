@@ -27,14 +27,14 @@ class Scratch {
   void* data = nullptr;
 };
 
-// Returns the kMaxSemaphores + kExchangeCounters counters of the current stream. They are zero before and
-// after every launch. The launches of a stream access memory one after the other (see KernelParams), so they
-// share the counters, and none has to clear them.
+// Returns the kMaxSemaphores + kExchangeCounters counters of the current stream. They are zero before every
+// launch, and the kernel leaves them as zeros. No two kernels of a stream access memory at the same time
+// (KernelParams waits for the previous kernel), so all launches of a stream share the counters.
 //
-// The counters are allocated once and never freed. They are not from torch's allocator: the first launch may
-// be in the warm-up of a CUDA graph, where torch's memory comes from the graph's pool and must be returned to
-// it. The counters are found by the stream's id, not by its handle: the handle of a destroyed stream may be
-// given to a new one while work of the old one still runs.
+// The counters are allocated once and never freed. They are not from torch's allocator, since that may serve
+// the first launch from the memory pool of a CUDA graph, to which the memory must be returned. The counters
+// are found by the stream's id, not by its handle: the handle of a destroyed stream may be given to a new one
+// while work of the old one still runs.
 inline unsigned* stream_semaphores(const LaunchContext& context) {
   static std::mutex mutex;
   // (device, stream id) -> counters
@@ -58,11 +58,11 @@ inline unsigned* stream_semaphores(const LaunchContext& context) {
   return counters;
 }
 
-// The memory with which a launch merges slices. With has_exchange it also has the counters of the exchange
-// between ranks, by which a block learns whether it is one of the last to finish, which wait for other ranks.
-// A launch that is captured into a CUDA graph has counters of its own, which the graph clears: the graph may
-// run on any stream, at the same time as other work. R: a slice's result for one channel, such as
-// PartialMoments.
+// The memory with which a launch merges slices. A slice is a share of a channel's values that one block
+// reduces. With has_exchange there are also the counters of the exchange between ranks. By these a block
+// learns whether it is one of the last to finish; the last blocks wait for other ranks. A launch that is
+// captured into a CUDA graph has counters of its own, which the graph clears: the graph may run on any
+// stream, at the same time as other work. R: a slice's result for one channel, such as PartialMoments.
 template <class R>
 class MergeMemory {
  public:

@@ -18,7 +18,8 @@ struct LayerNormBackwardParams : LayerNormArgs {
   A* block_sums;  // [blocks][2][columns]: of dy and of dy * xhat; null: no sums are needed
 };
 
-// 24 columns of half would take more registers than a thread has if two blocks share a multiprocessor.
+// The columns of a row that a member of a team may hold. Other types may hold 24; 24 columns of __half would
+// take more registers than a thread has if two blocks share a multiprocessor.
 template <>
 constexpr int kBackwardColumnChoices<__half>[2] = {16, 16};
 

@@ -1,7 +1,8 @@
 // for_each_batch walks the elements of one block by a LaunchPlan, and calls a kernel's body with batches.
 //
 // A block has a tile (some channels) and a slice (a share of the values of these channels). A slice has
-// units. A unit is a row (all channels for one outer index), a plane (the inner dimension for one outer index
+// units. A unit is a row (all channels for one outer index; with short planes, all channels' planes of one
+// image, so that a channel has columns_per_channel columns), a plane (the inner dimension for one outer index
 // and one channel) or a segment of a plane. The members of a team of threads access consecutive memory of a
 // unit. A batch is the vectors that a thread loads together. The units of the slices are interleaved: at any
 // time all blocks access neighboring memory.
@@ -138,7 +139,7 @@ __device__ __forceinline__ void load_thread_constants(Constants (&thread_constan
 }
 
 // Planes: calls body(batch) for this thread's elements of channel work.tile. data0 is the address of operand
-// 0, whose 16-byte boundaries are at the same elements as those of the other operands. A unit has `head`
+// 0. The 16-byte boundaries of all operands are at the same elements as its boundaries. A unit has `head`
 // single elements up to a boundary, then vectors, then single elements again. If V is 1, each element is a
 // vector. Kept in one function: with functions for its parts, some kernels have more instructions.
 template <int V, int U, int kOperands, WalkOrder kOrder, class Body>

@@ -4,11 +4,12 @@
 // (mean[C], M2[C] and the count, stored as two numbers), or two sums of each of C channels.
 //
 // Memory:  a message is a header and a payload. The header is two packets with the tag, by which ranks see
-//          that they are in the same exchange; each word of the tag stands beside the epoch, the number of
-//          the exchange. The payload is the op's numbers as they are. The sender copies the payload into each
-//          peer's inbox and writes the header afterwards. The receiver merges the payload where it lies, so a
-//          cache line crosses between cores once. A release fence before the header is written, and an
-//          acquire fence after it is read, order header and payload; on x86 the fences cost nothing.
+//          that they are in the same exchange; each packet has two words of the tag, and after each word the
+//          epoch, the number of the exchange. The payload is the op's numbers as they are. The sender copies
+//          the payload into each peer's inbox and writes the header afterwards. The receiver merges the
+//          payload where it lies, so a cache line crosses between cores once. A release fence before the
+//          header is written, and an acquire fence after it is read, order header and payload; on x86 the
+//          fences cost nothing.
 // Waiting: in slices of time (WaitSlice). Between two slices Python handles signals and looks for peers that
 //          have ended.
 #include "cpu_exchange.h"
@@ -44,8 +45,9 @@ Packet load_packet(const Packet* source) {
   return std::bit_cast<Packet>(std::array<uint64_t, 2>{load_relaxed(words[0]), load_relaxed(words[1])});
 }
 
-// Where the message of `sender` begins in the inbox of `receiver`. The capacity counts packets of a GPU, in
-// which every second word is an epoch. A CPU's payload has no epochs, so it needs half as many packets.
+// Where the message of `sender` begins in the inbox of `receiver`. `capacity` is the largest payload in
+// packets of a GPU, in which every second word is an epoch. A CPU's payload has no epochs, so it needs half
+// as many packets.
 Packet* inbox_slot(const Exchange& exchange, int receiver, int sender, uint32_t epoch) {
   const InboxLayout inbox{exchange.world, (exchange.capacity + 1) / 2};
   return reinterpret_cast<Packet*>(exchange.arenas[receiver] + 1) + inbox.slot_offset(sender, epoch);
@@ -142,7 +144,7 @@ class CpuExchange {
       if (!slice.wait()) return;
     }
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    merge();  // reads the messages before this rank's next send, after which the peers may overwrite them
+    merge();  // the messages are read before this rank sends again: then peers may reuse their slots
     exchange_.own_arena().epoch = epoch_;
   }
 
@@ -164,8 +166,8 @@ class CpuExchange {
     return has_arrived(packet0, epoch_) && has_arrived(packet1, epoch_);
   }
 
-  // Whether a peer has abandoned this exchange or, if messages are still missing, any exchange. A rank
-  // abandons an exchange when it stops waiting after a fault.
+  // Whether a peer has abandoned this exchange or, if messages are still missing, any exchange: such a peer
+  // sends no more messages. A rank abandons an exchange when it stops waiting after a fault.
   bool has_abandoned(int peer, bool is_complete) const {
     const uint64_t abandoned_epoch = load_relaxed(exchange_.own_arena().abandoned_epoch_of[peer]);
     return abandoned_epoch != 0 && (!is_complete || abandoned_epoch == epoch_);
@@ -300,7 +302,7 @@ void exchange_abandon(Tensor exchange) {
   Arena& own_arena = group_exchange.own_arena();
   const uint32_t epoch = next_epoch(own_arena.epoch);
   group_exchange.report->epoch = epoch;
-  own_arena.failed = 1;  // as on a GPU; on a CPU no op reads it
+  own_arena.failed = 1;  // for whoever looks at the arena: the ops on a CPU do not read it
   for (int peer = 0; peer < group_exchange.world; ++peer)
     if (peer != group_exchange.rank)
       __atomic_store_n(&group_exchange.arenas[peer]->abandoned_epoch_of[group_exchange.rank], uint64_t(epoch),

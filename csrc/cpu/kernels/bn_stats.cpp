@@ -14,8 +14,8 @@ namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set
 namespace {
 
 // T: storage type. A: accumulation type. Planes: a span is a plane of one channel (NCHW). Rows: a span is a
-// row of all channels (channels_last, tokens). A unit is a row or, with planes, the same segment of all
-// channels' planes at one outer index (NCHW: of one image).
+// row of all channels (channels_last, tokens). With rows, a unit is a row. With planes, a unit is the same
+// segment of all channels' planes of one image (NCHW).
 template <class T, class A>
 struct BnStatsKernel {
   static constexpr int kRowsAtOnce = 4;

@@ -90,8 +90,8 @@ struct ChannelConstant {
 };
 
 // A task of a reduction: the channels [first_channel, end_channel), which are a tile, in the units
-// [first_unit, end_unit), which are a slice. A unit is a row or, with planes, the same segment of all
-// channels' planes at one outer index (NCHW: of one image).
+// [first_unit, end_unit), which are a slice. With rows, a unit is a row. With planes, a unit is the same
+// segment of all channels' planes of one image (NCHW).
 struct Task {
   int64_t slice, first_unit, end_unit, first_channel, end_channel;
 };

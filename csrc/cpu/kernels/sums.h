@@ -58,9 +58,9 @@ FASTVIT_HOST_DEVICE TermPair<A> sum_span(int64_t length, const ComputeTerms& com
 }
 
 // Sums the planes of a task (a range of channels and of units), in the order of memory. A segment is a plane
-// or a part of it; a unit is the same segment of all channels' planes at one outer index (NCHW: of one
-// image). Long planes are summed segment by segment. If planes are short, plan.planes_at_once planes of a
-// channel are summed into one result, for up to kMaxChannelsAtOnce channels in the same pass over memory.
+// or a part of it; a unit is the same segment of all channels' planes of one image (NCHW). Long planes are
+// summed segment by segment. If planes are short, plan.planes_at_once planes of a channel are summed into one
+// result, for up to kMaxChannelsAtOnce channels in the same pass over memory.
 //
 // sum(args, group, k, is_first, sums) adds the terms of a group's spans to sums[k], sums[k + 1], ..., one for
 // each channel; with is_first it sets these sums. finish(k, channel, sums, unit, count) receives sums[k]
