@@ -11,7 +11,8 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
 
   // The instruction set of the CPU kernels, such as "avx512".
   m.def("cpu_capability() -> str");
-  // What the CUDA kernels were built for, or why they were not built, and a checksum of the sources.
+  // The architectures that the CUDA kernels were built for, or why they were not built; and a checksum of the
+  // sources.
   m.def("cuda_build() -> str");
 
   // Exchanges. In an exchange, every rank of a process group sends its `numbers` to all ranks, and all merge

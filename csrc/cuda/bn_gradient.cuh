@@ -138,7 +138,7 @@ __device__ __forceinline__ void accumulate_sums(
   for (int k = 0; k < kThreadChannels; ++k) thread_sums[k].add(batch_sums[k]);
 }
 
-// What mean and invstd, which depend on x, add to a channel's gradient:
+// The mean and invstd depend on x too. This is what they add to a channel's gradient:
 // dx = scale * (dv - mean_dv - slope * second_factor).
 template <class A>
 struct StatisticsCorrection {

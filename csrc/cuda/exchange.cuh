@@ -108,7 +108,7 @@ class MessageReceiver {
     }
   };
 
-  // Where the message of a rank begins in this rank's inbox.
+  // Returns the beginning of a rank's message in this rank's inbox.
   __device__ __forceinline__ peer::Packet* message_of(int rank) const {
     return exchange.inbox_slot(exchange.rank, rank, epoch);
   }

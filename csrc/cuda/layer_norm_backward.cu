@@ -4,7 +4,7 @@
 // Memory:   reads x and dy once; writes dx, and two numbers per block and column. Bound by bandwidth.
 // Mapping:  a team of threads takes a row, see layer_norm.cuh. A block takes rows until none is left, and
 //           keeps the weight in shared memory. A thread keeps the sums of its columns from row to row. At the
-//           end a block's teams add theirs in shared memory, and a second kernel adds those of all blocks.
+//           end a block's teams add these sums in shared memory. A second kernel adds the sums of all blocks.
 // Numerics: float (double for double). The order of sums depends on shapes, alignment, device; no atomics.
 // Source:   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "launch_memory.h"

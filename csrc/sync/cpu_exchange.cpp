@@ -45,9 +45,9 @@ Packet load_packet(const Packet* source) {
   return std::bit_cast<Packet>(std::array<uint64_t, 2>{load_relaxed(words[0]), load_relaxed(words[1])});
 }
 
-// Where the message of `sender` begins in the inbox of `receiver`. `capacity` is the largest payload in
-// packets of a GPU, in which every second word is an epoch. A CPU's payload has no epochs, so it needs half
-// as many packets.
+// Returns the beginning of the message of `sender` in the inbox of `receiver`. `capacity` is the largest
+// payload in packets of a GPU, in which every second word is an epoch. A CPU's payload has no epochs, so it
+// needs half as many packets.
 Packet* inbox_slot(const Exchange& exchange, int receiver, int sender, uint32_t epoch) {
   const InboxLayout inbox{exchange.world, (exchange.capacity + 1) / 2};
   return reinterpret_cast<Packet*>(exchange.arenas[receiver] + 1) + inbox.slot_offset(sender, epoch);

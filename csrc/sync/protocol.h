@@ -70,7 +70,7 @@ FASTVIT_HOST_DEVICE NumberKind number_kind_of(const Tag& tag) {
 // which matches every forward_index. Each rank compares the tags of all ranks with its own tag, so every rank
 // sees a mismatch. There is one exception: the tag of a replaying rank may match those of two peers whose
 // forward_index differs. That rank notices one exchange later, when it finds that the peers have abandoned
-// theirs.
+// the exchange.
 FASTVIT_HOST_DEVICE bool tags_match(const Tag& a, const Tag& b) {
   return a == Tag{b.layer, a.forward_index, b.words, b.kind} &&
          (a.forward_index == b.forward_index || a.forward_index == 0 || b.forward_index == 0);
@@ -159,7 +159,7 @@ struct alignas(128) Arena {
 // message e - 1 before a slow peer has read it.
 constexpr int kSlotsPerSender = 2;
 
-// Where the slots are in an inbox. Sizes and offsets are in packets.
+// The places of the slots in an inbox. Sizes and offsets are in packets.
 struct InboxLayout {
   int64_t world;     // the number of ranks
   int64_t capacity;  // of a slot: packets of the largest payload
@@ -184,7 +184,7 @@ struct Exchange {
   Arena* arenas[kMaxRanks] = {};  // of all ranks
 
   FASTVIT_HOST_DEVICE Arena& own_arena() const { return *arenas[rank]; }
-  // Where the message from `sender` begins in the inbox of `receiver`, between GPUs.
+  // Returns the beginning of the message from `sender` in the inbox of `receiver`, between GPUs.
   FASTVIT_HOST_DEVICE Packet* inbox_slot(int receiver, int sender, uint32_t epoch) const {
     return reinterpret_cast<Packet*>(arenas[receiver] + 1) +
            InboxLayout{world, capacity}.slot_offset(sender, epoch);

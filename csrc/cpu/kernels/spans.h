@@ -124,7 +124,7 @@ bool bypasses_cache(int64_t elements) {
   return elements * int64_t(sizeof(T)) >= kMinBytes;
 }
 
-// What one call of a kernel's body works on: `spans` spans of `length` elements in every tensor. They are the
+// A kernel's body is called for a SpanGroup: `spans` spans of `length` elements in every tensor. They are the
 // planes of consecutive channels, or consecutive rows, or one span, or one segment of a span.
 template <class T>
 struct SpanGroup {
