@@ -26,10 +26,10 @@ void define_activations(Library& m) {
 }
 
 // The places of an op's tensors in WalkLayout::strides.
-struct ActForwardStrides {  // of act_forward
+struct ActForwardOperandIndex {  // of act_forward
   static constexpr int x = 0, y = 1, gate = 2;
 };
-struct ActBackwardStrides {  // of act_backward
+struct ActBackwardOperandIndex {  // of act_backward
   static constexpr int x = 0, dy = 1, dx = 2, gate = 3, dgate = 4;
 };
 

@@ -48,14 +48,14 @@ void define_batch_norm(Library& m) {
 }
 
 // ------------------------------------------------------------------------------------ arguments of kernels
-// The places of an op's activations in WalkLayout::strides.
-struct ForwardStrides {  // of bn_stats, bn_forward, bn_forward_inplace and bn_apply
+// The indices of an op's operands, its activation-sized tensors, in WalkLayout::strides.
+struct ForwardOperandIndex {  // of bn_stats, bn_forward, bn_forward_inplace and bn_apply
   static constexpr int x = 0, y = 1, residual = 2;
 };
-struct ReduceStrides {  // of bn_reduce
+struct ReduceOperandIndex {  // of bn_reduce
   static constexpr int input = 0, dy = 1, residual = 2;
 };
-struct BackwardStrides {  // of bn_backward
+struct BackwardOperandIndex {  // of bn_backward
   static constexpr int input = 0, dy = 1, dx = 2, residual = 3, dresidual = 4;
 };
 

@@ -12,8 +12,8 @@
 //     Tensor scale(const ScaleCall& call);
 //     m.impl("scale", call_op<scale>);
 //
-// C++ initializes the members in the order of their declarations. If that is not the order of the schema,
-// only the tests find it, which call each op with each argument.
+// C++ initializes the members in the order of their declarations. Only the tests check that this is the order
+// of the schema: they call each op with each argument.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

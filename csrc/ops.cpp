@@ -28,8 +28,8 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   // Sends this rank's numbers through the arenas, awaits those of all ranks and returns them merged.
   m.def("exchange_merge(Tensor numbers, Tensor exchange) -> Tensor");
   // On a CPU, goes on waiting for an exchange. exchange_merge and this op return after a slice of time even
-  // if messages are missing, so that Python can handle signals; a report in `exchange` names the missing
-  // ranks. `result` is what exchange_merge returned.
+  // if messages are missing, so that Python can handle signals; the report whose address is in `exchange`
+  // names the missing ranks. `result` is what exchange_merge returned.
   m.def("exchange_wait(Tensor(a!) result, Tensor exchange) -> ()");
   // On a CPU, abandons the exchange, and tells all other ranks, whose exchange fails then.
   m.def("exchange_abandon(Tensor exchange) -> ()");
@@ -42,8 +42,8 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   // On a CPU, merges this rank's numbers with the messages that it has received from the other ranks.
   m.def("merge_received(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
   // On a GPU, returns the message with this rank's numbers: moments for an all_gather, sums for an
-  // all_reduce. A message of sums has a place for the tag of each rank, so their sum has the tags of all
-  // ranks.
+  // all_reduce. A message of sums has a place for the tag of each rank, and zeros in the places of other
+  // ranks, so the sum of the messages has the tags of all ranks.
   m.def("pack_message(Tensor numbers, Tensor exchange) -> Tensor");
   // On a GPU, merges what the collective has returned: the messages of all ranks, or their sum.
   m.def("merge_messages(Tensor messages, Tensor numbers, Tensor exchange) -> Tensor");
@@ -61,8 +61,9 @@ static std::string cpu_capability() {
   return fastvit::kernel_table().name;
 }
 
-// The build defines FASTVIT_CUDA_BUILD, a string literal. [[gnu::used]] keeps it in one piece in the bytes of
-// the library, where tools/gpu_steps.py finds the checksum of the sources without loading the library.
+// The build defines FASTVIT_CUDA_BUILD, a string literal. [[gnu::used]] keeps the compiler from removing or
+// splitting it, so that tools/gpu_steps.py finds the checksum of the sources in the bytes of the library,
+// without loading it.
 [[gnu::used]] static const char cuda_build_text[] = FASTVIT_CUDA_BUILD;
 static std::string cuda_build() {
   return cuda_build_text;

@@ -42,7 +42,7 @@ struct ExpConstants<double> {
 
 // Returns exp(v) - 1 for |v| <= ln 2 / 2, from the Taylor series.
 template <class V>
-FASTVIT_HOST_DEVICE V expm1_near_0(V v) {
+FASTVIT_FORCE_INLINE V expm1_near_0(V v) {
   using Scalar = ElementOf<V>;
   V series{};  // Horner's rule with the coefficients 1/13!, ..., 1/8! (double only), 1/7!, ..., 1/2!
   if constexpr (sizeof(Scalar) == 8) {
@@ -71,20 +71,20 @@ struct ReducedArgument {
   Integers exponent;
   V remainder;
 
-  explicit FASTVIT_HOST_DEVICE ReducedArgument(V v) {
+  explicit FASTVIT_FORCE_INLINE ReducedArgument(V v) {
     const V shifted = v * Constants::kLog2E + Constants::kRound;
     const V whole = shifted - Constants::kRound;
     exponent = Integers(shifted) - Integers(V{} + Constants::kRound);  // casts of vectors keep the bits
     remainder = (v - whole * Constants::kLn2High) - whole * Constants::kLn2Low;
   }
 
-  static FASTVIT_HOST_DEVICE V power_of_2(Integers k) {
+  static FASTVIT_FORCE_INLINE V power_of_2(Integers k) {
     return V((k + Constants::kExponentBias) << Constants::kFractionBits);
   }
 };
 
 template <class V, class = decltype(V{}[0])>
-FASTVIT_HOST_DEVICE V fast_exp(V v) {
+FASTVIT_FORCE_INLINE V fast_exp(V v) {
   using Reduced = ReducedArgument<V>;
   using Constants = typename Reduced::Constants;
   v = v < Constants::kMinExp ? V{} + Constants::kMinExp : v;
@@ -99,7 +99,7 @@ FASTVIT_HOST_DEVICE V fast_exp(V v) {
 
 // For v <= 0.
 template <class V, class = decltype(V{}[0])>
-FASTVIT_HOST_DEVICE V fast_expm1(V v) {
+FASTVIT_FORCE_INLINE V fast_expm1(V v) {
   using Reduced = ReducedArgument<V>;
   using Constants = typename Reduced::Constants;
   v = v < Constants::kMinExpm1 ? V{} + Constants::kMinExpm1 : v;
@@ -109,7 +109,7 @@ FASTVIT_HOST_DEVICE V fast_expm1(V v) {
 }
 
 template <class V, class = decltype(V{}[0])>
-FASTVIT_HOST_DEVICE V fast_log1p(V v) {
+FASTVIT_FORCE_INLINE V fast_log1p(V v) {
   for (unsigned i = 0; i < sizeof(V) / sizeof(v[0]); ++i) v[i] = std::log1p(v[i]);
   return v;
 }

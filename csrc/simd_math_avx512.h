@@ -12,7 +12,7 @@ namespace fastvit {
 
 typedef float Float32x16 __attribute__((vector_size(64)));
 
-FASTVIT_HOST_DEVICE Float32x16 fast_exp(Float32x16 v) {
+FASTVIT_FORCE_INLINE Float32x16 fast_exp(Float32x16 v) {
   using Constants = ExpConstants<float>;
   // _mm512_max_ps and _mm512_min_ps return their second argument if it is NaN, so NaN stays NaN.
   v = Float32x16(_mm512_max_ps(_mm512_set1_ps(Constants::kMinExp), __m512(v)));
@@ -23,8 +23,9 @@ FASTVIT_HOST_DEVICE Float32x16 fast_exp(Float32x16 v) {
   return Float32x16(_mm512_scalef_ps(__m512(expm1_near_0(remainder) + 1.0f), exponent));
 }
 
-// Returns 1 / v. The unnamed argument tells the type of the elements, as in the other versions.
-FASTVIT_HOST_DEVICE Float32x16 reciprocal(Float32x16 v, float) {
+// Returns 1 / v. The unnamed argument has the type of the elements, which the reciprocal of any V
+// (elementary_functions.h) takes.
+FASTVIT_FORCE_INLINE Float32x16 reciprocal(Float32x16 v, float) {
   const __m512 estimate = _mm512_rcp14_ps(__m512(v));
   const __m512 error = _mm512_fnmadd_ps(__m512(v), estimate, _mm512_set1_ps(1.0f));
   // If v is 0, infinite or NaN, the error is NaN and the estimate is already the result.

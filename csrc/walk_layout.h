@@ -44,7 +44,7 @@ struct WalkLayout {
   int64_t outer_size[kMaxOuterDims] = {};  // the slowest dimension first
   int64_t outer = 1;                       // the product of outer_size; 0 if the tensors are empty
   int64_t channels = 1, inner = 1;
-  Strides strides[kMaxOperands];  // ForwardStrides and the like in batch_norm.h name the indices
+  Strides strides[kMaxOperands];  // ForwardOperandIndex and the like in batch_norm.h name the indices
 
   FASTVIT_HOST_DEVICE int64_t numel() const { return outer * channels * inner; }
   FASTVIT_HOST_DEVICE int64_t values_per_channel() const { return outer * inner; }

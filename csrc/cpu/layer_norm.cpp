@@ -8,7 +8,7 @@
 namespace fastvit {
 namespace {
 
-// With fewer rows, the sums of a slice would take about as much memory as its rows.
+// A slice has 24 bytes of sums per column. With fewer rows these would be as many bytes as its values.
 constexpr int64_t kMinLayerNormRowsPerSlice = 16;
 constexpr int64_t kMaxLanes = 16;  // of a SIMD register: AVX-512 and float
 

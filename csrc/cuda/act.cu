@@ -23,8 +23,8 @@ struct ActParams : ActArgs {
 template <bool kBackward, bool kGated>
 struct ActKernelOperands {
   static constexpr int kCount = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);
-  static constexpr int kGate = kBackward ? ActBackwardStrides::gate : ActForwardStrides::gate;
-  static constexpr int kResult = kBackward ? ActBackwardStrides::dx : ActForwardStrides::y;
+  static constexpr int kGate = kBackward ? ActBackwardOperandIndex::gate : ActForwardOperandIndex::gate;
+  static constexpr int kResult = kBackward ? ActBackwardOperandIndex::dx : ActForwardOperandIndex::y;
 };
 
 // Computes one element. Forward overwrites x with y; backward overwrites x with dx, and a gate with dgate.
@@ -47,7 +47,7 @@ __device__ __forceinline__ void compute_element(A& x, const A& dy, A& gate, A ac
 // a gate.
 // kIsRows: a block walks rows, in which channels are the fastest dimension, instead of planes of one channel.
 // There are no constants per channel, so rows and planes differ only in the order of the accesses.
-// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
 template <class T, bool kIsRows, int V, bool kBackward, bool kGated>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     act_kernel(const __grid_constant__ KernelParams<ActParams> kernel_params) {
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   for_each_batch<kIsRows, V, kBatchVectors, Operands::kCount, WalkOrder::ascending>(
       args.plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], dy[kBackward ? B::U : 1], gate[kGated ? B::U : 1];
-        batch.template load<kEvictFirst>(x, args.x, ActForwardStrides::x);
-        if constexpr (kBackward) batch.template load<kEvictFirst>(dy, args.dy, ActBackwardStrides::dy);
+        batch.template load<kEvictFirst>(x, args.x, ActForwardOperandIndex::x);
+        if constexpr (kBackward) batch.template load<kEvictFirst>(dy, args.dy, ActBackwardOperandIndex::dy);
         if constexpr (kGated) batch.template load<kEvictFirst>(gate, args.gate, Operands::kGate);
 #pragma unroll
         for (int j = 0; j < B::U; ++j)
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
             if constexpr (kBackward && kGated) gate[j].pack(gate_values);
           });
         batch.store(x, kBackward ? args.dx : args.y, Operands::kResult);
-        if constexpr (kBackward && kGated) batch.store(gate, args.dgate, ActBackwardStrides::dgate);
+        if constexpr (kBackward && kGated) batch.store(gate, args.dgate, ActBackwardOperandIndex::dgate);
       });
 }
 
@@ -99,7 +99,7 @@ void run_act(const ActArgs& args) {
                                           .operands = ActKernelOperands<kBackward, kGated>::kCount,
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
-                                          .reduced_operands = 0,
+                                          .reduced_operands = 0,  // no reduction
                                           .min_waves = kMaxWaves}
                                 // blocks are cheap to begin: they load no constants
                                 .plan(make_resident_blocks_query<T>(context, kernel_of));

@@ -5,7 +5,7 @@
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. Loads and
 //           stores of 16 bytes.
 // Numerics: arithmetic in float (double for double).
-// Needs:    with from_output, an invertible activation, and gamma != 0, which a floor of |gamma| ensures.
+// Needs:    if the input is y (from_output), an invertible activation and a floor of |gamma|, see moments.h.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "bn_gradient.cuh"
 #include "launch.cuh"
@@ -17,12 +17,11 @@ struct BnBackwardParams : BnBackwardArgs {
   LaunchPlan plan;
 };
 
-// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
-// kVariant: dv is computed from x, from x and a residual, or from y.
-// kIsRows: a row is all channels of a position (channels_last, tokens), or all channels' planes of one image
-// if these are short, such as 7x7. A block walks its tile's columns of the rows, and a thread has V of these
-// columns. Without kIsRows a block walks planes (NCHW) of one channel.
-// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element. kVariant: dv is
+// computed from x, from x and a residual, or from y. kIsRows: a block walks its tile's columns of rows, and a
+// thread has V of these columns. A row is all channels of one position (channels_last, tokens). If planes are
+// short, such as 7x7, a row is all planes of one image. Without kIsRows a block walks planes (NCHW) of one
+// channel. A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     bn_backward_kernel(const __grid_constant__ KernelParams<BnBackwardParams> kernel_params) {
@@ -52,14 +51,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   StatisticsCorrection<A> thread_corrections[kThreadChannels];
   load_thread_constants<kIsRows, V>(thread_constants, tile_constants, args.plan, work);
   load_thread_constants<kIsRows, V>(thread_corrections, tile_corrections, args.plan, work);
-  // An xhat that is recovered from y is clamped to this.
+  // |xhat| of n values is at most sqrt(n - 1). An xhat that is recovered from a rounded y is clamped to that.
   const A max_abs_xhat = compute_max_abs_xhat<A, kVariant>(args);
 
-  // bn_reduce walked from the end to the begin, which is still in the L2 cache.
+  // The previous op, bn_reduce, accessed the beginning last, so that it is still in the L2 cache.
   for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::ascending>(
       args.plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
-        inputs.template load<kNoHint, /*kResidualOperand=*/BackwardStrides::residual>(batch, args);
+        inputs.template load<kNoCacheHint, /*kResidualOperand=*/BackwardOperandIndex::residual>(batch, args);
         write_gradients<kIsRows>(batch, inputs, thread_constants, thread_corrections, args, max_abs_xhat);
       });
 }
@@ -78,7 +77,7 @@ void backend::bn_backward(const BnBackwardArgs& args) {
                                           .operands = args.residual ? 5 : 3,
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
-                                          .reduced_operands = 0}
+                                          .reduced_operands = 0}  // no reduction
                                 .plan(make_resident_blocks_query<T>(context, kernel_of));
     launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, BnBackwardParams{{args}, plan});
   });

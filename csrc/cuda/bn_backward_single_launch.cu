@@ -5,7 +5,7 @@
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h, and keeps
 //           the values in shared memory. The blocks of a tile wait for each other, so all must be resident.
 // Numerics: as bn_reduce and bn_backward.
-// Needs:    with from_output, an invertible activation, and gamma != 0, which a floor of |gamma| ensures.
+// Needs:    if the input is y (from_output), an invertible activation and a floor of |gamma|, see moments.h.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "bn_gradient.cuh"
 #include "launch_memory.h"
@@ -82,12 +82,11 @@ __device__ __forceinline__ void write_gradients_from_cache(
       });
 }
 
-// T: storage type of the tensors. V: elements of a vector of 16 bytes.
-// kVariant: dv is computed from x, from x and a residual, or from y.
-// kIsRows: a row is all channels of a position (channels_last, tokens), or all channels' planes of one image
-// if these are short, such as 7x7. A block walks its tile's columns of the rows, and a thread has V of these
-// columns. Without kIsRows a block walks planes (NCHW) of one channel.
-// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// T: storage type of the tensors. V: elements of a vector of 16 bytes. kVariant: dv is computed from x, from
+// x and a residual, or from y. kIsRows: a block walks its tile's columns of rows, and a thread has V of these
+// columns. A row is all channels of one position (channels_last, tokens). If planes are short, such as 7x7, a
+// row is all planes of one image. Without kIsRows a block walks planes (NCHW) of one channel. A thread loads
+// a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnBackwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
@@ -102,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   for (int tile_channel = threadIdx.x; tile_channel < work.channels(plan); tile_channel += kThreads)
     tile_constants[tile_channel] = GradientConstants<A, kVariant>::load(args, first_channel + tile_channel);
   __syncthreads();
-  // An xhat that is recovered from y is clamped to this.
+  // |xhat| of n values is at most sqrt(n - 1). An xhat that is recovered from a rounded y is clamped to that.
   const A max_abs_xhat = compute_max_abs_xhat<A, kVariant>(args);
 
   FASTVIT_DYNAMIC_SHARED(cache_bytes);  // declares the launch's dynamic shared memory
@@ -114,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   for_each_batch<kIsRows, V, kBatchVectors<kVariant>, kOperands<kVariant>, WalkOrder::descending>(
       plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
-        inputs.template load<kEvictFirst, /*kResidualOperand=*/BackwardStrides::residual>(batch, args);
+        inputs.template load<kEvictFirst, /*kResidualOperand=*/BackwardOperandIndex::residual>(batch, args);
         cache.store(batch, inputs);
         force_reload_from_shared();  // frees the registers of the inputs
         accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, max_abs_xhat,

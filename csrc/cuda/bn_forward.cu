@@ -70,12 +70,11 @@ __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
   if (threadIdx.x == 0) write_count<A>(args);
 }
 
-// T: storage type of x and y. V: elements of a vector, which is 16 bytes or one element.
-// kHasResidual: a residual is added before the activation.
-// kIsRows: a row is all channels of a position (channels_last, tokens), or all channels' planes of one image
-// if these are short, such as 7x7. A block walks its tile's columns of the rows, and a thread has V of these
-// columns. Without kIsRows a block walks planes (NCHW) of one channel.
-// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// T: storage type of x and y. V: elements of a vector, which is 16 bytes or one element. kHasResidual: a
+// residual is added before the activation. kIsRows: a block walks its tile's columns of rows, and a thread
+// has V of these columns. A row is all channels of one position (channels_last, tokens). If planes are short,
+// such as 7x7, a row is all planes of one image. Without kIsRows a block walks planes (NCHW) of one channel.
+// A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlocksOnSm90)
     bn_forward_kernel(const __grid_constant__ KernelParams<BnForwardParams> kernel_params) {
@@ -101,11 +100,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlo
   for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::descending>(
       args.plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], residual[kHasResidual ? B::U : 1];
-        batch.template load<kEvictFirst>(x, args.x, ForwardStrides::x);
+        batch.template load<kEvictFirst>(x, args.x, ForwardOperandIndex::x);
         if constexpr (kHasResidual)
-          batch.template load<kEvictFirst>(residual, args.residual, ForwardStrides::residual);
+          batch.template load<kEvictFirst>(residual, args.residual, ForwardOperandIndex::residual);
         normalize_batch<kIsRows, kHasResidual>(args, batch, x, residual, thread_affine);
-        batch.store(x, args.y, ForwardStrides::y);
+        batch.store(x, args.y, ForwardOperandIndex::y);
       });
 }
 
@@ -121,7 +120,7 @@ void backend::bn_forward(const BnForwardArgs& args) {
                                           .operands = args.residual ? 3 : 2,
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
-                                          .reduced_operands = 0}
+                                          .reduced_operands = 0}  // no reduction
                                 .plan(make_resident_blocks_query<T>(context, kernel_of));
     const bool is_empty = args.layout.numel() == 0,
                has_update_block = !args.saved_in && (is_empty || args.cumulative_average);

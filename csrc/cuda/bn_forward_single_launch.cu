@@ -30,12 +30,11 @@ __device__ __forceinline__ void write_count(const BnForwardArgs& args, double co
   if (args.num_batches_tracked) ++*args.num_batches_tracked;
 }
 
-// T: storage type of x and y. V: elements of a vector of 16 bytes.
-// kHasResidual: a residual is added.
-// kIsRows: a row is all channels of a position (channels_last, tokens), or all channels' planes of one image
-// if these are short, such as 7x7. A block walks its tile's columns of the rows, and a thread has V of these
-// columns. Without kIsRows a block walks planes (NCHW) of one channel.
-// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// T: storage type of x and y. V: elements of a vector of 16 bytes. kHasResidual: a residual is added.
+// kIsRows: a block walks its tile's columns of rows, and a thread has V of these columns. A row is all
+// channels of one position (channels_last, tokens). If planes are short, such as 7x7, a row is all planes of
+// one image. Without kIsRows a block walks planes (NCHW) of one channel. A thread loads a batch (type B) at a
+// time: B::U vectors of each operand, each of B::V elements.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnForwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
@@ -51,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
   for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::ascending>(
       plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U];
-        batch.template load<kEvictFirst>(x, args.x, ForwardStrides::x);
+        batch.template load<kEvictFirst>(x, args.x, ForwardOperandIndex::x);
         cache.store(batch, kCachedX, x);
         cache.advance(batch);
         thread_moments.add(batch, x);
@@ -90,11 +89,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
       plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], residual[kHasResidual ? B::U : 1];
         if constexpr (kHasResidual)
-          batch.template load<kEvictFirst>(residual, args.residual, ForwardStrides::residual);
+          batch.template load<kEvictFirst>(residual, args.residual, ForwardOperandIndex::residual);
         cache.load(batch, kCachedX, x);
         cache.advance(batch);
         normalize_batch<kIsRows, kHasResidual>(args, batch, x, residual, thread_affine);
-        batch.store(x, args.y, ForwardStrides::y);
+        batch.store(x, args.y, ForwardOperandIndex::y);
       });
 }
 

@@ -89,12 +89,12 @@ struct GradientInputs {
   static constexpr bool kHasResidual = kVariant == GradientVariant::residual;
   Vector<T, B::V> input[B::U], dy[B::U], residual[kHasResidual ? B::U : 1];
 
-  // kResidualOperand: index of the residual's strides in args.layout, ReduceStrides::residual or
-  // BackwardStrides::residual. The indices of input and dy are the same in both.
+  // kResidualOperand: index of the residual's strides in args.layout, ReduceOperandIndex::residual or
+  // BackwardOperandIndex::residual. The indices of input and dy are the same in both.
   template <CacheHint kHint, int kResidualOperand>
   __device__ __forceinline__ void load(const B& batch, const BnBackwardArgs& args) {
-    batch.template load<kHint>(input, args.input, BackwardStrides::input);
-    batch.template load<kHint>(dy, args.dy, BackwardStrides::dy);
+    batch.template load<kHint>(input, args.input, BackwardOperandIndex::input);
+    batch.template load<kHint>(dy, args.dy, BackwardOperandIndex::dy);
     if constexpr (kHasResidual) batch.template load<kHint>(residual, args.residual, kResidualOperand);
   }
   __device__ __forceinline__ GradientInputs<T, kVariant, typename B::Single> get_vector(int j) const {
@@ -190,8 +190,8 @@ __device__ __forceinline__ void write_gradients(
           inputs.input[j].pack(input);
           if constexpr (kHasResidual) inputs.dy[j].pack(dy);
         });
-  batch.store(inputs.input, args.dx, BackwardStrides::dx);
-  if constexpr (kHasResidual) batch.store(inputs.dy, args.dresidual, BackwardStrides::dresidual);
+  batch.store(inputs.input, args.dx, BackwardOperandIndex::dx);
+  if constexpr (kHasResidual) batch.store(inputs.dy, args.dresidual, BackwardOperandIndex::dresidual);
 }
 
 // Calls f.template operator()<kVariant>() for the arguments' variant.

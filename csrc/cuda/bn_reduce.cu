@@ -5,7 +5,7 @@
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. The last
 //           block of a tile to finish merges the slices. Loads of 16 bytes.
 // Numerics: compensated sums in float (double for double), in a fixed order, without float atomics.
-// Needs:    with from_output, an invertible activation, and gamma != 0, which a floor of |gamma| ensures.
+// Needs:    if the input is y (from_output), an invertible activation and a floor of |gamma|, see moments.h.
 // Source:   arXiv:1712.02616, section 3.
 #include "bn_gradient.cuh"
 #include "exchange.cuh"
@@ -24,15 +24,13 @@ struct BnReduceParams : BnReducePlannedArgs, ExchangeParams<kHasExchange> {
   unsigned* exchange_counters;                  // of an exchange between ranks, see kExchangeCounters
 };
 
-// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
-// kVariant: dv is computed from x, from x and a residual, or from y.
-// kHasExchange: the sums are added over ranks.
-// kIsRows: a row is all channels of a position (channels_last, tokens), or all channels' planes of one image
-// if these are short, such as 7x7. A block walks its tile's columns of the rows, and a thread has V of these
-// columns. Without kIsRows a block walks planes (NCHW) of one channel.
-// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
-// Kept in one function: if the lambda finish_and_write_sums were a function, some kernels would need more
-// registers.
+// T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element. kVariant: dv is
+// computed from x, from x and a residual, or from y. kHasExchange: the sums are added over ranks. kIsRows: a
+// block walks its tile's columns of rows, and a thread has V of these columns. A row is all channels of one
+// position (channels_last, tokens). If planes are short, such as 7x7, a row is all planes of one image.
+// Without kIsRows a block walks planes (NCHW) of one channel. A thread loads a batch (type B) at a time: B::U
+// vectors of each operand, each of B::V elements. Kept in one function: if the lambda finish_and_write_sums
+// were a function, some kernels would need more registers.
 template <class T, bool kHasExchange, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_kernel(
     const __grid_constant__ KernelParams<BnReduceParams<Accumulation<T>, kHasExchange>> kernel_params) {
@@ -52,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   __syncthreads();
   GradientConstants<A, kVariant> thread_constants[kThreadChannels];
   load_thread_constants<kIsRows, V>(thread_constants, tile_constants, args.plan, work);
-  // An xhat that is recovered from y is clamped to this.
+  // |xhat| of n values is at most sqrt(n - 1). An xhat that is recovered from a rounded y is clamped to that.
   const A max_abs_xhat = compute_max_abs_xhat<A, kVariant>(args);
 
   // The walk begins at the end, which the previous op accessed last and which is still in the L2 cache.
@@ -60,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::descending>(
       args.plan, work, args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
-        inputs.template load<kNoHint, /*kResidualOperand=*/ReduceStrides::residual>(batch, args);
+        inputs.template load<kNoCacheHint, /*kResidualOperand=*/ReduceOperandIndex::residual>(batch, args);
         accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, max_abs_xhat,
                                     [&](int j) { return inputs.get_vector(j); });
       });

@@ -25,12 +25,11 @@ struct BnStatsParams : BnStatsPlannedArgs, ExchangeParams<kHasExchange> {
   unsigned* exchange_counters;                    // of an exchange between ranks, see kExchangeCounters
 };
 
-// T: storage type of x. V: elements of a vector, which is 16 bytes or one element.
-// kHasExchange: the moments of all ranks are merged.
-// kIsRows: a row is all channels of a position (channels_last, tokens), or all channels' planes of one image
-// if these are short, such as 7x7. A block walks its tile's columns of the rows, and a thread has V of these
-// columns. Without kIsRows a block walks planes (NCHW) of one channel.
-// A batch (type B) is B::U vectors of each operand, of B::V elements, that a thread has in flight.
+// T: storage type of x. V: elements of a vector, which is 16 bytes or one element. kHasExchange: the moments
+// of all ranks are merged. kIsRows: a block walks its tile's columns of rows, and a thread has V of these
+// columns. A row is all channels of one position (channels_last, tokens). If planes are short, such as 7x7, a
+// row is all planes of one image. Without kIsRows a block walks planes (NCHW) of one channel. A thread loads
+// a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
 template <class T, bool kHasExchange, bool kIsRows, int V>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_kernel(
     const __grid_constant__ KernelParams<BnStatsParams<Accumulation<T>, kHasExchange>> kernel_params) {
@@ -42,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
   for_each_batch<kIsRows, V, kMaxBatchVectors, /*kOperands=*/1, WalkOrder::ascending>(
       args.plan, work, args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U];
-        batch.load(x, args.x, ForwardStrides::x);
+        batch.load(x, args.x, ForwardOperandIndex::x);
         thread_moments.add(batch, x);
       });
 

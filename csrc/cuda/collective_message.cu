@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
   FaultReport report{.fault = kMismatch,
                      .rank = uint32_t(args.own_rank),
                      .peer = 0,
-                     .epoch = 0,  // a collective's exchanges have no number
+                     .epoch = 0,  // only exchanges by arenas have an epoch
                      .own_tag = args.own_tag(),
                      .peer_tag = {},
                      .missing_ranks_mask = 0};

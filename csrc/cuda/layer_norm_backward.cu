@@ -18,8 +18,9 @@ struct LayerNormBackwardParams : LayerNormArgs {
   A* block_sums;  // [blocks][2][columns]: of dy and of dy * xhat; null: no sums are needed
 };
 
-// The columns of a row that a member of a team may hold. Other types may hold 24; 24 columns of __half would
-// take more registers than a thread has if two blocks share a multiprocessor.
+// The planner chooses one of these two numbers of columns for a member of a team. For bfloat16 they are 16
+// and 24; with __half, whose conversion to float takes more registers, 24 columns would not leave room for
+// two blocks on a multiprocessor.
 template <>
 constexpr int kBackwardColumnChoices<__half>[2] = {16, 16};
 
@@ -36,8 +37,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
   const RowPlan& plan = args.plan;
   const TeamMember<V, K> member(plan);
   const A n = A(plan.columns);
-  // A thread keeps the sums of its columns in registers if a row takes one pass. If it takes several, the
-  // block has one team, a column belongs to one thread, and the sums are in global memory.
+  // A row that fits into the registers of a team takes one pass; a longer row is taken in several passes.
+  // With one pass a thread keeps the sums of its columns in registers. With several, the block has one team,
+  // a column belongs to one thread, and the sums are in global memory.
   A thread_bias_sums[K][V] = {}, thread_weight_sums[K][V] = {};
   A* const block_bias_sums = args.block_sums ? args.block_sums + 2 * blockIdx.x * plan.columns : nullptr;
   A* const block_weight_sums = args.block_sums ? block_bias_sums + plan.columns : nullptr;
@@ -188,30 +190,31 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 void backend::layer_norm_backward(const LayerNormArgs& args) {
   const LaunchContext context(args.device);
   const int64_t num_sums = 2 * args.columns;
-  dispatch_layer_norm_types<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class Y>() {
-    using A = Accumulation<T>;
-    if (args.rows == 0) {
-      if (args.sums) STD_CUDA_CHECK(cudaMemsetAsync(args.sums, 0, num_sums * sizeof(A), context.stream));
-      return;
-    }
-    const std::initializer_list<const void*> pointers = {args.x, args.dy, args.dx};
-    dispatch_row_plan<T, Y, kBackwardColumnChoices<T>>(
-        args.rows, args.columns, pointers, [&]<int V, int K>(const RowPlan& plan) {
-          const auto kernel = layer_norm_backward_kernel<T, Y, V, K>;
-          // Shared memory holds the weight, and after the last row the threads' sums of one gradient at a
-          // time.
-          const size_t shared_bytes = std::max(column_table_bytes<A>(plan), kThreads * K * V * sizeof(A));
-          const LaunchConfig config = make_row_launch(context, kernel, plan, shared_bytes);
-          const Scratch block_sums(args.sums ? config.blocks * num_sums * sizeof(A) : 0);
-          const LayerNormBackwardParams<A> params{{args}, plan, static_cast<A*>(block_sums.data)};
-          STD_CUDA_CHECK(launch(kernel, config, params));
-          if (!args.sums) return;
-          const AddRowsParams<A> sum_params{params.block_sums, static_cast<A*>(args.sums), config.blocks,
-                                            num_sums};
-          const int64_t blocks = ceil_div(num_sums, kAddedColumnsPerBlock);
-          STD_CUDA_CHECK(launch(add_rows_kernel<A>, {blocks, context}, sum_params));
-        });
-  });
+  dispatch_layer_norm_types</*Half=*/__half, /*BFloat16=*/__nv_bfloat16>(
+      args.dtype, args.output_dtype, [&]<class T, class Y>() {
+        using A = Accumulation<T>;
+        if (args.rows == 0) {
+          if (args.sums) STD_CUDA_CHECK(cudaMemsetAsync(args.sums, 0, num_sums * sizeof(A), context.stream));
+          return;
+        }
+        const std::initializer_list<const void*> pointers = {args.x, args.dy, args.dx};
+        dispatch_row_plan<T, Y, kBackwardColumnChoices<T>>(
+            args.rows, args.columns, pointers, [&]<int V, int K>(const RowPlan& plan) {
+              const auto kernel = layer_norm_backward_kernel<T, Y, V, K>;
+              // Shared memory holds the weight, and after the last row the threads' sums of one gradient at a
+              // time.
+              const size_t shared_bytes = std::max(column_table_bytes<A>(plan), kThreads * K * V * sizeof(A));
+              const LaunchConfig config = make_row_launch(context, kernel, plan, shared_bytes);
+              const Scratch block_sums(args.sums ? config.blocks * num_sums * sizeof(A) : 0);
+              const LayerNormBackwardParams<A> params{{args}, plan, static_cast<A*>(block_sums.data)};
+              STD_CUDA_CHECK(launch(kernel, config, params));
+              if (!args.sums) return;
+              const AddRowsParams<A> sum_params{params.block_sums, static_cast<A*>(args.sums), config.blocks,
+                                                num_sums};
+              const int64_t blocks = ceil_div(num_sums, kAddedColumnsPerBlock);
+              STD_CUDA_CHECK(launch(add_rows_kernel<A>, {blocks, context}, sum_params));
+            });
+      });
 }
 
 }  // namespace fastvit

@@ -108,16 +108,17 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
 void backend::layer_norm_forward(const LayerNormArgs& args) {
   const LaunchContext context(args.device);
   if (args.rows == 0) return;
-  dispatch_layer_norm_types<__half, __nv_bfloat16>(args.dtype, args.output_dtype, [&]<class T, class Y>() {
-    using A = Accumulation<T>;
-    dispatch_row_plan<T, Y, kForwardColumnChoices>(
-        args.rows, args.columns, {args.x, args.y}, [&]<int V, int K>(const RowPlan& plan) {
-          const auto kernel = layer_norm_forward_kernel<T, Y, V, K>;
-          STD_CUDA_CHECK(launch(kernel,
-                                make_row_launch(context, kernel, plan, 2 * column_table_bytes<A>(plan)),
-                                LayerNormForwardParams{{args}, plan}));
-        });
-  });
+  dispatch_layer_norm_types</*Half=*/__half, /*BFloat16=*/__nv_bfloat16>(
+      args.dtype, args.output_dtype, [&]<class T, class Y>() {
+        using A = Accumulation<T>;
+        dispatch_row_plan<T, Y, kForwardColumnChoices>(
+            args.rows, args.columns, {args.x, args.y}, [&]<int V, int K>(const RowPlan& plan) {
+              const auto kernel = layer_norm_forward_kernel<T, Y, V, K>;
+              STD_CUDA_CHECK(launch(kernel,
+                                    make_row_launch(context, kernel, plan, 2 * column_table_bytes<A>(plan)),
+                                    LayerNormForwardParams{{args}, plan}));
+            });
+      });
 }
 
 }  // namespace fastvit

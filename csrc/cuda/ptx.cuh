@@ -24,7 +24,7 @@ using DeviceAtomic = cuda::atomic_ref<T, cuda::thread_scope_device>;
 
 // kEvictFirst: the loaded data leaves the L2 cache first (hint .cs), so that the kernel's output replaces
 // this data and not data that is still to be read.
-enum CacheHint { kNoHint, kEvictFirst };
+enum CacheHint { kNoCacheHint, kEvictFirst };
 
 #ifdef CUDA_HOST_EMULATION
 template <CacheHint kHint, class Words>
@@ -77,7 +77,7 @@ __device__ __forceinline__ void store_wide(uint4* destination, uint4 value) {
 }
 template <CacheHint kHint>
 __device__ __forceinline__ uint2 load_wide(const uint2* source) {
-  static_assert(kHint == kNoHint, "a hint is supported for loads of 16 bytes only");
+  static_assert(kHint == kNoCacheHint, "a hint is supported for loads of 16 bytes only");
   uint2 value;
   asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
                : "=r"(value.x), "=r"(value.y)

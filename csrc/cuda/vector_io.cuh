@@ -89,7 +89,7 @@ struct __align__(sizeof(T) * V) Vector {
   }
 
   // Load from and store to global memory, which is aligned to the size of the vector.
-  template <CacheHint kHint = kNoHint>
+  template <CacheHint kHint = kNoCacheHint>
   __device__ __forceinline__ void load(const T* source) {
     if constexpr (V == 1)
       element[0] = *source;

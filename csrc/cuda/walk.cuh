@@ -49,7 +49,7 @@ struct Batch {
   }
 
   // Loads from or stores to the tensor at `data`, which is the operand with this index.
-  template <CacheHint kHint = kNoHint, class T>
+  template <CacheHint kHint = kNoCacheHint, class T>
   __device__ __forceinline__ void load(Vector<T, V> (&vectors)[U], const void* data, int operand) const {
 #pragma unroll
     for (int j = 0; j < U; ++j) {

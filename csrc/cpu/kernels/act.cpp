@@ -27,11 +27,11 @@ struct ActKernel {
   static constexpr int kX = 0, kDy = 1, kGate = kIsBackward ? 2 : 1;
   static constexpr int kResult = 0, kDgate = 1;
 
-  // position: of a vector in the spans x, dy (read in backward only) and gate, which may be null.
-  // FASTVIT_HOST_DEVICE: always inline.
+  // Computes the results of the vector at `position` of the spans. A forward does not read dy. gate may be
+  // null.
   template <class Position>
-  static FASTVIT_HOST_DEVICE ActResults<A> compute(Position position, const T* x, const T* dy, const T* gate,
-                                                   A activation_param) {
+  static FASTVIT_FORCE_INLINE ActResults<A> compute(Position position, const T* x, const T* dy, const T* gate,
+                                                    A activation_param) {
     const Simd<A> v = position.load(x);
     if constexpr (!kIsBackward) {
       const Simd<A> y = ActFunction::forward(v, activation_param);
@@ -44,6 +44,7 @@ struct ActKernel {
     }
   }
 
+  // A group is several spans of equal length: planes of consecutive channels, or rows.
   static void process_group(const CpuActParams& args, const SpanGroup<T>& group) {
     const A activation_param = A(args.activation_param);
     for (int64_t k = 0; k < group.spans; ++k) {
@@ -51,6 +52,7 @@ struct ActKernel {
       const T* const gate = args.gate ? group.in_span(kGate, k) : nullptr;
       T* const result = group.out_span(kResult, k);
       T* const dgate = kIsBackward && gate ? group.out_span(kDgate, k) : nullptr;
+      // NonTemporalRange: the vectors of result that are stored past the caches, if it is large.
       for_each_vector<A>(
           group.length, NonTemporalRange(group.bypasses_cache, result, group.length, kLanes<A>),
           [&](auto position) { return compute(position, x, dy, gate, activation_param); },
@@ -63,12 +65,13 @@ struct ActKernel {
 
   static void run(const CpuActParams& args) {
     const bool has_gate = args.gate;
-    const StridedOperand<T> x(args.x, args.layout, ActForwardStrides::x),
-        dy(args.dy, args.layout, ActBackwardStrides::dy),
-        gate(args.gate, args.layout, kIsBackward ? ActBackwardStrides::gate : ActForwardStrides::gate);
-    const StridedOperand<T> y(args.y, args.layout, ActForwardStrides::y),
-        dx(args.dx, args.layout, ActBackwardStrides::dx),
-        dgate(args.dgate, args.layout, ActBackwardStrides::dgate);
+    const StridedOperand<T> x(args.x, args.layout, ActForwardOperandIndex::x),
+        dy(args.dy, args.layout, ActBackwardOperandIndex::dy),
+        gate(args.gate, args.layout,
+             kIsBackward ? ActBackwardOperandIndex::gate : ActForwardOperandIndex::gate);
+    const StridedOperand<T> y(args.y, args.layout, ActForwardOperandIndex::y),
+        dx(args.dx, args.layout, ActBackwardOperandIndex::dx),
+        dgate(args.dgate, args.layout, ActBackwardOperandIndex::dgate);
     const StridedOperand<T> forward_in[] = {x, gate}, backward_in[] = {x, dy, gate};
     const StridedOperand<T> out[] = {kIsBackward ? dx : y, dgate};
     for_each_span(args, kIsBackward ? backward_in : forward_in, 1 + kIsBackward + has_gate, out,

@@ -35,6 +35,7 @@ struct BnBackwardKernel {
       // slope is mean(dv * xhat) * invstd.
       const ChannelConstant<A, kIsRows> mean_dv(args.mean_dv, channel), slope(args.slope, channel);
       const auto process_span = [&](auto may_have_residual) {
+        // NonTemporalRange: the vectors of dx that are stored past the caches, if it is large.
         for_each_vector<A>(
             group.length, NonTemporalRange(group.bypasses_cache, dx, group.length, kLanes<A>),
             [&](auto position) {
@@ -59,11 +60,11 @@ struct BnBackwardKernel {
 
   void run() const {
     const WalkLayout& layout = args.layout;
-    const StridedOperand<T> in[] = {{args.input, layout, BackwardStrides::input},
-                                    {args.dy, layout, BackwardStrides::dy},
-                                    {args.residual, layout, BackwardStrides::residual}};
-    const StridedOperand<T> out[] = {{args.dx, layout, BackwardStrides::dx},
-                                     {args.dresidual, layout, BackwardStrides::dresidual}};
+    const StridedOperand<T> in[] = {{args.input, layout, BackwardOperandIndex::input},
+                                    {args.dy, layout, BackwardOperandIndex::dy},
+                                    {args.residual, layout, BackwardOperandIndex::residual}};
+    const StridedOperand<T> out[] = {{args.dx, layout, BackwardOperandIndex::dx},
+                                     {args.dresidual, layout, BackwardOperandIndex::dresidual}};
     for_each_span(args, in, args.residual ? 3 : 2, out, args.residual ? 2 : 1, process_group);
   }
 };

@@ -1,5 +1,5 @@
 // bn_forward, bn_forward_inplace, bn_apply: y = act((x - mean) * scale + beta (+ residual)), with
-// scale = gamma * invstd.
+// scale = gamma * invstd. bn_apply takes the mean and invstd of an earlier forward.
 //
 // Memory:   reads x (and the residual) once; writes y once, to a new tensor or over x.
 // Mapping:  spans (planes of a channel, or rows) in the order of memory; a thread takes a contiguous range.
@@ -13,8 +13,9 @@ namespace fastvit {
 namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
-// Normalizes the spans of a group. T: storage type. A: accumulation type. kIsRows: a span is a row of all
-// channels (channels_last, tokens), else a plane of one channel (NCHW).
+// Normalizes the spans of a group, which are planes of consecutive channels, or rows. T: storage type. A:
+// accumulation type. kIsRows: a span is a row of all channels (channels_last, tokens), else a plane of one
+// channel (NCHW).
 template <class T, class A, bool kIsRows, Activation kActivation>
 void process_group(const CpuBnForwardParams& args, const SpanGroup<T>& group) {
   const A activation_param = A(args.activation_param);
@@ -25,6 +26,7 @@ void process_group(const CpuBnForwardParams& args, const SpanGroup<T>& group) {
     const ChannelConstant<A, kIsRows> mean(args.mean, channel), scale(args.scale, channel),
         beta(args.beta, channel);
     const auto process_span = [&](auto may_have_residual) {
+      // NonTemporalRange: the vectors of y that are stored past the caches, if it is large.
       for_each_vector<A>(
           group.length, NonTemporalRange(group.bypasses_cache, y, group.length, kLanes<A>),
           [&](auto position) {
@@ -34,7 +36,9 @@ void process_group(const CpuBnForwardParams& args, const SpanGroup<T>& group) {
           },
           [&](auto position, Simd<A> result) { position.store(y, result); });
     };
-    // A cheap activation takes an eighth less time in 16-bit types if its loop has no branch for a residual.
+    // Without a residual, a cheap activation takes an eighth less time in 16-bit types if its loop has no
+    // branch for a residual. A transcendental activation takes too long for that to matter, and is compiled
+    // once.
     is_transcendental(kActivation) || residual ? process_span(std::true_type())
                                                : process_span(std::false_type());
   }
@@ -42,9 +46,9 @@ void process_group(const CpuBnForwardParams& args, const SpanGroup<T>& group) {
 
 template <class T, class A, bool kIsRows, Activation kActivation>
 inline void run_kernel(const CpuBnForwardParams& args) {
-  const StridedOperand<T> in[] = {{args.x, args.layout, ForwardStrides::x},
-                                  {args.residual, args.layout, ForwardStrides::residual}};
-  const StridedOperand<T> out[] = {{args.y, args.layout, ForwardStrides::y}};
+  const StridedOperand<T> in[] = {{args.x, args.layout, ForwardOperandIndex::x},
+                                  {args.residual, args.layout, ForwardOperandIndex::residual}};
+  const StridedOperand<T> out[] = {{args.y, args.layout, ForwardOperandIndex::y}};
   for_each_span(args, in, args.residual ? 2 : 1, out, 1, process_group<T, A, kIsRows, kActivation>);
 }
 

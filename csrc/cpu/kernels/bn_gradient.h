@@ -37,10 +37,9 @@ struct BnGradientConstants {
 
   // Computes the gradient of the vector at `position` of three spans (rows, planes, or segments of these):
   // `input`, which is x, or y with kFromOutput; `dy`; and `residual`, which may be null. T: storage type.
-  // FASTVIT_HOST_DEVICE is __host__ __device__ for nvcc, and always_inline for other compilers.
   template <bool kFromOutput, class ActFunction, class Position, class T>
-  FASTVIT_HOST_DEVICE SimdGradient<A> evaluate(Position position, const T* input, const T* dy,
-                                               const T* residual) const {
+  FASTVIT_FORCE_INLINE SimdGradient<A> evaluate(Position position, const T* input, const T* dy,
+                                                const T* residual) const {
     const Simd<A> input_values = position.load(input), dy_values = position.load(dy);
     if constexpr (kFromOutput) {
       return {ActFunction::backward_from_output(dy_values, input_values, activation_param),

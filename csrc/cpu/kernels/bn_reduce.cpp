@@ -25,9 +25,9 @@ using SumPlaneGroup = void (*)(const CpuBnBackwardParams& args, const SpanGroup<
 template <class A, class T>
 void reduce_planes(const CpuBnBackwardParams& args, const Task& task, double* sum_dv,
                    double* sum_dv_times_factor, SumPlaneGroup<A, T> sum_group) {
-  const StridedOperand<T> in[] = {{args.input, args.layout, ReduceStrides::input},
-                                  {args.dy, args.layout, ReduceStrides::dy},
-                                  {args.residual, args.layout, ReduceStrides::residual}};
+  const StridedOperand<T> in[] = {{args.input, args.layout, ReduceOperandIndex::input},
+                                  {args.dy, args.layout, ReduceOperandIndex::dy},
+                                  {args.residual, args.layout, ReduceOperandIndex::residual}};
   sum_planes<A>(args, in, args.residual ? 3 : 2, task, sum_group,
                 [&](int, int64_t channel, const TermPair<A>& sums, int64_t, int64_t) {
                   sum_dv[channel] += double(sum_lanes<A>(sums.first));
@@ -41,18 +41,18 @@ template <class T, class A, bool kIsRows, bool kFromOutput, Activation kActivati
 struct BnReduceKernel {
   using ActFunction = ActivationFunction<kActivation>;
   const CpuBnBackwardParams& args;
-  const StridedOperand<T> input{args.input, args.layout, ReduceStrides::input},
-      dy{args.dy, args.layout, ReduceStrides::dy},
-      residual{args.residual, args.layout, ReduceStrides::residual};
+  const StridedOperand<T> input{args.input, args.layout, ReduceOperandIndex::input},
+      dy{args.dy, args.layout, ReduceOperandIndex::dy},
+      residual{args.residual, args.layout, ReduceOperandIndex::residual};
   using Constants = BnGradientConstants<A, kIsRows>;
 
   struct Spans {
     const T *input, *dy, *residual;  // residual: may be null
   };
-  // position: of a vector in the spans. FASTVIT_HOST_DEVICE: always inline.
+  // position: of a vector in the spans.
   template <class Position>
-  static FASTVIT_HOST_DEVICE TermPair<A> compute_terms(Position position, const Spans& spans,
-                                                       const Constants& constants) {
+  static FASTVIT_FORCE_INLINE TermPair<A> compute_terms(Position position, const Spans& spans,
+                                                        const Constants& constants) {
     const auto [dv, second_factor] = constants.template evaluate<kFromOutput, ActFunction>(
         position, spans.input, spans.dy, spans.residual);
     return {dv, dv * second_factor};

@@ -73,7 +73,7 @@ struct LayerNormBackward {
   // the one before, and has L sums of its own.
   static int64_t sum_index(FullVector<A> position) { return position.i; }
   static int64_t sum_index(LastVector<A> position) { return position.length / L * L; }
-  static FASTVIT_HOST_DEVICE void add(A* sums, Simd<A> terms) {  // always inline
+  static FASTVIT_FORCE_INLINE void add(A* sums, Simd<A> terms) {  // always inline
     store<A>(sums, load<A>(sums) + terms);
   }
 

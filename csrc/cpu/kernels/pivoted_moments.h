@@ -5,7 +5,6 @@
 // values: if it is the mean of k of n values, the sum of the squared deviations from it is at most n / k
 // times M2 for any data, so few digits cancel.
 // T: storage type of the values. A: accumulation type.
-// FASTVIT_HOST_DEVICE: always inline.
 #pragma once
 
 #include "sums.h"
@@ -20,20 +19,20 @@ struct MeanM2 {
 // Computes the moments of n values from the sum of their deviations from the pivot and the sum of the squared
 // deviations. inverse_count: 1 / n.
 template <class A>
-FASTVIT_HOST_DEVICE MeanM2 moments_from_pivot_sums(A pivot, double inverse_count, double deviations,
-                                                   double squares) {
+FASTVIT_FORCE_INLINE MeanM2 moments_from_pivot_sums(A pivot, double inverse_count, double deviations,
+                                                    double squares) {
   const double mean_deviation = deviations * inverse_count;
   return {double(pivot) + mean_deviation, squares - deviations * mean_deviation};
 }
 
 template <class A>
-FASTVIT_HOST_DEVICE TermPair<A> compute_deviation_terms(Simd<A> x, Simd<A> pivot) {
+FASTVIT_FORCE_INLINE TermPair<A> compute_deviation_terms(Simd<A> x, Simd<A> pivot) {
   const Simd<A> deviation = x - pivot;
   return {deviation, deviation * deviation};
 }
 
 template <class T, class A>
-FASTVIT_HOST_DEVICE A choose_pivot(const T* x, int64_t length) {
+FASTVIT_FORCE_INLINE A choose_pivot(const T* x, int64_t length) {
   constexpr int64_t kMaxPivotValues = 64;
   const int64_t count = minimum(length, kMaxPivotValues);
   const auto load_value = [&](auto position) { return TermPair<A>{position.load(x), Simd<A>{}}; };
@@ -41,14 +40,14 @@ FASTVIT_HOST_DEVICE A choose_pivot(const T* x, int64_t length) {
 }
 
 template <class T, class A>
-FASTVIT_HOST_DEVICE TermPair<A> sum_deviations(const T* x, int64_t length, A pivot) {
+FASTVIT_FORCE_INLINE TermPair<A> sum_deviations(const T* x, int64_t length, A pivot) {
   const Simd<A> pivots = Simd<A>{} + pivot;
   return sum_span<A, /*kAccumulators=*/4>(
       length, [&](auto position) { return compute_deviation_terms<A>(position.load(x), pivots); });
 }
 
 template <class T, class A>
-FASTVIT_HOST_DEVICE MeanM2 compute_moments(const T* x, int64_t length) {
+FASTVIT_FORCE_INLINE MeanM2 compute_moments(const T* x, int64_t length) {
   const A pivot = choose_pivot<T, A>(x, length);
   const TermPair<A> sums = sum_deviations(x, length, pivot);
   return moments_from_pivot_sums(pivot, 1 / double(length), sum_lanes<A>(sums.first),

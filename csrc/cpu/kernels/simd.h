@@ -4,8 +4,8 @@
 // A vector is a GCC/Clang vector extension as wide as the registers of the instruction set. setup.py compiles
 // the kernels once per instruction set, each time with another FASTVIT_ISA; the namespace of that name keeps
 // the linker from mixing the copies. A is the accumulation type (float or double), T the storage type (A,
-// Half or BFloat16). FASTVIT_HOST_DEVICE means "always inline" on a CPU. A span is a run of elements that a
-// kernel processes in order, such as one channel of an NCHW image.
+// Half or BFloat16). A span is a run of elements that a kernel processes in order, such as one channel of an
+// NCHW image.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -65,13 +65,13 @@ typedef uint16_t UnalignedUint16Vector __attribute__((vector_size(kVectorBytes /
 // load<A>(source) converts the kLanes<A> elements at `source` to the accumulation type, and
 // store<A>(target, values) converts `values` to the type of the elements at `target`.
 template <class A>
-FASTVIT_HOST_DEVICE Simd<A> load(const A* source) {
+FASTVIT_FORCE_INLINE Simd<A> load(const A* source) {
   return *reinterpret_cast<const typename SimdTypes<A>::unaligned*>(source);
 }
 
 // The bits of a BFloat16 are the upper half of a float's.
 template <class A>
-FASTVIT_HOST_DEVICE FloatVector load(const BFloat16* source) {
+FASTVIT_FORCE_INLINE FloatVector load(const BFloat16* source) {
 #if defined(__AVX512F__)  // one permutation of words takes the place of a conversion and a shift
   const __m512i words = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
   const Uint32Vector source_words = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -86,7 +86,7 @@ FASTVIT_HOST_DEVICE FloatVector load(const BFloat16* source) {
 }
 
 template <class A>
-FASTVIT_HOST_DEVICE FloatVector load(const Half* source) {
+FASTVIT_FORCE_INLINE FloatVector load(const Half* source) {
 #if defined(__AVX512F__)
   return FloatVector(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source))));
 #elif defined(__F16C__)
@@ -102,11 +102,11 @@ FASTVIT_HOST_DEVICE FloatVector load(const Half* source) {
 // with the bits of T. A quiet NaN stays NaN.
 template <class T, class A>
 struct RoundToStorage {  // T is A
-  static FASTVIT_HOST_DEVICE Simd<A> round(Simd<A> values) { return values; }
+  static FASTVIT_FORCE_INLINE Simd<A> round(Simd<A> values) { return values; }
 };
 template <>
 struct RoundToStorage<BFloat16, float> {
-  static FASTVIT_HOST_DEVICE Uint16Vector round(FloatVector values) {
+  static FASTVIT_FORCE_INLINE Uint16Vector round(FloatVector values) {
     // Adding 0x7fff, or 0x8000 if the upper 16 bits are odd, and keeping the upper 16 bits rounds to nearest
     // even. A NaN keeps its bits, as the sum could be an infinity.
     const Uint32Vector bits = reinterpret_cast<Uint32Vector>(values),
@@ -133,7 +133,7 @@ struct RoundToStorage<BFloat16, float> {
 };
 template <>
 struct RoundToStorage<Half, float> {
-  static FASTVIT_HOST_DEVICE Uint16Vector round(FloatVector values) {
+  static FASTVIT_FORCE_INLINE Uint16Vector round(FloatVector values) {
 #if defined(__AVX512F__)
     return Uint16Vector(_mm512_cvtps_ph(__m512(values), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
@@ -147,7 +147,7 @@ struct RoundToStorage<Half, float> {
 };
 
 template <class A, class T>
-FASTVIT_HOST_DEVICE void store(T* target, Simd<A> values) {
+FASTVIT_FORCE_INLINE void store(T* target, Simd<A> values) {
   const auto bits = RoundToStorage<T, A>::round(values);
   __builtin_memcpy(target, &bits, sizeof(bits));
 }
@@ -155,7 +155,7 @@ FASTVIT_HOST_DEVICE void store(T* target, Simd<A> values) {
 // Stores a vector past the caches, so that the cache line is not read first. `target` must be aligned to the
 // size of the stored vector. fence_non_temporal makes all such stores of a thread visible to other threads.
 template <class A, class T>
-FASTVIT_HOST_DEVICE void store_non_temporal(T* target, Simd<A> values) {
+FASTVIT_FORCE_INLINE void store_non_temporal(T* target, Simd<A> values) {
   const auto bits = RoundToStorage<T, A>::round(values);
 #if defined(__AVX512F__)
   if constexpr (sizeof(bits) == 64)
@@ -180,13 +180,13 @@ inline void fence_non_temporal() {
 // load_partial loads `count` < kLanes<A> elements at `source` into the last lanes, and 0 into the other
 // lanes. store_partial stores the last `count` lanes. Neither accesses memory beside those elements.
 template <class A, class T>
-FASTVIT_HOST_DEVICE Simd<A> load_partial(const T* source, int count) {
+FASTVIT_FORCE_INLINE Simd<A> load_partial(const T* source, int count) {
   T padded[kLanes<A>] = {};
   for (int i = 0; i < count; ++i) padded[kLanes<A> - count + i] = source[i];
   return load<A>(padded);
 }
 template <class A, class T>
-FASTVIT_HOST_DEVICE void store_partial(T* target, Simd<A> values, int count) {
+FASTVIT_FORCE_INLINE void store_partial(T* target, Simd<A> values, int count) {
   T padded[kLanes<A>];
   store<A>(padded, values);
   for (int i = 0; i < count; ++i) target[i] = padded[kLanes<A> - count + i];
@@ -194,27 +194,27 @@ FASTVIT_HOST_DEVICE void store_partial(T* target, Simd<A> values, int count) {
 
 // Masked instructions for float: the copies above take longer than all other work on a short span.
 #if defined(__AVX512F__)
-FASTVIT_HOST_DEVICE __mmask16 last_lanes_mask(int count) {
+FASTVIT_FORCE_INLINE __mmask16 last_lanes_mask(int count) {
   return __mmask16(0xffff0000u >> count);
 }
 template <>
-FASTVIT_HOST_DEVICE FloatVector load_partial<float>(const float* source, int count) {
+FASTVIT_FORCE_INLINE FloatVector load_partial<float>(const float* source, int count) {
   return FloatVector(_mm512_maskz_loadu_ps(last_lanes_mask(count), source - (16 - count)));
 }
 template <>
-FASTVIT_HOST_DEVICE void store_partial<float>(float* target, FloatVector values, int count) {
+FASTVIT_FORCE_INLINE void store_partial<float>(float* target, FloatVector values, int count) {
   _mm512_mask_storeu_ps(target - (16 - count), last_lanes_mask(count), __m512(values));
 }
 #elif defined(__AVX2__)
-FASTVIT_HOST_DEVICE __m256i last_lanes_mask(int count) {
+FASTVIT_FORCE_INLINE __m256i last_lanes_mask(int count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0));
 }
 template <>
-FASTVIT_HOST_DEVICE FloatVector load_partial<float>(const float* source, int count) {
+FASTVIT_FORCE_INLINE FloatVector load_partial<float>(const float* source, int count) {
   return FloatVector(_mm256_maskload_ps(source - (8 - count), last_lanes_mask(count)));
 }
 template <>
-FASTVIT_HOST_DEVICE void store_partial<float>(float* target, FloatVector values, int count) {
+FASTVIT_FORCE_INLINE void store_partial<float>(float* target, FloatVector values, int count) {
   _mm256_maskstore_ps(target - (8 - count), last_lanes_mask(count), __m256(values));
 }
 #endif
@@ -232,7 +232,7 @@ struct LaneIndices<double> {
   typedef int64_t type __attribute__((vector_size(kVectorBytes)));
 };
 template <class A>
-FASTVIT_HOST_DEVICE typename LaneIndices<A>::type get_lane_indices() {  // 0, 1, 2, ...
+FASTVIT_FORCE_INLINE typename LaneIndices<A>::type get_lane_indices() {  // 0, 1, 2, ...
   typename LaneIndices<A>::type indices{};
   for (int i = 0; i < kLanes<A>; ++i) indices[i] = i;
   return indices;
@@ -240,13 +240,13 @@ FASTVIT_HOST_DEVICE typename LaneIndices<A>::type get_lane_indices() {  // 0, 1,
 
 // Keeps the last `count` lanes and sets the others to 0.
 template <class A>
-FASTVIT_HOST_DEVICE Simd<A> zero_all_but_last(Simd<A> values, int count) {
+FASTVIT_FORCE_INLINE Simd<A> zero_all_but_last(Simd<A> values, int count) {
   return get_lane_indices<A>() >= kLanes<A> - count ? values : Simd<A>{};
 }
 
 // Adds the lanes pairwise, always in the same order.
 template <class A>
-FASTVIT_HOST_DEVICE A sum_lanes(Simd<A> values) {
+FASTVIT_FORCE_INLINE A sum_lanes(Simd<A> values) {
 #if defined(__clang__)
   A lanes[kLanes<A>];
   std::memcpy(lanes, &values, sizeof(values));
@@ -268,11 +268,11 @@ template <class A>
 struct FullVector {
   int64_t i;
   template <class T>
-  FASTVIT_HOST_DEVICE Simd<A> load(const T* span) const {
+  FASTVIT_FORCE_INLINE Simd<A> load(const T* span) const {
     return FASTVIT_ISA::load<A>(span + i);
   }
   template <class T>
-  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> values) const {
+  FASTVIT_FORCE_INLINE void store(T* span, Simd<A> values) const {
     FASTVIT_ISA::store<A>(span + i, values);
   }
 };
@@ -280,7 +280,7 @@ struct FullVector {
 template <class A>
 struct NonTemporalVector : FullVector<A> {
   template <class T>
-  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> values) const {
+  FASTVIT_FORCE_INLINE void store(T* span, Simd<A> values) const {
     FASTVIT_ISA::store_non_temporal<A>(span + this->i, values);
   }
 };
@@ -290,12 +290,12 @@ template <class A>
 struct LastVector {
   int64_t length;
   template <class T>
-  FASTVIT_HOST_DEVICE Simd<A> load(const T* span) const {
+  FASTVIT_FORCE_INLINE Simd<A> load(const T* span) const {
     return length < kLanes<A> ? load_partial<A>(span, int(length))
                               : FASTVIT_ISA::load<A>(span + length - kLanes<A>);
   }
   template <class T>
-  FASTVIT_HOST_DEVICE void store(T* span, Simd<A> values) const {
+  FASTVIT_FORCE_INLINE void store(T* span, Simd<A> values) const {
     length < kLanes<A> ? store_partial<A>(span, values, int(length))
                        : FASTVIT_ISA::store<A>(span + length - kLanes<A>, values);
   }
@@ -321,8 +321,8 @@ struct NonTemporalRange {
 // Calls write(position, compute(position)) for the vectors of a span of `length` elements. The written span
 // may be one that compute reads, unless non_temporal is used.
 template <class A, class Compute, class Write>
-FASTVIT_HOST_DEVICE void for_each_vector(int64_t length, NonTemporalRange non_temporal,
-                                         const Compute& compute, const Write& write) {
+FASTVIT_FORCE_INLINE void for_each_vector(int64_t length, NonTemporalRange non_temporal,
+                                          const Compute& compute, const Write& write) {
   constexpr int L = kLanes<A>;
   const LastVector<A> last{length};
   const bool needs_last = (length - non_temporal.first) % L != 0;

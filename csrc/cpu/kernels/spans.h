@@ -5,7 +5,7 @@
 //           its `inner` elements. There are outer * channels spans.
 //   rows    channels_last, tokens, (N, C): a span is a row, one element of each channel. There are `outer`.
 // A long span is processed in segments of at most kMaxSegmentLength elements.
-// T: storage type of the tensors. A: accumulation type. FASTVIT_HOST_DEVICE: always inline.
+// T: storage type of the tensors. A: accumulation type.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -18,7 +18,7 @@ namespace fastvit {
 namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
 // Not std::min: the linker keeps one instance of it, perhaps that of another instruction set.
-FASTVIT_HOST_DEVICE int64_t minimum(int64_t a, int64_t b) {
+FASTVIT_FORCE_INLINE int64_t minimum(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
@@ -84,7 +84,7 @@ struct ChannelConstant {
         plane_value(Simd<A>{} + (kIsRows ? A(0) : *table)) {}
   // position: of a vector in the span (FullVector, LastVector).
   template <class Position>
-  FASTVIT_HOST_DEVICE Simd<A> load(Position position) const {
+  FASTVIT_FORCE_INLINE Simd<A> load(Position position) const {
     return kIsRows ? position.load(table) : plane_value;
   }
 };
@@ -202,7 +202,7 @@ class SpanWalk {
 
   // Finds where the segment with that index begins. Sets the sizes of the group: as many spans as fit before
   // segment `end`.
-  FASTVIT_HOST_DEVICE Place locate(int64_t index, int64_t end, SpanGroup<T>& group) const {
+  FASTVIT_FORCE_INLINE Place locate(int64_t index, int64_t end, SpanGroup<T>& group) const {
     const CpuPlan& plan = args.plan;
     const bool is_rows = args.layout.is_rows;
     const int64_t first = index % plan.segments * plan.segment_length;

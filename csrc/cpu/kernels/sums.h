@@ -5,7 +5,7 @@
 // channels_last and tokens, all channels of a position lie side by side. At most kMaxSegmentLength
 // elements of a plane, or about kChunkRows rows, are summed in the accumulation type A, lane by lane of a
 // SIMD register. The caller adds these results in double.
-// T: storage type of the tensors. FASTVIT_HOST_DEVICE: always inline.
+// T: storage type of the tensors.
 #pragma once
 
 #include "spans.h"
@@ -21,7 +21,7 @@ struct TermPair {
   Simd<A> first, second;
 
   // Adds the terms to the sums. With is_first the sums are set to the terms.
-  FASTVIT_HOST_DEVICE void add(bool is_first, const TermPair& terms) {
+  FASTVIT_FORCE_INLINE void add(bool is_first, const TermPair& terms) {
     first = is_first ? terms.first : first + terms.first;
     second = is_first ? terms.second : second + terms.second;
   }
@@ -30,7 +30,7 @@ struct TermPair {
 // Sums compute_terms(position) over the vectors of a span. kAccumulators independent sums hide the latency of
 // an addition.
 template <class A, int kAccumulators, class ComputeTerms>
-FASTVIT_HOST_DEVICE TermPair<A> sum_span(int64_t length, const ComputeTerms& compute_terms) {
+FASTVIT_FORCE_INLINE TermPair<A> sum_span(int64_t length, const ComputeTerms& compute_terms) {
   constexpr int L = kLanes<A>;
   if constexpr (kAccumulators > 1)
     // For a short span, merging the accumulators takes longer than the latency.
@@ -147,14 +147,14 @@ struct RowPrefetcher {
     next = side_by_side ? row + kRowsAtOnce * length + kElementsAhead : row;
   }
   template <class A>
-  FASTVIT_HOST_DEVICE void prefetch(FullVector<A> position) const {
+  FASTVIT_FORCE_INLINE void prefetch(FullVector<A> position) const {
     const char* bytes = reinterpret_cast<const char*>(next + kRowsAtOnce * position.i);
     for (int64_t b = 0; b < kRowsAtOnce * kLanes<A> * int64_t(sizeof(T)); b += 64)
       __builtin_prefetch(bytes + b, /*rw=*/0,
                          /*locality=*/2);  // into L2, which allows more misses at a time than L1
   }
   template <class A>
-  FASTVIT_HOST_DEVICE void prefetch(LastVector<A>) const {}
+  FASTVIT_FORCE_INLINE void prefetch(LastVector<A>) const {}
 };
 
 // The two sums of up to kMaxSegmentLength channels over a chunk of rows. kRowsAtOnce rows are added to the
@@ -172,8 +172,8 @@ struct RowSums {
   // compute_terms(position, k) for the vectors of each. Without a unit stride it takes rows one by one, as
   // load_row copies each to the same buffer.
   template <class LoadRow, class ComputeTerms>
-  FASTVIT_HOST_DEVICE void sum(int64_t length, int64_t begin, int64_t end, bool has_unit_stride,
-                               const LoadRow& load_row, const ComputeTerms& compute_terms) {
+  FASTVIT_FORCE_INLINE void sum(int64_t length, int64_t begin, int64_t end, bool has_unit_stride,
+                                const LoadRow& load_row, const ComputeTerms& compute_terms) {
     for (int64_t i = 0; i < length + L; ++i) first_sums[i] = second_sums[i] = 0;
     int64_t row = begin;
     if constexpr (kRowsAtOnce > 1)
@@ -189,7 +189,7 @@ struct RowSums {
 
   // Calls take(channel, first_sum, second_sum) for the `length` channels.
   template <class Take>
-  FASTVIT_HOST_DEVICE void for_each_channel(int64_t length, const Take& take) const {
+  FASTVIT_FORCE_INLINE void for_each_channel(int64_t length, const Take& take) const {
     // The last vector begins with lanes that the vector before it has too.
     const int64_t whole = length / L * L, overlap = whole + L - length;
     for (int64_t c = 0; c < whole; ++c) take(c, first_sums[c], second_sums[c]);
@@ -198,7 +198,7 @@ struct RowSums {
 
  private:
   template <int kRows, class ComputeTerms>
-  FASTVIT_HOST_DEVICE void add_rows(int64_t length, const ComputeTerms& compute_terms) {
+  FASTVIT_FORCE_INLINE void add_rows(int64_t length, const ComputeTerms& compute_terms) {
     int64_t i = 0;
     for (; i + L <= length; i += L) {
       Simd<A> first = load<A>(first_sums + i), second = load<A>(second_sums + i);
