@@ -19,8 +19,7 @@ struct LayerNormBackwardParams : LayerNormArgs {
 };
 
 // The planner chooses one of these two numbers of columns for a member of a team. For bfloat16 they are 16
-// and 24; with __half, whose conversion to float takes more registers, 24 columns would not leave room for
-// two blocks on a multiprocessor.
+// and 24; of __half, 24 columns would take more registers than two blocks on a multiprocessor leave.
 template <>
 constexpr int kBackwardColumnChoices<__half>[2] = {16, 16};
 
