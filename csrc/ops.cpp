@@ -19,8 +19,8 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   // the numbers of all ranks.
   //   numbers   The moments or the sums of all channels, as bn_stats and bn_reduce return them.
   //   exchange  A tensor of int64 on the CPU that describes the exchange: this rank, the number of ranks,
-  //             their arenas, a time limit, and a tag, by which ranks see that all are in the same layer
-  //             (struct ExchangeDescriptor).
+  //             their arenas, a time limit, the address of a report of faults, and a tag, by which ranks see
+  //             that all are in the same layer (struct ExchangeDescriptor).
   //   arena     The memory of a rank into which the other ranks write their messages.
 
   // The bytes of an arena, for `world` ranks and messages of at most `capacity` packets of 16 bytes.
@@ -61,9 +61,9 @@ static std::string cpu_capability() {
   return fastvit::kernel_table().name;
 }
 
-// The build defines FASTVIT_CUDA_BUILD, a string literal. [[gnu::used]] keeps the compiler from removing or
-// splitting it, so that tools/gpu_steps.py finds the checksum of the sources in the bytes of the library,
-// without loading it.
+// The build defines FASTVIT_CUDA_BUILD, a string literal. [[gnu::used]] keeps the whole text in the library,
+// so that tools/gpu_steps.py finds the checksum of the sources in the bytes of the library, without loading
+// it.
 [[gnu::used]] static const char cuda_build_text[] = FASTVIT_CUDA_BUILD;
 static std::string cuda_build() {
   return cuda_build_text;

@@ -23,8 +23,8 @@ FASTVIT_FORCE_INLINE Float32x16 fast_exp(Float32x16 v) {
   return Float32x16(_mm512_scalef_ps(__m512(expm1_near_0(remainder) + 1.0f), exponent));
 }
 
-// Returns 1 / v. The unnamed argument has the type of the elements, which the reciprocal of any V
-// (elementary_functions.h) takes.
+// Returns 1 / v. The unnamed argument is not used. Callers pass it because the reciprocal of any type V takes
+// a value of the elements' type.
 FASTVIT_FORCE_INLINE Float32x16 reciprocal(Float32x16 v, float) {
   const __m512 estimate = _mm512_rcp14_ps(__m512(v));
   const __m512 error = _mm512_fnmadd_ps(__m512(v), estimate, _mm512_set1_ps(1.0f));

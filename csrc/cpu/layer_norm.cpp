@@ -8,7 +8,8 @@
 namespace fastvit {
 namespace {
 
-// A slice has 24 bytes of sums per column. With fewer rows these would be as many bytes as its values.
+// A slice has four sums per column: two floats and two doubles, 24 bytes. With fewer rows they would take a
+// large part of the memory of the rows themselves.
 constexpr int64_t kMinLayerNormRowsPerSlice = 16;
 constexpr int64_t kMaxLanes = 16;  // of a SIMD register: AVX-512 and float
 

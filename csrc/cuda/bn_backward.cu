@@ -19,9 +19,9 @@ struct BnBackwardParams : BnBackwardArgs {
 
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kVariant: dv is computed from x, from x and a residual, or from y.
-// kIsRows: a block walks its tile's columns of rows, and a thread has V of these columns. A row is all
-// channels of one position (channels_last, tokens). If planes are short, such as 7x7, a row is all planes of
-// one image. Without kIsRows a block walks planes (NCHW) of one channel.
+// kIsRows: a row is all channels of one position (channels_last, tokens) or, if planes are short, such as
+// 7x7, all planes of one image. A block walks the columns of its tile in every row, and a thread has V of
+// these columns, with the constants of each. Without kIsRows a block walks planes (NCHW) of one channel.
 // A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
@@ -35,9 +35,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   constexpr int kThreadChannels = kIsRows ? V : 1, kTileCapacity = kIsRows ? kMaxTileChannels : 1;
   const BlockWork work(args.plan, blockIdx.x);
   __shared__ GradientConstants<A, kVariant> tile_constants[kTileCapacity];
-  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];
+  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];  // the two means of dx
   const int channels = work.channels(args.plan);
-  // Null if the statistics were constants (training=False). They need no correction.
+  // Null if the statistics were constants (training=False): then dx = scale * dv, without the two means.
   const A* const global_sums = static_cast<const A*>(args.global_sums);
   for (int tile_channel = threadIdx.x; tile_channel < channels; tile_channel += kThreads) {
     const int64_t c = work.first_channel(args.plan) + tile_channel;

@@ -84,9 +84,9 @@ __device__ __forceinline__ void write_gradients_from_cache(
 
 // T: storage type of the tensors. V: elements of a vector of 16 bytes.
 // kVariant: dv is computed from x, from x and a residual, or from y.
-// kIsRows: a block walks its tile's columns of rows, and a thread has V of these columns. A row is all
-// channels of one position (channels_last, tokens). If planes are short, such as 7x7, a row is all planes of
-// one image. Without kIsRows a block walks planes (NCHW) of one channel.
+// kIsRows: a row is all channels of one position (channels_last, tokens) or, if planes are short, such as
+// 7x7, all planes of one image. A block walks the columns of its tile in every row, and a thread has V of
+// these columns, with the constants of each. Without kIsRows a block walks planes (NCHW) of one channel.
 // A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backward_single_launch_kernel(

@@ -72,9 +72,9 @@ __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
 
 // T: storage type of x and y. V: elements of a vector, which is 16 bytes or one element.
 // kHasResidual: a residual is added before the activation.
-// kIsRows: a block walks its tile's columns of rows, and a thread has V of these columns. A row is all
-// channels of one position (channels_last, tokens). If planes are short, such as 7x7, a row is all planes of
-// one image. Without kIsRows a block walks planes (NCHW) of one channel.
+// kIsRows: a row is all channels of one position (channels_last, tokens) or, if planes are short, such as
+// 7x7, all planes of one image. A block walks the columns of its tile in every row, and a thread has V of
+// these columns, with the constants of each. Without kIsRows a block walks planes (NCHW) of one channel.
 // A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlocksOnSm90)

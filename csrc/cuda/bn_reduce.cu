@@ -27,9 +27,9 @@ struct BnReduceParams : BnReducePlannedArgs, ExchangeParams<kHasExchange> {
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kVariant: dv is computed from x, from x and a residual, or from y.
 // kHasExchange: the sums are added over ranks.
-// kIsRows: a block walks its tile's columns of rows, and a thread has V of these columns. A row is all
-// channels of one position (channels_last, tokens). If planes are short, such as 7x7, a row is all planes of
-// one image. Without kIsRows a block walks planes (NCHW) of one channel.
+// kIsRows: a row is all channels of one position (channels_last, tokens) or, if planes are short, such as
+// 7x7, all planes of one image. A block walks the columns of its tile in every row, and a thread has V of
+// these columns, with the constants of each. Without kIsRows a block walks planes (NCHW) of one channel.
 // A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
 // Kept in one function: if the lambda finish_and_write_sums were a function, some kernels would need more
 // registers.

@@ -3,8 +3,9 @@
 // collective returns.
 //
 // Memory:   reads and writes each message once. Bound by latency.
-// Mapping:  a thread for each number of a message, or for each channel or sum of the result. To merge, every
-//           block compares the tags of all ranks, and writes NaN if one differs from this rank's.
+// Mapping:  to pack, a thread for each number of the message. To merge, a thread for each channel, or for
+//           each sum, of the result; every block compares the tags of all ranks, and writes NaN if one
+//           differs from this rank's.
 // Numerics: moments are merged in double and in the order of ranks. Sums are added by the collective.
 // Source:   Chan, Golub, LeVeque (1979), see moments.h.
 #include <torch/csrc/stable/library.h>
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
   FaultReport report{.fault = kMismatch,
                      .rank = uint32_t(args.own_rank),
                      .peer = 0,
-                     .epoch = 0,  // only exchanges by arenas have an epoch
+                     .epoch = 0,  // the number of an exchange, which a collective has not
                      .own_tag = args.own_tag(),
                      .peer_tag = {},
                      .missing_ranks_mask = 0};

@@ -18,13 +18,14 @@ struct LayerNormBackwardParams : LayerNormArgs {
   A* block_sums;  // [blocks][2][columns]: of dy and of dy * xhat; null: no sums are needed
 };
 
-// The planner chooses one of these two numbers of columns for a member of a team. For bfloat16 they are 16
-// and 24; of __half, 24 columns would take more registers than two blocks on a multiprocessor leave.
+// A member of a team, a thread, has one of these two numbers of columns. They are 16 and 24 for bfloat16, but
+// 24 columns of __half would take more registers than a thread has if two blocks share a multiprocessor.
 template <>
 constexpr int kBackwardColumnChoices<__half>[2] = {16, 16};
 
-// T: type of x and dx. Y: type of dy. V: elements of a vector, 16 bytes of the larger type, or one.
-// K: vectors of a row that a thread has in registers. A thread without a row takes part in sum_over_team too.
+// T: type of x and dx. Y: type of dy. V: elements of a vector: as many as 16 bytes of the larger type hold,
+// or one. K: vectors of a row that a thread has in registers. A thread without a row takes part in
+// sum_over_team too.
 //
 // Kept in one function: its parts would all need the vectors and sums in registers, and a split changes the
 // compiler's use of registers.
@@ -200,8 +201,8 @@ void backend::layer_norm_backward(const LayerNormArgs& args) {
         dispatch_row_plan<T, Y, kBackwardColumnChoices<T>>(
             args.rows, args.columns, pointers, [&]<int V, int K>(const RowPlan& plan) {
               const auto kernel = layer_norm_backward_kernel<T, Y, V, K>;
-              // Shared memory holds the weight, and after the last row the threads' sums of one gradient at a
-              // time.
+              // Shared memory holds the weight. After the last row it holds the threads' sums for the
+              // gradient of the bias, and then those for the gradient of the weight.
               const size_t shared_bytes = std::max(column_table_bytes<A>(plan), kThreads * K * V * sizeof(A));
               const LaunchConfig config = make_row_launch(context, kernel, plan, shared_bytes);
               const Scratch block_sums(args.sums ? config.blocks * num_sums * sizeof(A) : 0);

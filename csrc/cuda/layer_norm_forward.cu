@@ -19,7 +19,7 @@ struct LayerNormForwardParams : LayerNormArgs {
 template <class T>
 constexpr int kForwardBlocks = (std::is_same_v<T, __half> ? 2 : 3) + kExtraBlocksOnSm90;
 
-// T: type of x. Y: type of y. V: elements of a vector, 16 bytes of the larger type, or one.
+// T: type of x. Y: type of y. V: elements of a vector: as many as 16 bytes of the larger type hold, or one.
 // K: vectors of a row that a thread has in registers. A thread without a row takes part in sum_over_team too.
 //
 // Kept in one function: its parts would all need the vectors in registers, and a split changes how the

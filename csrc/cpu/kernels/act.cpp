@@ -23,7 +23,7 @@ template <class T, class A, bool kIsBackward, Activation kActivation>
 struct ActKernel {
   using ActFunction = ActivationFunction<kActivation>;
 
-  // The order of the tensors that are read and written.
+  // The places of the tensors in a SpanGroup: of those that are read, and of those that are written.
   static constexpr int kX = 0, kDy = 1, kGate = kIsBackward ? 2 : 1;
   static constexpr int kResult = 0, kDgate = 1;
 
@@ -52,7 +52,7 @@ struct ActKernel {
       const T* const gate = args.gate ? group.in_span(kGate, k) : nullptr;
       T* const result = group.out_span(kResult, k);
       T* const dgate = kIsBackward && gate ? group.out_span(kDgate, k) : nullptr;
-      // NonTemporalRange: the vectors of result that are stored past the caches, if it is large.
+      // NonTemporalRange: the vectors that are stored past the caches, if a call has one large result.
       for_each_vector<A>(
           group.length, NonTemporalRange(group.bypasses_cache, result, group.length, kLanes<A>),
           [&](auto position) { return compute(position, x, dy, gate, activation_param); },

@@ -35,7 +35,7 @@ struct BnBackwardKernel {
       // slope is mean(dv * xhat) * invstd.
       const ChannelConstant<A, kIsRows> mean_dv(args.mean_dv, channel), slope(args.slope, channel);
       const auto process_span = [&](auto may_have_residual) {
-        // NonTemporalRange: the vectors of dx that are stored past the caches, if it is large.
+        // NonTemporalRange: the vectors that are stored past the caches, if a call has one large result.
         for_each_vector<A>(
             group.length, NonTemporalRange(group.bypasses_cache, dx, group.length, kLanes<A>),
             [&](auto position) {

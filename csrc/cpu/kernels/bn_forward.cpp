@@ -26,7 +26,7 @@ void process_group(const CpuBnForwardParams& args, const SpanGroup<T>& group) {
     const ChannelConstant<A, kIsRows> mean(args.mean, channel), scale(args.scale, channel),
         beta(args.beta, channel);
     const auto process_span = [&](auto may_have_residual) {
-      // NonTemporalRange: the vectors of y that are stored past the caches, if it is large.
+      // NonTemporalRange: the vectors that are stored past the caches, if a call has one large result.
       for_each_vector<A>(
           group.length, NonTemporalRange(group.bypasses_cache, y, group.length, kLanes<A>),
           [&](auto position) {
@@ -37,8 +37,8 @@ void process_group(const CpuBnForwardParams& args, const SpanGroup<T>& group) {
           [&](auto position, Simd<A> result) { position.store(y, result); });
     };
     // Without a residual, a cheap activation takes an eighth less time in 16-bit types if its loop has no
-    // branch for a residual. A transcendental activation takes too long for that to matter, and is compiled
-    // once.
+    // branch for a residual. A transcendental activation takes so long that this does not matter; its code is
+    // then made once.
     is_transcendental(kActivation) || residual ? process_span(std::true_type())
                                                : process_span(std::false_type());
   }
