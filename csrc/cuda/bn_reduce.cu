@@ -14,15 +14,8 @@
 
 namespace fastvit {
 
-struct BnReducePlannedArgs : BnBackwardArgs {
-  LaunchPlan plan;
-};
-
 template <class A, bool kHasExchange>
-struct BnReduceParams : BnReducePlannedArgs, ExchangeParams<kHasExchange> {
-  SliceResults<GradientSums<A>> slice_results;  // in global memory, until they are merged
-  unsigned* exchange_counters;                  // of an exchange between ranks, see kExchangeCounters
-};
+using BnReduceParams = ReductionParams<BnBackwardArgs, GradientSums<A>, kHasExchange>;
 
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kVariant: dv is computed from x, from x and a residual, or from y.

@@ -15,15 +15,8 @@
 
 namespace fastvit {
 
-struct BnStatsPlannedArgs : BnStatsArgs {
-  LaunchPlan plan;
-};
-
 template <class A, bool kHasExchange>
-struct BnStatsParams : BnStatsPlannedArgs, ExchangeParams<kHasExchange> {
-  SliceResults<PartialMoments<A>> slice_results;  // in global memory, until they are merged
-  unsigned* exchange_counters;                    // of an exchange between ranks, see kExchangeCounters
-};
+using BnStatsParams = ReductionParams<BnStatsArgs, PartialMoments<A>, kHasExchange>;
 
 // T: storage type of x. V: elements of a vector, which is 16 bytes or one element.
 // kHasExchange: the moments of all ranks are merged.

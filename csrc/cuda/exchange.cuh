@@ -46,6 +46,18 @@ struct ExchangeParams {
 template <>
 struct ExchangeParams<false> {};
 
+template <class Args>
+struct PlannedArgs : Args {
+  LaunchPlan plan;
+};
+// The parameters of a kernel that reduces the values of each channel, perhaps over all ranks. Args: the op's
+// arguments. R: the result of a slice, a share of a channel's values, for one channel.
+template <class Args, class R, bool kHasExchange>
+struct ReductionParams : PlannedArgs<Args>, ExchangeParams<kHasExchange> {
+  SliceResults<R> slice_results;  // in global memory, until they are merged
+  unsigned* exchange_counters;    // of an exchange between ranks, see kExchangeCounters
+};
+
 // Calls f(ExchangeParams<true>{...}) for args.exchange, or f(ExchangeParams<false>{}) if that is null.
 template <class A, class Args, class F>
 void dispatch_exchange(const Args& args, const DeviceLimits& limits, const F& f) {
