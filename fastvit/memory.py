@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExtraFields_Allocation
 
 __all__ = ["live_bytes", "peak_bytes"]
 
@@ -22,8 +23,8 @@ def live_bytes(work: Callable[[], object], *devices: str | torch.device) -> tupl
 
     For a training forward these are the saved tensors, the result, and new state. On the CUDA devices among
     `devices` the number is the caching allocator's count of bytes in use; without any it is the sum of the
-    events that torch's allocator for the CPU reports to the profiler. Call `work` once before, so that
-    one-time caches are not counted.
+    events that torch's allocator for the CPU reports to the profiler, where frees of what was allocated
+    before `work()` do not count. Call `work` once before, so that one-time caches are not counted.
     """
     gpus = [device for device in map(torch.device, devices) if device.type == "cuda"]
 
@@ -55,6 +56,9 @@ def peak_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -
 def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
     """The allocations (positive) and frees (negative) of torch's CPU allocator in order; and the result.
 
+    Frees of blocks that were allocated before do not count. Torch reports some of them with the size of
+    another block, which an earlier profile has seen at the same address.
+
     Raises:
         RuntimeError: a profiler of torch is running; this one would end it.
     """
@@ -82,10 +86,22 @@ def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
     finally:
         level.value = usual
     results: Any = profile.profiler  # which the types of torch do not know
-    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    cpu = torch.autograd.DeviceType.CPU
-    return [event.nbytes() for event in events if event.device_type() == cpu], result
+    events, parents = [], results.kineto_results.experimental_event_tree()
+    while parents:
+        events += parents
+        parents = [child for event in parents for child in event.children]
+    sizes: dict[int, int] = {}  # of the blocks that `work` has allocated and not freed, by address
+    changes = []
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        block = event.typed[1]
+        if not isinstance(block, _ExtraFields_Allocation) or block.device.type != "cpu":
+            continue
+        if block.alloc_size > 0:
+            sizes[block.ptr] = block.alloc_size
+            changes.append(block.alloc_size)
+        elif block.ptr in sizes:
+            changes.append(-sizes.pop(block.ptr))
+    return changes, result
 
 
 def _log_level_of_kineto() -> ctypes.c_int:
