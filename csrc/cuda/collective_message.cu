@@ -24,15 +24,15 @@ namespace {
 
 using namespace peer;
 
-// A tag is {layer, forward_index}, by which ranks see that they are in the same exchange.
+// A message has a Tag's {layer, forward_index}, by which ranks see that they are in the same exchange.
 constexpr int64_t kNumbersPerTag = 2;
 
-// A message has `capacity` numbers, then its tags. Only the first n numbers are used; the others are 0. In a
-// message of sums the tags of other ranks are 0. All messages of a group have the same capacity, also in
-// different layers.
+// A message has `capacity` numbers, then its tags. The first n numbers are used; the others are 0.
+// All messages of a group have the same capacity, also in different layers: ranks may be in different layers,
+// and a collective needs messages of one length.
 // Moments: a message has one tag, and all_gather returns the messages of all ranks.
-// Sums: a message has a tag for each rank; each rank writes its own tag, and all_reduce adds the messages, so
-// it returns one message with the sums and the tags of all ranks.
+// Sums: a message has a tag for each rank; a rank writes its own tag and 0 for the others. all_reduce adds
+// the messages, so it returns one message with the sums and the tags of all ranks.
 struct MessageArgs {
   NumberKind kind;  // moments, or sums
   // How many numbers each rank has: moments [2C + 2] (mean[C], M2[C] and the count, stored as two numbers),
@@ -41,8 +41,8 @@ struct MessageArgs {
   int64_t capacity;  // the largest n of the group's layers
   int64_t ranks;     // how many ranks the group has
   int64_t own_rank;
-  // This rank's tag. `layer` is the index of the layer in the group. `forward_index` counts the group's
-  // forward exchanges; a backward has the number of its forward. Both are below 2^24, so a float holds them.
+  // This rank's tag. `layer` is the index of the layer in the group. `forward_index` is the number of a
+  // forward exchange in the group; its backward has the same. Both are below 2^24, so a float holds them.
   int64_t layer, forward_index;
   const void* own_numbers;
 
@@ -82,8 +82,8 @@ struct MergeMessagesParams : MessageArgs {
   __device__ __forceinline__ const M* message(int64_t i) const {
     return static_cast<const M*>(messages) + i * numbers_per_message();
   }
-  // Messages of a collective do not send Tag::words (the length of a payload) and Tag::kind, so `words` is 0
-  // and `kind` is this rank's on both sides of the comparison.
+  // The tag of a rank: in its own message, or with sums in the only message. Messages have no Tag::words and
+  // Tag::kind, so in both tags of a comparison `words` is 0 and `kind` is this rank's.
   template <class M>
   __device__ __forceinline__ Tag tag_of(int64_t rank) const {
     const M* const tag =
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
   FaultReport report{.fault = kMismatch,
                      .rank = uint32_t(args.own_rank),
                      .peer = 0,
-                     .epoch = 0,  // the number of an exchange, which a collective has not
+                     .epoch = 0,  // exchanges by a collective have no epoch
                      .own_tag = args.own_tag(),
                      .peer_tag = {},
                      .missing_ranks_mask = 0};

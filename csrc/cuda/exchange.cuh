@@ -4,17 +4,17 @@
 //
 // Send:  never waits. The thread that has a channel's two numbers stores them to the arena of every rank:
 //        memory that all ranks can write. An arena has an inbox, with slots for the messages of each sender.
-// Wait:  in the last blocks to finish, each for a range of channels. There is one range per batch (the
-//        channels that a block loads at once), at most 8, and at most one per 16 multiprocessors. The rest of
-//        the GPU stays free for the grid's other blocks, and for other kernels on this GPU, such as NCCL's:
-//        the host of a peer (another rank) may wait for such a kernel before it launches the peer's part of
-//        the exchange. A wait ends when all packets have arrived, a tag (by which ranks see that they are in
-//        the same exchange) differs, a rank has abandoned the exchange (stopped waiting after a fault), or
-//        the timeout is over.
+// Wait:  in the last blocks to finish, each for a range of channels. There are as many ranges as one block
+//        would need rounds of loads for all channels, but at most 8, and at most one per 16 multiprocessors.
+//        The rest of the GPU stays free for the grid's other blocks, and for other kernels on this GPU, such
+//        as NCCL's: the host of a peer (another rank) may wait for such a kernel before it launches the
+//        peer's part of the exchange. A wait ends when all packets have arrived, a tag (by which ranks see
+//        that they are in the same exchange) differs, a rank has abandoned its exchange (stopped waiting
+//        after a fault), or the timeout is over.
 // Fault: the last range to end fills the whole result with NaN. Peers are notified, the host gets one
 //        report, and every later exchange fails at once.
-// Order: a reader sees another's writes by the epoch (the exchange's number) in each packet of 16 bytes
-//        (ranks), by counters (blocks), by the stream (kernels).
+// Order: writes reach another rank with the epoch (the exchange's number) in each packet of 16 bytes, another
+//        block by counters, the next kernel by the stream.
 #pragma once
 
 #include <algorithm>
@@ -40,8 +40,8 @@ constexpr int kMaxRanges = 8, kMultiprocessorsPerRange = 16;
 // The part of a kernel's parameters that describes an exchange; empty for a kernel without one.
 template <bool kHasExchange>
 struct ExchangeParams {
-  Exchange group_exchange;
-  unsigned max_ranges;  // how many blocks wait at most
+  Exchange group_exchange;  // a copy of *args.exchange; KernelParams looks for this name
+  unsigned max_ranges;      // how many blocks wait at most
 };
 template <>
 struct ExchangeParams<false> {};
@@ -55,19 +55,19 @@ struct PlannedArgs : Args {
 template <class Args, class R, bool kHasExchange>
 struct ReductionParams : PlannedArgs<Args>, ExchangeParams<kHasExchange> {
   SliceResults<R> slice_results;  // in global memory, until they are merged
-  unsigned* exchange_counters;    // of an exchange between ranks, see kExchangeCounters
+  unsigned* exchange_counters;    // [kExchangeCounters]: finished tiles, ended ranges, whether one failed
 };
 
 // Calls f(ExchangeParams<true>{...}) for args.exchange, or f(ExchangeParams<false>{}) if that is null.
 template <class A, class Args, class F>
 void dispatch_exchange(const Args& args, const DeviceLimits& limits, const F& f) {
   if (!args.exchange) return f(ExchangeParams<false>{});
-  int ranks_in_flight = kPairsInFlight<A>;  // chosen as in MessageReceiver::receive_pairs
+  int ranks_in_flight = kPairsInFlight<A>;  // as kRanks of receive_pairs: halved while it covers all ranks
   while (ranks_in_flight > 2 && args.exchange->world <= ranks_in_flight / 2) ranks_in_flight /= 2;
   const int64_t channels_in_flight = kThreads * (kPairsInFlight<A> / ranks_in_flight);
-  const int64_t batches = ceil_div(args.layout.channels, channels_in_flight);
+  const int64_t load_rounds = ceil_div(args.layout.channels, channels_in_flight);
   const int64_t max_ranges = std::clamp(limits.multiprocessors / kMultiprocessorsPerRange, 1, kMaxRanges);
-  f(ExchangeParams<true>{*args.exchange, unsigned(std::clamp<int64_t>(batches, 1, max_ranges))});
+  f(ExchangeParams<true>{*args.exchange, unsigned(std::clamp<int64_t>(load_rounds, 1, max_ranges))});
 }
 
 // The channels of an exchange that one block waits for.
@@ -81,8 +81,8 @@ struct ChannelRange {
 
 // Called by each block that finishes a tile (a set of channels whose numbers the block has sent). Calls
 // f(range) in the last of these blocks, at most max_ranges of them, each with its own range of channels.
-// `counters` has kExchangeCounters words, which are zero before the launch; the kernel sets them back to
-// zero.
+// The kExchangeCounters `counters` are zero before and after the launch: the last arrival at each of the
+// first two sets it to zero, and the last range the third.
 template <class F>
 __device__ __forceinline__ void receive_in_last_blocks(const LaunchPlan& plan, unsigned max_ranges,
                                                        unsigned* counters, const F& f) {
@@ -103,10 +103,10 @@ class MessageReceiver {
   const uint64_t begin_ns;
   const uint32_t epoch;       // of this exchange
   const bool has_failed;      // an earlier exchange has failed
-  peer::FaultReport& report;  // in the block's shared memory; `fault` is not 0 after a fault
+  peer::FaultReport& report;  // in the block's shared memory; `fault` is kPending before a fault
   using PairPackets = peer::Packet[peer::kPacketsPerPair<A>];
   // The value of report.fault if an earlier exchange has failed: the host has a report already, so this
-  // exchange writes none. kDone serves, because it is neither 0 (no fault) nor a fault.
+  // exchange writes none. kDone is free for this: otherwise report.fault is kPending or a fault.
   static constexpr ExchangeState kAlreadyReported = peer::kDone;
 
   // Writes the two merged numbers of channel c to the result, [2][C]. The count of moments comes after these
@@ -134,15 +134,16 @@ class MessageReceiver {
         .load(cuda::std::memory_order_relaxed);
   }
 
-  // Writes the block's report, unless the report has a fault already. Returns false.
+  // Writes a fault to the block's report, unless the report has one already. Returns false.
   __device__ __forceinline__ bool fail(ExchangeState fault, int rank, const peer::Tag& peer_tag = {}) const {
-    if (atomicCAS(&report.fault, 0u, uint32_t(fault)) == 0) {
+    if (atomicCAS(&report.fault, uint32_t(peer::kPending), uint32_t(fault)) == peer::kPending) {
       report.rank = uint32_t(exchange.rank), report.peer = uint32_t(rank), report.epoch = epoch;
       report.own_tag = exchange.tag, report.peer_tag = peer_tag;
     }
     return false;
   }
-  // Called while packets of a rank are missing. Returns false when the thread must stop waiting.
+  // Called while packets of a rank are missing. Returns false when the thread must stop waiting: after the
+  // timeout, or if the rank has abandoned any exchange, since it then sends nothing more.
   __device__ __forceinline__ bool keep_waiting(int rank) const {
     if (abandoned_epoch_of(rank) != 0) return fail(peer::kPeerAbandoned, rank);
     // The difference is signed, because the clock may read a tick less than at the beginning.
@@ -164,7 +165,7 @@ class MessageReceiver {
       if (has_arrived(header[0], epoch) && has_arrived(header[1], epoch)) {
         const peer::Tag peer_tag = peer::tag_from_header(header[0], header[1]);
         if (!tags_match(peer_tag, exchange.tag)) return fail(peer::kMismatch, rank, peer_tag);
-        // A message with the right tag is valid, unless its rank has abandoned this exchange.
+        // A message with the right tag is valid, unless its rank has abandoned this very exchange.
         if (abandoned_epoch == epoch) return fail(peer::kPeerAbandoned, rank);
         if (count_pair < 0 || count.unpack(epoch, packets)) break;
       }
@@ -174,11 +175,11 @@ class MessageReceiver {
     return true;
   }
 
-  // Receives every kThreads-th channel of the range. For each of these channels the thread calls merge(rank,
-  // pair, numbers) in the order of ranks, and then write(channel, numbers). The first loads are in flight
-  // while all threads call wait_for_headers(), which returns whether all headers are those of this exchange.
-  // Returns false after a fault. kRanks: ranks whose pairs are loaded together, for as many channels as
-  // kPairsInFlight allows.
+  // Each thread receives every kThreads-th channel of the range. For each of its channels it calls
+  // merge(rank, pair, numbers) in the order of ranks, and then write(channel, numbers). The first loads are
+  // in flight while all threads call wait_for_headers(), which returns whether all headers are those of this
+  // exchange. Returns false after a fault. kRanks: ranks whose pairs are loaded together, for as many
+  // channels as kPairsInFlight allows. It is halved as long as it then still covers all ranks.
   template <int kRanks, class WaitForHeaders, class Merge, class Write>
   __device__ __forceinline__ bool receive_pairs(const WaitForHeaders& wait_for_headers, const Merge& merge,
                                                 const Write& write) const {
@@ -192,8 +193,8 @@ class MessageReceiver {
       report.fault = has_failed ? kAlreadyReported : peer::kPending;  // kPending: no fault yet
     __syncthreads();
     if (has_failed || !wait_for_headers()) return false;
-    // A kRanks below the maximum was chosen because it covers all ranks, so one pass of constant length
-    // suffices.
+    // A kRanks below the maximum covers all ranks, so the loop over ranks has one turn, which the compiler
+    // then knows.
     const int ranks = kRanks < kPairsInFlight<A> ? kRanks : exchange.world;
     for (bool is_loaded = true; channel < range.end; channel += kThreads * kChannels) {
       double numbers[kChannels][2] = {};
@@ -265,8 +266,8 @@ class MessageReceiver {
       SystemAtomic<uint64_t>(exchange.arenas[threadIdx.x]->abandoned_epoch_of[exchange.rank])
           .store(uint64_t(epoch), cuda::std::memory_order_relaxed);
   }
-  // Ends the range, and with the last range the exchange. A fault of one range makes all `n` numbers of the
-  // result NaN. All threads call.
+  // Ends the range. The last range ends the exchange: it writes the arena's `epoch` or, after a fault of any
+  // range, `failed`, and NaN to all `n` numbers of the result. All threads call.
   __device__ __forceinline__ void finish_range(bool is_good, A* result, int64_t n) const {
     bool is_fault = __syncthreads_or(!is_good);
     unsigned* const any_failed = range.end_counters + 1;
@@ -305,7 +306,7 @@ class MessageReceiver {
       }
       is_good = !__syncthreads_or(!is_good);
       if (const int rank = int(threadIdx.x); is_good && rank <= exchange.world) {
-        double count = 0;  // the values of the ranks before `rank`; if rank == world, of all ranks
+        double count = 0;  // how many values the ranks before `rank` have; if rank == world, all ranks
         for (int r = 0; r < rank; ++r) count += counts[r];
         if (rank < exchange.world)
           weights[rank] = MergeWeights::from_counts(count, counts[rank]);

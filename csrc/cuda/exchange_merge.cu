@@ -4,8 +4,8 @@
 //
 // Memory:   a packet of 16 bytes carries 8 bytes of numbers and two epochs (the exchange's number). Bound by
 //           latency.
-// Mapping:  one block, a thread per channel. The block sends the numbers of all channels, then waits for
-//           those of the other ranks, see exchange.cuh.
+// Mapping:  one block, each thread for every kThreads-th channel. The block sends the numbers of all
+//           channels, then waits for those of all ranks, see exchange.cuh.
 // Numerics: merges in double and in the order of ranks, so all ranks get the same bits.
 // Source:   Chan, Golub, LeVeque (1979), see moments.h.
 #include "exchange.cuh"
@@ -20,7 +20,7 @@ namespace {
 // A: float or double, the type of the numbers.
 template <class A>
 struct ExchangeMergeParams {
-  Exchange group_exchange;  // the ranks' arenas, this rank's tag and report, and the timeout
+  Exchange group_exchange;  // arenas, tag, report and timeout; KernelParams looks for this name
   // This rank's moments [2C + 2] (mean[C], M2[C], the count as two numbers), or sums [2C] (first sums[C],
   // second sums[C]).
   const A* numbers;

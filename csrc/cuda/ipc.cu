@@ -25,12 +25,12 @@ std::tuple<Tensor, Tensor> ipc_allocate(int64_t bytes, int64_t device_index) {
   using torch::headeronly::DeviceType;
   const LaunchContext context{int(device_index)};  // makes the device current until the op returns
   void* data = nullptr;
-  // A handle opens a whole allocation, so this memory must be one. torch's allocator returns parts of larger
-  // allocations, and so does cudaMalloc below 2 MiB (CUDA programming guide, interprocess communication).
+  // A handle opens a whole allocation. torch's allocator returns parts of larger allocations, and so does
+  // cudaMalloc below 2 MiB (CUDA programming guide, interprocess communication).
   constexpr int64_t kMinWholeAllocation = 2 << 20;
   STD_CUDA_CHECK(cudaMalloc(&data, size_t(ceil_div(bytes, kMinWholeAllocation) * kMinWholeAllocation)));
   STD_CUDA_CHECK(cudaMemset(data, 0, size_t(bytes)));
-  STD_CUDA_CHECK(cudaDeviceSynchronize());
+  STD_CUDA_CHECK(cudaDeviceSynchronize());  // a peer writes only after the zeros
   auto* const ipc_handle = new cudaIpcMemHandle_t;
   Tensor handle = byte_tensor(ipc_handle, sizeof(*ipc_handle), torch::stable::Device(DeviceType::CPU),
                               [](void* memory) { delete static_cast<cudaIpcMemHandle_t*>(memory); });

@@ -31,10 +31,10 @@ class Scratch {
 // launch, and the kernel leaves them as zeros. No two kernels of a stream access memory at the same time
 // (KernelParams waits for the previous kernel), so all launches of a stream share the counters.
 //
-// The counters are allocated once and never freed. They are not from torch's allocator, since that may serve
-// the first launch from the memory pool of a CUDA graph, to which the memory must be returned. The counters
-// are found by the stream's id, not by its handle: the handle of a destroyed stream may be given to a new one
-// while work of the old one still runs.
+// The counters are allocated once and never freed. They are not from torch's allocator, since that may take
+// them from the memory pool of a CUDA graph, to which they must be returned. The counters are found by the
+// stream's id, not by its handle: the handle of a destroyed stream may be given to a new one while work of
+// the old one still runs.
 inline unsigned* stream_semaphores(const LaunchContext& context) {
   static std::mutex mutex;
   // (device, stream id) -> counters

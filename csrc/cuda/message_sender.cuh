@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t load_arena_word(uint32_t& word) {
 
 // Sends this rank's message: a header with the exchange's tag (by which ranks see that they are in the same
 // exchange), and a pair of numbers for each channel. A message is packets of 16 bytes: two words of data,
-// each with the epoch. Nothing is sent after a fault. A: float or double, the type of the numbers.
+// each with the epoch. After a failed exchange it sends nothing. A: float or double, the type of the numbers.
 template <class A>
 class MessageSender {
   const Exchange& exchange;
@@ -54,7 +54,7 @@ class MessageSender {
         store_packet(slot + peer::kHeaderPackets + i * peer::kPacketsPerPair<A> + k, packets[k]);
     });
   }
-  // Sends the header of a message of sums. All threads of the grid may call; one sends.
+  // For sums: sends the header. All threads of the grid may call; one sends.
   __device__ __forceinline__ void send_header() const {
     if (epoch == 0 || blockIdx.x != 0 || threadIdx.x != 0) return;
     for_each_receiver([&](peer::Packet* slot) {
@@ -62,7 +62,7 @@ class MessageSender {
         store_packet(slot + i, header_packet(exchange.tag, i, epoch));
     });
   }
-  // Sends the header of moments and, as pair C, the number of values that this rank has of each channel.
+  // For moments: sends the header and, as pair C, the count of the values that this rank has of each channel.
   __device__ __forceinline__ void send_header(int64_t C, double count) const {
     send_header();
     if (blockIdx.x != 0 || threadIdx.x != 0) return;

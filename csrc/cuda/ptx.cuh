@@ -1,10 +1,10 @@
-// Functions for instructions that C++ and CUDA's intrinsics do not offer, by inline PTX: wide and hinted
-// accesses, ordered counters, the overlap of kernels, and packets and reports that other GPUs or the host
-// access too.
+// Functions by inline PTX, for instructions that C++ and CUDA's intrinsics do not offer: wide and hinted
+// accesses, ordered counters, the overlap of kernels, a clock, and the packets that GPUs exchange. Also the
+// report of a fault, which the host reads while the kernel runs.
 //
-// The CPU model of CUDA has no PTX, so each function has a second definition for it (CUDA_HOST_EMULATION).
-// There a packet of 16 bytes is two atomic accesses of 8 bytes, since another thread may access it at the
-// same time.
+// The CPU model of CUDA has no PTX, so each function with PTX has a second definition for it
+// (CUDA_HOST_EMULATION). There a packet of 16 bytes is two atomic accesses of 8 bytes, since another thread
+// may access it at the same time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -44,13 +44,13 @@ inline unsigned increment_wrapping(unsigned* counter, unsigned max_value,
 using cuda_host::globaltimer;
 using cuda_host::let_next_kernel_begin;
 using cuda_host::wait_for_previous_kernel;
-inline void store_two_words(uint64_t* destination, uint64_t word0, uint64_t word1) {
-  SystemAtomic<uint64_t>(destination[0]).store(word0, cuda::std::memory_order_relaxed);
-  SystemAtomic<uint64_t>(destination[1]).store(word1, cuda::std::memory_order_relaxed);
+inline void store_two_halves(uint64_t* destination, uint64_t half0, uint64_t half1) {
+  SystemAtomic<uint64_t>(destination[0]).store(half0, cuda::std::memory_order_relaxed);
+  SystemAtomic<uint64_t>(destination[1]).store(half1, cuda::std::memory_order_relaxed);
 }
-inline void load_two_words(uint64_t* source, uint64_t& word0, uint64_t& word1) {
-  word0 = SystemAtomic<uint64_t>(source[0]).load(cuda::std::memory_order_relaxed);
-  word1 = SystemAtomic<uint64_t>(source[1]).load(cuda::std::memory_order_relaxed);
+inline void load_two_halves(uint64_t* source, uint64_t& half0, uint64_t& half1) {
+  half0 = SystemAtomic<uint64_t>(source[0]).load(cuda::std::memory_order_relaxed);
+  half1 = SystemAtomic<uint64_t>(source[1]).load(cuda::std::memory_order_relaxed);
 }
 #else
 // Load 16 or 8 bytes from aligned global memory, or store them, in one instruction. The compiler splits the
@@ -123,16 +123,16 @@ __device__ __forceinline__ uint64_t globaltimer() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
   return nanoseconds;
 }
-// Store or load two words of 8 bytes, aligned to 16, that another GPU may access at the same time. Each word
-// is written or read as a whole, but the pair may not be.
-__device__ __forceinline__ void store_two_words(uint64_t* destination, uint64_t word0, uint64_t word1) {
+// Store or load the halves, 8 bytes each, of 16 aligned bytes that another GPU may access at the same time.
+// Each half is written or read as a whole, but the 16 bytes may not be.
+__device__ __forceinline__ void store_two_halves(uint64_t* destination, uint64_t half0, uint64_t half1) {
   asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(destination)),
-               "l"(word0), "l"(word1)
+               "l"(half0), "l"(half1)
                : "memory");
 }
-__device__ __forceinline__ void load_two_words(uint64_t* source, uint64_t& word0, uint64_t& word1) {
+__device__ __forceinline__ void load_two_halves(uint64_t* source, uint64_t& half0, uint64_t& half1) {
   asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
-               : "=l"(word0), "=l"(word1)
+               : "=l"(half0), "=l"(half1)
                : "l"(__cvta_generic_to_global(source))
                : "memory");
 }
@@ -143,17 +143,17 @@ __device__ __forceinline__ void load_two_words(uint64_t* source, uint64_t& word0
 // with the expected epoch has the word of that exchange. The accesses are relaxed: they do not order accesses
 // to other memory.
 __device__ __forceinline__ void store_packet(peer::Packet* destination, const peer::Packet& packet) {
-  store_two_words(reinterpret_cast<uint64_t*>(destination), packet.word0 | uint64_t(packet.epoch0) << 32,
-                  packet.word1 | uint64_t(packet.epoch1) << 32);
+  store_two_halves(reinterpret_cast<uint64_t*>(destination), packet.word0 | uint64_t(packet.epoch0) << 32,
+                   packet.word1 | uint64_t(packet.epoch1) << 32);
 }
 __device__ __forceinline__ peer::Packet load_packet(peer::Packet* source) {
   uint64_t half0, half1;
-  load_two_words(reinterpret_cast<uint64_t*>(source), half0, half1);
+  load_two_halves(reinterpret_cast<uint64_t*>(source), half0, half1);
   return {uint32_t(half0), uint32_t(half0 >> 32), uint32_t(half1), uint32_t(half1 >> 32)};
 }
 
-// Writes a report to memory of the host, which polls it while the kernel runs. The first word, the fault's
-// kind, is written last, so the host sees a whole report. One thread calls.
+// Writes a report to memory of the host, which polls it while the kernel runs. The first word, `fault`, is
+// written last, so a host that sees a fault sees the whole report. One thread calls.
 __device__ __forceinline__ void write_fault_report(peer::FaultReport* host_report,
                                                    const peer::FaultReport& report) {
   uint32_t words[sizeof(report) / sizeof(uint32_t)];

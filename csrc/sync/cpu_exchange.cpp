@@ -10,8 +10,8 @@
 //          payload where it lies, so a cache line crosses between cores once. A release fence before the
 //          header is written, and an acquire fence after it is read, order header and payload; on x86 the
 //          fences cost nothing.
-// Waiting: in slices of time (WaitSlice). Between two slices Python handles signals and looks for peers that
-//          have ended.
+// Waiting: after some time (TimedWait) an op returns to Python, even if messages are missing. Python handles
+//          signals, looks for peers that have ended, and calls exchange_wait to wait again.
 #include "cpu_exchange.h"
 
 #include <algorithm>
@@ -22,51 +22,51 @@
 #include <limits>
 
 #include "../moments.h"
-#include "wait_slice.h"
+#include "timed_wait.h"
 
 namespace fastvit {
 namespace {
 
 using namespace peer;
 
-uint64_t load_relaxed(const uint64_t& word) {
-  return __atomic_load_n(&word, __ATOMIC_RELAXED);
+uint64_t load_relaxed(const uint64_t& value) {
+  return __atomic_load_n(&value, __ATOMIC_RELAXED);
 }
 
 void store_packet(Packet* destination, const Packet& packet) {
   const auto halves = std::bit_cast<std::array<uint64_t, 2>>(packet);
-  uint64_t* words = reinterpret_cast<uint64_t*>(destination);
-  __atomic_store_n(words, halves[0], __ATOMIC_RELAXED);
-  __atomic_store_n(words + 1, halves[1], __ATOMIC_RELAXED);
+  uint64_t* stored_halves = reinterpret_cast<uint64_t*>(destination);
+  __atomic_store_n(stored_halves, halves[0], __ATOMIC_RELAXED);
+  __atomic_store_n(stored_halves + 1, halves[1], __ATOMIC_RELAXED);
 }
 
 Packet load_packet(const Packet* source) {
-  const uint64_t* words = reinterpret_cast<const uint64_t*>(source);
-  return std::bit_cast<Packet>(std::array<uint64_t, 2>{load_relaxed(words[0]), load_relaxed(words[1])});
+  const uint64_t* halves = reinterpret_cast<const uint64_t*>(source);
+  return std::bit_cast<Packet>(std::array<uint64_t, 2>{load_relaxed(halves[0]), load_relaxed(halves[1])});
 }
 
-// Returns the beginning of the message of `sender` in the inbox of `receiver`. `capacity` is the largest
-// payload in packets of a GPU, in which every second word is an epoch. A CPU's payload has no epochs, so it
-// needs half as many packets.
+// Returns the beginning of the message of `sender` in the inbox of `receiver`. exchange.capacity is the
+// largest payload in packets of a GPU, in which every second word is an epoch. A CPU's payload has no epochs,
+// so it takes half as many packets.
 Packet* inbox_slot(const Exchange& exchange, int receiver, int sender, uint32_t epoch) {
   const InboxLayout inbox{exchange.world, (exchange.capacity + 1) / 2};
   return reinterpret_cast<Packet*>(exchange.arenas[receiver] + 1) + inbox.slot_offset(sender, epoch);
 }
 
 // Merges the numbers of all ranks in rank order and in double. numbers_of(rank) points to the numbers of a
-// rank; `result` may be the numbers of one rank. kBlock channels are merged together. 1024 floats are one
-// page, so each rank's numbers are read in long runs; and the results of 1024 channels stay in a core's
-// cache. A: float or double, the type of the numbers.
+// rank; `result` may be the numbers of one rank. The numbers of kChannelsTogether channels are read in long
+// runs, each a page of floats, and their merged numbers stay in a core's cache.
+// A: float or double, the type of the numbers.
 template <class A, class NumbersOf>
 void merge_in_rank_order(const NumbersOf& numbers_of, int64_t world, NumberKind kind, int64_t C, A* result) {
-  constexpr int64_t kBlock = 1024;
+  constexpr int64_t kChannelsTogether = 1024;
   double total_count = 0;
   for (int64_t rank = 0; rank < world && kind == kMoments; ++rank)
     total_count += unpack_count(numbers_of(rank) + 2 * C);
-  for (int64_t begin = 0; begin < C; begin += kBlock) {
-    const int64_t channels = std::min(kBlock, C - begin);
+  for (int64_t begin = 0; begin < C; begin += kChannelsTogether) {
+    const int64_t channels = std::min(kChannelsTogether, C - begin);
     // Means and M2 of the ranks so far, or their first and second sums.
-    double first[kBlock] = {}, second[kBlock] = {}, count = 0;
+    double first[kChannelsTogether] = {}, second[kChannelsTogether] = {}, count = 0;
     for (int64_t rank = 0; rank < world; ++rank) {
       const A *rank_first = numbers_of(rank) + begin, *rank_second = rank_first + C;
       if (kind == kMoments) {
@@ -121,12 +121,12 @@ class CpuExchange {
     }
   }
 
-  // Waits for one slice of time, and merges the messages when all of them have arrived.
+  // Waits for at most timeout_ns, and merges the messages when all of them have arrived.
   void receive() {
-    // A bit for each rank whose header has not arrived.
+    // A bit for each rank whose header has not arrived. A shift by 64 is undefined; 0 - 1 has all 64 bits.
     uint64_t missing = (exchange_.world == 64 ? 0 : uint64_t(1) << exchange_.world) - 1;
     missing &= ~(uint64_t(1) << exchange_.rank);
-    WaitSlice slice(exchange_.timeout_ns, exchange_.world);
+    TimedWait timed_wait(exchange_.timeout_ns, exchange_.world);
     while (true) {
       ExchangeState fault = kPending;  // no fault yet
       for (uint64_t left = missing; left && !fault; left &= left - 1) {
@@ -141,10 +141,10 @@ class CpuExchange {
       exchange_.report->missing_ranks_mask = fault ? 0 : missing;
       if (fault) return;
       if (missing == 0) break;
-      if (!slice.wait()) return;
+      if (!timed_wait.keep_waiting()) return;
     }
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    merge();  // the messages are read before this rank sends again: then peers may reuse their slots
+    merge();  // before this rank's next message, which lets the peers write to these slots again
     exchange_.own_arena().epoch = epoch_;
   }
 
@@ -166,8 +166,8 @@ class CpuExchange {
     return has_arrived(packet0, epoch_) && has_arrived(packet1, epoch_);
   }
 
-  // Whether a peer has abandoned this exchange or, if messages are still missing, any exchange: such a peer
-  // sends no more messages. A rank abandons an exchange when it stops waiting after a fault.
+  // Whether a peer has abandoned (given up) this exchange or, if messages are still missing, any exchange:
+  // such a peer sends no more messages.
   bool has_abandoned(int peer, bool is_complete) const {
     const uint64_t abandoned_epoch = load_relaxed(exchange_.own_arena().abandoned_epoch_of[peer]);
     return abandoned_epoch != 0 && (!is_complete || abandoned_epoch == epoch_);
@@ -302,7 +302,7 @@ void exchange_abandon(Tensor exchange) {
   Arena& own_arena = group_exchange.own_arena();
   const uint32_t epoch = next_epoch(own_arena.epoch);
   group_exchange.report->epoch = epoch;
-  own_arena.failed = 1;  // for whoever looks at the arena: the ops on a CPU do not read it
+  own_arena.failed = 1;  // as protocol.h says; the ops on a CPU do not read it
   for (int peer = 0; peer < group_exchange.world; ++peer)
     if (peer != group_exchange.rank)
       __atomic_store_n(&group_exchange.arenas[peer]->abandoned_epoch_of[group_exchange.rank], uint64_t(epoch),

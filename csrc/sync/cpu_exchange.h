@@ -1,7 +1,7 @@
 // Exchanges of statistics between CPU processes, the ranks: the numbers of all ranks are merged in the order
 // of ranks. `numbers` are this rank's moments, `[2C + 2]` (mean[C], M2[C] and the count, stored as two
 // numbers), or the sums of a backward, `[1, 2C]`: the first sums of all C channels, then the second sums. The
-// tensor `exchange` is an ExchangeDescriptor: it describes the group of ranks and the exchange that follows.
+// tensor `exchange` is an ExchangeDescriptor: it describes the group of ranks and the exchange.
 #pragma once
 
 #include "exchange_descriptor.h"
@@ -27,10 +27,10 @@ void exchange_wait(Tensor result, Tensor exchange);
 // whose exchange fails then.
 void exchange_abandon(Tensor exchange);
 
-// Merges this rank's numbers with the messages that a collective of torch.distributed has brought:
-// `[world - 1][words]` int32, in the order of ranks without this one. A message is a Tag, by which ranks see
-// that they are in the same exchange, and the numbers. If a tag differs from this rank's, the merged numbers
-// are NaN, and the FaultReport has the first such rank. fastvit/sync/collective.py calls the op.
+// Merges this rank's numbers with the messages that a collective of torch.distributed has brought: int32, a
+// row for each other rank in the order of ranks. A row begins with a message: a Tag, by which ranks see that
+// they are in the same exchange, and the numbers. If a tag differs from this rank's, the merged numbers are
+// NaN, and the FaultReport has the first such rank. fastvit/sync/collective.py calls the op.
 Tensor merge_received(Tensor messages, Tensor numbers, Tensor exchange);
 
 }  // namespace fastvit

@@ -1,6 +1,6 @@
 // The ops' argument `exchange`: it describes a process group and one exchange of its ranks, as a row of int64
-// on the CPU, which ops only read. The fields of ExchangeDescriptor here, and of FaultReport and Arena in
-// protocol.h, must equal those in fastvit/sync/protocol.py.
+// on the CPU, which ops only read. fastvit/sync/protocol.py repeats the fields of ExchangeDescriptor up to
+// `arenas`, of Tag and FaultReport, and the first two of Arena.
 //
 // An exchange merges the numbers of all ranks (processes) of the group: moments, `[2C + 2]` (mean[C], M2[C]
 // and the count, stored as two numbers), or sums, `[1, 2C]` (two sums of each of C channels). The ranks
@@ -28,8 +28,8 @@ struct ExchangeDescriptor {
   // waits before the op returns to Python, which may wait again.
   int64_t timeout_ns;
   // Ranks compare these two numbers to see that they are in the same exchange. `layer` is the index of the
-  // layer in the group. `forward_index` counts the group's forward exchanges; a backward has the number of
-  // its forward.
+  // layer in the group. `forward_index` is the number of a forward exchange in the group; a backward has
+  // that of its forward.
   int64_t layer, forward_index;
   int64_t report;             // the address of a FaultReport, which an op writes if the exchange fails
   int64_t arenas[kMaxRanks];  // addresses, by rank; a row for a collective ends before them
@@ -37,12 +37,12 @@ struct ExchangeDescriptor {
 
 constexpr int64_t kFieldsBeforeArenas = offsetof(ExchangeDescriptor, arenas) / sizeof(int64_t);
 
-// The largest number of ranks that use a collective. No group is so large; the limit keeps the length of all
-// messages, each of `capacity` numbers and a tag, within int64.
+// The largest number of ranks that use a collective. No group is so large; the limit keeps the length of the
+// messages of all ranks, counted in numbers, within int64.
 constexpr int64_t kMaxCollectiveRanks = int64_t(1) << 31;
 
-// The size of a rank's arena: a multiple of the alignment, so that arenas may be consecutive. The limits only
-// keep the size within int64: make_exchange has the limit of ranks.
+// The size of a rank's arena: a multiple of the alignment, so that arenas may be consecutive. The limits here
+// only keep the size within int64; make_exchange checks that there are at most kMaxRanks.
 inline int64_t arena_bytes(int64_t world, int64_t capacity) {
   require(world >= 1 && world <= 1 << 12 && capacity >= 0 && capacity <= int64_t(1) << 31, "arena_bytes",
           "world", "is for ", world, " ranks and ", capacity, " packets; 1 to 2^12 and 0 to 2^31 expected");
@@ -104,15 +104,14 @@ inline const ExchangeDescriptor& read_descriptor(const char* op, const Tensor& e
 // The tag (what ranks compare before they merge) of a message of `n` numbers of `dtype`.
 inline Tag make_tag(const ExchangeDescriptor& descriptor, int64_t n, ScalarType dtype, NumberKind kind) {
   const bool is_wide = dtype == ScalarType::Double;
-  // A word has 32 bits. A packet carries two words, so a payload has words / 2 packets.
   return {.layer = uint32_t(descriptor.layer),
           .forward_index = uint32_t(descriptor.forward_index),
           .words = uint32_t(is_wide ? 2 * n : n),
           .kind = uint32_t(kind) | (is_wide ? uint32_t(kFloat64) : 0u)};
 }
 
-// Checks the op's argument `exchange` for `n` numbers of `dtype`, and returns the exchange as a struct for
-// kernels. The ranks must share memory.
+// Checks the op's argument `exchange` for messages of `n` numbers of `dtype`, and returns the exchange as a
+// struct for kernels. The ranks must share memory. A packet counts as two words, as on GPUs.
 inline Exchange make_exchange(const char* op, const Tensor& exchange, int64_t n, ScalarType dtype,
                               NumberKind kind) {
   const ExchangeDescriptor& descriptor = read_descriptor(op, exchange);

@@ -1,6 +1,6 @@
-// WaitSlice: how a CPU thread waits for another process's store to shared memory. It spins at first: if the
-// other process is running, its store comes within that time. Then it yields its core, and then it sleeps.
-// The wait ends after a slice of time, so that the caller can return to Python, which handles signals.
+// TimedWait: how a CPU thread waits for another process's store to shared memory. It spins for the
+// few microseconds that the other process needs if it is running. Then it yields its core, and then it
+// sleeps. The wait ends after a timeout, so that the caller can return to Python, which handles signals.
 #pragma once
 
 #include <sched.h>
@@ -11,20 +11,19 @@
 
 namespace fastvit {
 
-// A slice of time in which a thread waits.
-class WaitSlice {
+class TimedWait {
  public:
-  // A thread spins only if every rank (process) can have a core.
-  WaitSlice(uint64_t timeout_ns, int ranks)
+  // If not every rank (process) can have a core, the thread stops spinning when it first reads the clock.
+  TimedWait(uint64_t timeout_ns, int ranks)
       : begin_(std::chrono::steady_clock::now()),
-        slice_seconds_(double(timeout_ns) * 1e-9),
+        timeout_seconds_(double(timeout_ns) * 1e-9),
         spin_seconds_(ranks <= core_count() ? kSpinSeconds : 0) {}
 
-  // Waits for a moment, at first by spinning. Returns false when the slice is over.
-  bool wait() {
-    if (++rounds_ % 64 == 0 || phase_ != Phase::spin) {
+  // Waits for a moment. Returns false after the timeout. While spinning, only each 64th call reads the clock.
+  bool keep_waiting() {
+    if (++calls_ % 64 == 0 || phase_ != Phase::spin) {
       const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
-      if (waited >= slice_seconds_) return false;
+      if (waited >= timeout_seconds_) return false;
       phase_ = waited < spin_seconds_        ? Phase::spin
                : waited < kYieldUntilSeconds ? Phase::yield
                                              : Phase::sleep;
@@ -40,7 +39,7 @@ class WaitSlice {
 
  private:
   enum class Phase { spin, yield, sleep };
-  // Seconds since the wait began. A peer that is running now needs about kSpinSeconds to send its message.
+  // Seconds since the wait began. A process that is running needs about kSpinSeconds to send its message.
   static constexpr double kSpinSeconds = 5e-6, kYieldUntilSeconds = 2e-3;
   static constexpr std::chrono::microseconds kSleep{50};
 
@@ -59,8 +58,8 @@ class WaitSlice {
   }
 
   std::chrono::steady_clock::time_point begin_;
-  double slice_seconds_, spin_seconds_;
-  int rounds_ = 0;
+  double timeout_seconds_, spin_seconds_;
+  int calls_ = 0;
   Phase phase_ = Phase::spin;
 };
 
