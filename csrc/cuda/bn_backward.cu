@@ -1,11 +1,12 @@
 // bn_backward: dx = scale * (dv - mean(dv) - xhat * mean(dv * xhat)), scale = gamma * invstd. dv is the
-// gradient of the activation's input, and dresidual = dv. The means are over the channel on all ranks.
+// gradient of the activation's input, and dresidual = dv. The means are over a channel's values on all ranks,
+// and left out if the forward used the running statistics.
 //
 // Memory:   reads x or y, dy (and the residual) once; writes dx (and dresidual) once. Bound by bandwidth.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. Loads and
 //           stores of 16 bytes.
 // Numerics: arithmetic in float (double for double).
-// Needs:    if the input is y (from_output), an invertible activation and a floor of |gamma|, see moments.h.
+// Needs:    an input y (from_output) must come from bn_forward_inplace or bn_forward with invertible=True.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "bn_gradient.cuh"
 #include "launch.cuh"
@@ -19,10 +20,11 @@ struct BnBackwardParams : BnBackwardArgs {
 
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kVariant: dv is computed from x, from x and a residual, or from y.
-// kIsRows: a row is all channels of one position (channels_last, tokens) or, if planes are short, such as
-// 7x7, all planes of one image. A block walks the columns of its tile in every row, and a thread has V of
-// these columns, with the constants of each. Without kIsRows a block walks planes (NCHW) of one channel.
-// A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
+// kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
+// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
+// column is one element of each row). A thread takes V columns, with the constants of each. If false, a block
+// walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a time: B::U
+// vectors of each operand, of B::V elements: V, or one outside of whole vectors.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     bn_backward_kernel(const __grid_constant__ KernelParams<BnBackwardParams> kernel_params) {
@@ -35,9 +37,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   constexpr int kThreadChannels = kIsRows ? V : 1, kTileCapacity = kIsRows ? kMaxTileChannels : 1;
   const BlockWork work(args.plan, blockIdx.x);
   __shared__ GradientConstants<A, kVariant> tile_constants[kTileCapacity];
-  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];  // the two means of dx
+  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];  // by which dx differs from scale * dv
   const int channels = work.channels(args.plan);
-  // Null if the statistics were constants (training=False): then dx = scale * dv, without the two means.
+  // Null if the statistics were constants (training=False): then dx = scale * dv.
   const A* const global_sums = static_cast<const A*>(args.global_sums);
   for (int tile_channel = threadIdx.x; tile_channel < channels; tile_channel += kThreads) {
     const int64_t c = work.first_channel(args.plan) + tile_channel;
@@ -55,9 +57,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   // |xhat| of n values is at most sqrt(n - 1). An xhat that is recovered from a rounded y is clamped to that.
   const A max_abs_xhat = compute_max_abs_xhat<A, kVariant>(args);
 
-  // The previous op, bn_reduce, accessed the beginning last, so that it is still in the L2 cache.
+  // If bn_reduce ran before, it read the beginning last, and the L2 cache still has it.
   for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::ascending>(
-      args.plan, work, args.input, [&]<class B>(const B& batch) {
+      args.plan, work, /*data0=*/args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
         inputs.template load<kNoCacheHint, /*kResidualOperand=*/BackwardOperandIndex::residual>(batch, args);
         write_gradients<kIsRows>(batch, inputs, thread_constants, thread_corrections, args, max_abs_xhat);

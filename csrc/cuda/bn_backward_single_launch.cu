@@ -1,11 +1,11 @@
-// bn_backward if it has to compute the sums of bn_reduce too: a single launch for both, for tensors that fit
-// into the shared memory of all multiprocessors. The result is that of the two ops, bit by bit.
+// bn_backward without given sums: the sums of bn_reduce and dx in a single launch, for tensors that fit into
+// the shared memory of all multiprocessors. The results are those of the two ops, bit by bit.
 //
-// Memory:   reads x or y, dy (and the residual) once; writes dx (and dresidual) once.
+// Memory:   reads x or y, dy (and the residual) once; writes dx (and dresidual) and 2C sums once.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h, and keeps
-//           the values in shared memory. The blocks of a tile wait for each other, so all must be resident.
+//           its inputs in shared memory. The blocks of a tile wait for each other, so all must be resident.
 // Numerics: as bn_reduce and bn_backward.
-// Needs:    if the input is y (from_output), an invertible activation and a floor of |gamma|, see moments.h.
+// Needs:    an input y (from_output) must come from bn_forward_inplace or bn_forward with invertible=True.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
 #include "bn_gradient.cuh"
 #include "launch_memory.h"
@@ -19,8 +19,8 @@ struct BnBackwardSingleLaunchParams : BnBackwardArgs {
   SliceResults<GradientSums<A>> slice_results;  // in global memory, until they are merged
 };
 
-// A thread walks its values twice: for the sums, and then for dx. The first walk keeps what it reads in this
-// cache, in shared memory; the second walk takes the same batches in the same order.
+// A thread walks its values twice: for the sums, and then for dx. The first walk stores what it reads in this
+// cache, in shared memory. The second walk loads the same batches, in the same order.
 template <class T, int V, GradientVariant kVariant>
 class GradientCache {
   static constexpr bool kHasResidual = kVariant == GradientVariant::residual;
@@ -37,7 +37,7 @@ class GradientCache {
     cache.store(batch, kDy, inputs.dy);
     if constexpr (kHasResidual) cache.store(batch, kResidual, inputs.residual);
   }
-  // Returns the inputs of vector j of the current batch. `vector` is batch.vector(j), a batch of one vector.
+  // Returns the inputs of vector j of the current batch. Of `vector`, batch.vector(j), only the type is used.
   template <class B>
   __device__ __forceinline__ GradientInputs<T, kVariant, B> load(const B& vector, int j) const {
     GradientInputs<T, kVariant, B> inputs;
@@ -57,7 +57,7 @@ class GradientCache {
 // Vectors of each operand that a thread has in flight: fewer with a residual, to save registers.
 template <GradientVariant kVariant>
 constexpr int kBatchVectors = kVariant == GradientVariant::residual ? kMaxBatchVectors / 2 : kMaxBatchVectors;
-// The operands: input, dy, dx (and the residual, dresidual).
+// The operands to which a batch has offsets: input, dy, dx (and the residual, dresidual).
 template <GradientVariant kVariant>
 constexpr int kOperands = kVariant == GradientVariant::residual ? 5 : 3;
 
@@ -71,7 +71,7 @@ __device__ __forceinline__ void write_gradients_from_cache(
   load_thread_constants<kIsRows, V>(thread_corrections, tile_corrections, args.plan, work);
   cache.rewind();
   for_each_batch<kIsRows, V, kBatchVectors<kVariant>, kOperands<kVariant>, WalkOrder::descending>(
-      args.plan, work, args.input, [&]<class B>(const B& batch) {
+      args.plan, work, /*data0=*/args.input, [&]<class B>(const B& batch) {
 #pragma unroll
         for (int j = 0; j < B::U; ++j) {
           const auto vector = batch.vector(j);
@@ -84,10 +84,11 @@ __device__ __forceinline__ void write_gradients_from_cache(
 
 // T: storage type of the tensors. V: elements of a vector of 16 bytes.
 // kVariant: dv is computed from x, from x and a residual, or from y.
-// kIsRows: a row is all channels of one position (channels_last, tokens) or, if planes are short, such as
-// 7x7, all planes of one image. A block walks the columns of its tile in every row, and a thread has V of
-// these columns, with the constants of each. Without kIsRows a block walks planes (NCHW) of one channel.
-// A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
+// kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
+// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
+// column is one element of each row). A thread takes V columns, with constants and sums of each. If false, a
+// block walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a time:
+// B::U vectors of each operand, of B::V elements: V, or one outside of whole vectors.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnBackwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   const LaunchPlan& plan = args.plan;
   const BlockWork work(plan, blockIdx.x);
   __shared__ GradientConstants<A, kVariant> tile_constants[kTileCapacity];
-  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];  // mean(dv) and the like, for dx
+  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];  // by which dx differs from scale * dv
   const int64_t first_channel = work.first_channel(plan), C = plan.layout.channels;
   for (int tile_channel = threadIdx.x; tile_channel < work.channels(plan); tile_channel += kThreads)
     tile_constants[tile_channel] = GradientConstants<A, kVariant>::load(args, first_channel + tile_channel);
@@ -110,9 +111,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   KahanSums<A> thread_sums[kThreadChannels];
   GradientConstants<A, kVariant> thread_constants[kThreadChannels];
   load_thread_constants<kIsRows, V>(thread_constants, tile_constants, plan, work);
-  // The walk begins at the end, which the previous op accessed last and which is still in the L2 cache.
+  // The op that wrote dy usually wrote its end last, and the L2 cache still has it: the walk begins there.
   for_each_batch<kIsRows, V, kBatchVectors<kVariant>, kOperands<kVariant>, WalkOrder::descending>(
-      plan, work, args.input, [&]<class B>(const B& batch) {
+      plan, work, /*data0=*/args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
         inputs.template load<kEvictFirst, /*kResidualOperand=*/BackwardOperandIndex::residual>(batch, args);
         cache.store(batch, inputs);
@@ -146,7 +147,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   write_gradients_from_cache<kIsRows>(cache, args, work, thread_constants, tile_corrections, max_abs_xhat);
 }
 
-// Returns false if the tensors do not fit; the caller then launches bn_reduce and bn_backward.
+// Returns false, without a launch, where a single launch is not possible. The caller then calls bn_reduce and
+// bn_backward.
 bool backend::bn_backward_single_launch(const BnBackwardArgs& args) {
   if (args.layout.numel() == 0) return false;
   const LaunchContext context(args.device);
@@ -160,7 +162,7 @@ bool backend::bn_backward_single_launch(const BnBackwardArgs& args) {
                                           .operands = args.residual ? 5 : 3,
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
-                                          .reduced_operands = cached_operands}  // bn_reduce's
+                                          .reduced_operands = cached_operands}  // as bn_reduce plans
                                 .plan_single_launch();
     if (plan.vectors_in_shared == 0) return;
     const MergeMemory<GradientSums<A>> merge_memory(plan, context);

@@ -1,10 +1,10 @@
 // bn_forward, bn_forward_inplace, bn_apply: y = act((x - mean) * scale + beta (+ residual)),
-// scale = gamma * invstd. The same launch updates the running statistics.
+// scale = gamma * invstd. Given moments, the same launch updates the running statistics.
 //
 // Memory:   reads x (and the residual) once; writes y once, to a new tensor or over x. Bound by bandwidth.
-// Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. Slice 0
-//           also updates the running statistics and writes `saved` (mean, invstd, count; for backward).
-//           Loads and stores of 16 bytes.
+// Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. Slice 0, or
+//           one block for all channels, also updates the running statistics and writes `saved` (mean, invstd,
+//           count; for backward), but not in bn_apply. Loads and stores of 16 bytes.
 // Numerics: arithmetic in float (double for double), see normalize.cuh.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
 #include "launch.cuh"
@@ -25,7 +25,7 @@ __device__ __forceinline__ Moments<A, Count> load_moments(const BnForwardArgs& a
   return {unpack_count<Count>(moments + 2 * C), moments[c], moments[C + c]};
 }
 
-// The statistics of channel c: from an earlier forward (bn_apply), from moments, or the running statistics.
+// The statistics that normalize channel c: of an earlier forward (bn_apply), of moments, or the running ones.
 template <class A>
 __device__ __forceinline__ MeanInvstd<A> load_mean_invstd(const BnForwardArgs& args, int64_t c) {
   if (const A* const saved_in = static_cast<const A*>(args.saved_in))
@@ -34,7 +34,7 @@ __device__ __forceinline__ MeanInvstd<A> load_mean_invstd(const BnForwardArgs& a
                       : MeanInvstd<A>::from_running_stats(args, c);
 }
 
-// Updates the running statistics of channel c, and writes its mean and invstd to `saved`.
+// Updates channel c of the running statistics, if there are moments, and writes mean and invstd to `saved`.
 template <class A>
 __device__ __forceinline__ void update_and_save(const BnForwardArgs& args, int64_t c, double average_factor) {
   if (args.moments) update_running_stats(args, c, load_moments<A, double>(args, c), average_factor);
@@ -51,14 +51,14 @@ __device__ __forceinline__ void write_count(const BnForwardArgs& args) {
   A* const count = static_cast<A*>(args.saved) + 2 * C;
   count[0] = moments ? moments[2 * C] : A(INFINITY);
   count[1] = moments ? moments[2 * C + 1] : A(0);
-  // A failed exchange between ranks makes the count NaN, which differs from itself. Such a batch is not
-  // counted.
+  // A failed exchange between ranks makes the count NaN, which differs from itself. num_batches_tracked does
+  // not count that forward.
   if (moments && args.num_batches_tracked && count[0] == count[0]) ++*args.num_batches_tracked;
 }
 
 // The work of an update block. A launch has one in two cases: the tensor is empty, so there are no other
-// blocks; or momentum is None, so the factor is computed from num_batches_tracked, which must not be
-// incremented before all of the block's threads have read it.
+// blocks; or momentum is None, so the factor is computed from num_batches_tracked. It must not be
+// incremented before its last read, which only the threads of one block can wait for.
 template <class A>
 __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
   const double average_factor = args.moments && args.num_batches_tracked && args.cumulative_average
@@ -72,10 +72,11 @@ __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
 
 // T: storage type of x and y. V: elements of a vector, which is 16 bytes or one element.
 // kHasResidual: a residual is added before the activation.
-// kIsRows: a row is all channels of one position (channels_last, tokens) or, if planes are short, such as
-// 7x7, all planes of one image. A block walks the columns of its tile in every row, and a thread has V of
-// these columns, with the constants of each. Without kIsRows a block walks planes (NCHW) of one channel.
-// A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
+// kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
+// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
+// column is one element of each row). A thread takes V columns, with the constants of each. If false, a block
+// walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a time: B::U
+// vectors of each operand, of B::V elements: V, or one outside of whole vectors.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlocksOnSm90)
     bn_forward_kernel(const __grid_constant__ KernelParams<BnForwardParams> kernel_params) {
@@ -83,6 +84,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlo
   using A = Accumulation<T>;
   if (args.has_update_block && blockIdx.x == 0) return update_and_save_all<A>(args);
   constexpr int kOperands = kHasResidual ? 3 : 2;  // x, y (and the residual)
+  // The first block takes the last tile. An update block, which is block 0, takes none.
   const BlockWork work(args.plan, gridDim.x - 1 - blockIdx.x);
   __shared__ ChannelAffine<A> tile_affine[kIsRows ? kMaxTileChannels : 1];
   // Whether this block updates and saves the statistics of its tile.
@@ -97,9 +99,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlo
   ChannelAffine<A> thread_affine[kIsRows ? V : 1];
   load_thread_constants<kIsRows, V>(thread_affine, tile_affine, args.plan, work);
 
-  // bn_stats read x from its begin to its end, so the end is still in the L2 cache.
+  // If bn_stats ran before, it read the end of x last, and the L2 cache still has it: the walk begins there.
   for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::descending>(
-      args.plan, work, args.x, [&]<class B>(const B& batch) {
+      args.plan, work, /*data0=*/args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], residual[kHasResidual ? B::U : 1];
         batch.template load<kEvictFirst>(x, args.x, ForwardOperandIndex::x);
         if constexpr (kHasResidual)

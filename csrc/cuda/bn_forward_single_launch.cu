@@ -1,10 +1,10 @@
-// bn_forward and bn_forward_inplace without given moments: statistics and op in a single launch, for a tensor
-// that fits into the shared memory of all multiprocessors. The result is that of bn_stats and bn_forward, bit
-// by bit.
+// bn_forward and bn_forward_inplace without given moments: the moments of bn_stats and y in a single launch,
+// for a tensor that fits into the shared memory of all multiprocessors. The results are those of the two ops,
+// bit by bit.
 //
-// Memory:   reads x (and the residual) once; writes y once, to a new tensor or over x.
+// Memory:   reads x (and the residual) once; writes y once, to a new tensor or over x, and `saved`.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h, and keeps
-//           the values in shared memory. The blocks of a tile wait for each other, so all must be resident.
+//           its x in shared memory. The blocks of a tile wait for each other, so all must be resident.
 // Numerics: as bn_stats and bn_forward.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
 #include "chunked_moments.cuh"
@@ -22,8 +22,8 @@ struct BnForwardSingleLaunchParams : BnForwardArgs {
 
 constexpr int kCachedX = 0;  // index of the cache's only operand
 
-// Writes the count, a high and a low part, to `saved`, and increments num_batches_tracked. One thread of the
-// grid must call it.
+// Writes the count, as two numbers, to `saved`, and increments num_batches_tracked. One thread of the grid
+// calls it.
 template <class A>
 __device__ __forceinline__ void write_count(const BnForwardArgs& args, double count) {
   pack_count(static_cast<A*>(args.saved) + 2 * args.layout.channels, count);
@@ -31,11 +31,12 @@ __device__ __forceinline__ void write_count(const BnForwardArgs& args, double co
 }
 
 // T: storage type of x and y. V: elements of a vector of 16 bytes.
-// kHasResidual: a residual is added.
-// kIsRows: a row is all channels of one position (channels_last, tokens) or, if planes are short, such as
-// 7x7, all planes of one image. A block walks the columns of its tile in every row, and a thread has V of
-// these columns, with the constants of each. Without kIsRows a block walks planes (NCHW) of one channel.
-// A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
+// kHasResidual: a residual is added before the activation.
+// kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
+// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
+// column is one element of each row). A thread takes V columns, with moments and constants of each. If false,
+// a block walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a
+// time: B::U vectors of each operand, of B::V elements: V, or one outside of whole vectors.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnForwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
   SmemCache<T, V, /*kOperands=*/1> cache(cache_bytes);
   ThreadMoments thread_moments(plan, work, args.x);
   for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::ascending>(
-      plan, work, args.x, [&]<class B>(const B& batch) {
+      plan, work, /*data0=*/args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U];
         batch.template load<kEvictFirst>(x, args.x, ForwardOperandIndex::x);
         cache.store(batch, kCachedX, x);
@@ -57,12 +58,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
         thread_moments.add(batch, x);
       });
 
-  // After finish() a thread's means are relative to the channel's pivot, its first value in memory. Pivots
-  // are read before the blocks wait for each other. After the wait another block may overwrite x with y.
+  // After finish() a thread's means are relative to the channel's pivot, its first value in memory. A pivot
+  // must be read before the blocks wait for each other: afterwards another block may overwrite x with y.
   __shared__ A pivots[ThreadMoments::kTileCapacity];
   __shared__ ChannelAffine<A> tile_affine[ThreadMoments::kTileCapacity];
   const int64_t first_channel = work.first_channel(plan);
-  // Bytes, since a __shared__ array cannot have a constructor. merge_block leaves channel i at i * stride.
+  // Bytes: a __shared__ array cannot have a constructor. merge_block leaves results at tile_channel * stride.
   __shared__ __align__(
       16) unsigned char bytes[kThreads * ThreadMoments::kThreadChannels * sizeof(PartialMoments<A>)];
   PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
   load_thread_constants<kIsRows, V>(thread_affine, tile_affine, plan, work);
   cache.rewind();
   for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::ascending>(
-      plan, work, args.x, [&]<class B>(const B& batch) {
+      plan, work, /*data0=*/args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], residual[kHasResidual ? B::U : 1];
         if constexpr (kHasResidual)
           batch.template load<kEvictFirst>(residual, args.residual, ForwardOperandIndex::residual);
@@ -98,10 +99,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
       });
 }
 
-// Returns false if the tensor does not fit; the caller then launches bn_stats and bn_forward.
+// Returns false if a single launch is not possible. The caller then calls bn_stats and bn_forward.
 bool backend::bn_forward_single_launch(const BnForwardArgs& args) {
   // A cumulative average's factor depends on num_batches_tracked, which may be incremented only after all
-  // blocks have read it. A single launch cannot tell when they have.
+  // blocks have read it. Blocks do not know when the blocks of other tiles have.
   if (args.layout.numel() == 0 || args.cumulative_average) return false;
   const LaunchContext context(args.device);
   bool is_launched = false;

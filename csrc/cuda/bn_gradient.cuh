@@ -4,7 +4,7 @@
 // A channel has two sums: of dv, and of dv * xhat. `second_factor` is dv's factor in the second sum:
 //   input is x   second_factor = x - mean; the kernels multiply the finished sum by invstd.
 //                dv = dy * act'(v), v = (x - mean) * scale + beta (+ residual). v equals the forward's v
-//                bit by bit, so both passes are on the same side of the activation's kink.
+//                bit by bit, if that is not invertible, so both are on one side of the activation's kink.
 //   input is y   second_factor = xhat, which the inverse of the activation recovers from y. dv = dy * act'(v)
 //                is computed from y.
 // scale = gamma * invstd. A: type of the arithmetic, double for tensors of double and float for all others.
@@ -34,24 +34,24 @@ __device__ __forceinline__ A load_saved_count(const BnBackwardArgs& args) {
 }
 
 // |xhat| <= sqrt(n - 1) for n values. An xhat that is recovered from a rounded y may be larger, and is
-// clamped.
+// clamped. No other xhat is, so for an input x the bound is unused.
 template <class A, GradientVariant kVariant>
 __device__ __forceinline__ A compute_max_abs_xhat(const BnBackwardArgs& args) {
   return kVariant == GradientVariant::from_output ? std::sqrt(max(load_saved_count<A>(args) - 1, A(0)))
                                                   : A(0);
 }
 
-// The constants of one channel.
+// The constants of a channel, for dv, second_factor and dx of its elements.
 template <class A, GradientVariant kVariant>
 struct GradientConstants {
-  A mean_or_inverse_gamma;  // the input is x: mean; the input is y: 1 / gamma
+  A mean_or_inverse_gamma;  // the input is x: mean; the input is y: 1 / gamma, as raised by the forward
   A scale, beta;
 
   __device__ __forceinline__ static GradientConstants load(const BnBackwardArgs& args, int64_t c) {
     const A beta = load_channel(args.bias, c, A(0));
     const A gamma = load_channel(args.weight, c, A(1));
-    // The forward pass raised |gamma| to a floor, which for float and double depends on beta, so xhat is
-    // recovered from y with the raised gamma. `scale`, the factor of dx, has the given gamma, not raised.
+    // An invertible forward raises |gamma| to a floor, which for float and double grows with |beta|. So xhat
+    // is recovered from y with the raised gamma. `scale`, the factor of dx, has the given gamma.
     const A mean_or_inverse_gamma =
         kVariant == GradientVariant::from_output
             ? A(1) / effective_gamma(gamma, beta, gamma_floor<A>(/*invertible=*/true, args.dtype))
@@ -82,8 +82,8 @@ __device__ __forceinline__ ElementGradient<A> compute_element_gradient(
   }
 }
 
-// The vectors of one batch, which are what a thread has in flight. T: storage type. B: type of the batch,
-// B::U vectors of B::V elements of each operand. B::Single: type of a batch of one vector.
+// The operands that are read, for a batch: the vectors that a thread loads together. T: storage type. B: type
+// of the batch, B::U vectors of B::V elements of each operand. B::Single: type of a batch of one vector.
 template <class T, GradientVariant kVariant, class B>
 struct GradientInputs {
   static constexpr bool kHasResidual = kVariant == GradientVariant::residual;
@@ -103,9 +103,9 @@ struct GradientInputs {
 };
 
 // Adds a batch to the thread's sums. read_inputs(j) returns the inputs of the batch's vector j.
-// kIsRows: channels are the fastest dimension, so element k of each vector belongs to the thread's channel k.
-// Otherwise (planes) a thread has one channel.
-// The branch on the activation is inside the loop over vectors: outside it would take more registers.
+// kIsRows: element k of every vector is of the thread's column k, which has constants[k] and thread_sums[k].
+// Otherwise (planes) all elements are of one channel, which has constants[0] and thread_sums[0].
+// The choice of the activation is inside the loop over vectors: outside it would take more registers.
 template <class T, bool kIsRows, GradientVariant kVariant, class B, class A, int kThreadChannels,
           class ReadInputs>
 __device__ __forceinline__ void accumulate_sums(
@@ -124,7 +124,7 @@ __device__ __forceinline__ void accumulate_sums(
           inputs.dy[0].unpack(dy);
           if constexpr (inputs.kHasResidual) inputs.residual[0].unpack(residual);
 #pragma unroll
-          for (int k = 0; k < B::V; ++k) {  // elements past the end have dy = 0
+          for (int k = 0; k < B::V; ++k) {  // vectors past the end are zeros, so their dv is 0
             const ElementGradient<A> gradient = compute_element_gradient<Act, kVariant>(
                 input[k], dy[k], inputs.kHasResidual ? residual[k] : A(0), constants[kIsRows ? k : 0],
                 A(args.activation_param), max_abs_xhat);
@@ -138,20 +138,20 @@ __device__ __forceinline__ void accumulate_sums(
   for (int k = 0; k < kThreadChannels; ++k) thread_sums[k].add(batch_sums[k]);
 }
 
-// The mean and invstd depend on x too. This is what they add to a channel's gradient:
-// dx = scale * (dv - mean_dv - slope * second_factor).
+// The mean and invstd depend on x, too. So dx = scale * (dv - mean_dv - slope * second_factor), where mean_dv
+// and slope are the same for all elements of a channel.
 template <class A>
 struct StatisticsCorrection {
   A mean_dv, slope;
 
-  // `sums` are those of all ranks. The count is infinite for running statistics, whose correction is 0.
+  // `sums` and the count are of all ranks. The count is infinite for running statistics, so the result is 0.
   template <GradientVariant kVariant>
   __device__ __forceinline__ static StatisticsCorrection from_sums(const BnBackwardArgs& args, int64_t c,
                                                                    const GradientSums<A>& sums) {
     const A count = load_saved_count<A>(args);
     if (!(count > 0)) return {0, 0};
-    // Here sums.dv_times_second_factor is the finished sum dv * xhat. If the input is x, the slope includes
-    // invstd, since second_factor is x - mean, not xhat.
+    // `sums` has the finished sum of dv * xhat. If the input is x, the slope includes invstd, since the
+    // second_factor by which it is multiplied is x - mean.
     return {sums.dv / count,
             sums.dv_times_second_factor / count *
                 (kVariant == GradientVariant::from_output ? A(1) : load_saved_invstd<A>(args, c))};
@@ -159,7 +159,7 @@ struct StatisticsCorrection {
 };
 
 // Computes and writes dx of a batch. If there is a residual, also writes its gradient dresidual, which is dv.
-// dx overwrites inputs.input, and dv inputs.dy. kIsRows: as in accumulate_sums.
+// In `inputs`, dx overwrites input, and dv overwrites dy. kIsRows: as in accumulate_sums.
 template <bool kIsRows, GradientVariant kVariant, class T, class B, class A, int kThreadChannels>
 __device__ __forceinline__ void write_gradients(
     const B& batch, GradientInputs<T, kVariant, B>& inputs,

@@ -1,11 +1,12 @@
 // bn_reduce: sum dv and sum dv * xhat of each channel; dv is the gradient of the activation's input. With an
 // exchange between ranks, the result has 2C more numbers: the sums over all ranks.
 //
-// Memory:   reads x or y, dy (and the residual) once; writes 2C numbers. Bound by bandwidth.
+// Memory:   reads x or y, dy (and the residual) once; writes 2C numbers, with an exchange 4C.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. The last
 //           block of a tile to finish merges the slices. Loads of 16 bytes.
-// Numerics: compensated sums in float (double for double), in a fixed order, without float atomics.
-// Needs:    if the input is y (from_output), an invertible activation and a floor of |gamma|, see moments.h.
+// Numerics: each thread adds the sums of its batches with Kahan's compensation; float (double for double), in
+//           a fixed order, without float atomics.
+// Needs:    an input y (from_output) must come from bn_forward_inplace or bn_forward with invertible=True.
 // Source:   arXiv:1712.02616, section 3.
 #include "bn_gradient.cuh"
 #include "exchange.cuh"
@@ -20,12 +21,12 @@ using BnReduceParams = ReductionParams<BnBackwardArgs, GradientSums<A>, kHasExch
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kVariant: dv is computed from x, from x and a residual, or from y.
 // kHasExchange: the sums are added over ranks.
-// kIsRows: a row is all channels of one position (channels_last, tokens) or, if planes are short, such as
-// 7x7, all planes of one image. A block walks the columns of its tile in every row, and a thread has V of
-// these columns, with the constants of each. Without kIsRows a block walks planes (NCHW) of one channel.
-// A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
-// Kept in one function: if the lambda finish_and_write_sums were a function, some kernels would need more
-// registers.
+// kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
+// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
+// column is one element of each row). A thread takes V columns, with constants and sums of each. If false, a
+// block walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a time:
+// B::U vectors of each operand, of B::V elements: V, or one outside of whole vectors.
+// Kept in one function: with a function for finish_and_write_sums, some kernels would need more registers.
 template <class T, bool kHasExchange, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_kernel(
     const __grid_constant__ KernelParams<BnReduceParams<Accumulation<T>, kHasExchange>> kernel_params) {
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   constexpr int kThreadChannels = kIsRows ? V : 1;
   // Vectors of each operand that a thread has in flight: fewer with a residual, to save registers.
   constexpr int kBatchVectors = kHasResidual ? kMaxBatchVectors / 2 : kMaxBatchVectors;
-  const BlockWork work(args.plan, gridDim.x - 1 - blockIdx.x);
+  const BlockWork work(args.plan, gridDim.x - 1 - blockIdx.x);  // the first block takes the last tile
   __shared__ GradientConstants<A, kVariant> tile_constants[kIsRows ? kMaxTileChannels : 1];
   const int channels = work.channels(args.plan);
   for (int tile_channel = threadIdx.x; tile_channel < channels; tile_channel += kThreads)
@@ -48,10 +49,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   // |xhat| of n values is at most sqrt(n - 1). An xhat that is recovered from a rounded y is clamped to that.
   const A max_abs_xhat = compute_max_abs_xhat<A, kVariant>(args);
 
-  // The walk begins at the end, which the previous op accessed last and which is still in the L2 cache.
+  // The op that wrote dy usually wrote its end last, and the L2 cache still has it: the walk begins there.
   KahanSums<A> thread_sums[kThreadChannels];
   for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::descending>(
-      args.plan, work, args.input, [&]<class B>(const B& batch) {
+      args.plan, work, /*data0=*/args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
         inputs.template load<kNoCacheHint, /*kResidualOperand=*/ReduceOperandIndex::residual>(batch, args);
         accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, max_abs_xhat,
@@ -81,12 +82,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
       sender.send_pair(c, sums.dv, sums.dv_times_second_factor);
     };
     if (merge_slices(block_sums, stride, args.slice_results, args.plan, work, write_and_send))
-      // This block finished its tile. The blocks that finish the last tiles, at most max_ranges of them, wait
-      // for the other ranks, each for a range of channels.
-      receive_in_last_blocks(
-          args.plan, args.max_ranges, args.exchange_counters, [&](const ChannelRange& range) {
-            receive_sums(args.group_exchange, range, /*global_sums*/ local_sums + 2 * C, C);
-          });
+      // Returned true: this block has finished its tile. The blocks that finish the last tiles, at most
+      // max_ranges of them, receive the sums of all ranks, each for a range of channels.
+      receive_in_last_blocks(args.plan, args.max_ranges, args.exchange_counters,
+                             [&](const ChannelRange& range) {
+                               receive_sums(args.group_exchange, range, /*result=*/local_sums + 2 * C, C);
+                             });
   } else {
     merge_slices(block_sums, stride, args.slice_results, args.plan, work, finish_and_write_sums);
   }

@@ -1,10 +1,10 @@
 // bn_stats: the moments of each channel: mean, M2 = sum (x - mean)^2 and the number of values. With an
 // exchange between ranks they are the moments of all ranks' values.
 //
-// Memory:   reads x once; writes mean[C], M2[C] and the count, as a high and a low part. Bound by bandwidth.
+// Memory:   reads x once; writes mean[C], M2[C] and the count, as two numbers. Bound by bandwidth.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. The last
 //           block of a tile to finish merges the slices. Loads of 16 bytes.
-// Numerics: moments of 32 values, relative to the first of them, are merged by Chan's update, see
+// Numerics: moments of usually 32 values, relative to the first of them, are merged by Chan's update, see
 //           chunked_moments.cuh; float (double for double), in a fixed order, without float atomics.
 // Source:   Chan, Golub, LeVeque (1979), see moments.h.
 #include "../batch_norm.h"
@@ -20,10 +20,11 @@ using BnStatsParams = ReductionParams<BnStatsArgs, PartialMoments<A>, kHasExchan
 
 // T: storage type of x. V: elements of a vector, which is 16 bytes or one element.
 // kHasExchange: the moments of all ranks are merged.
-// kIsRows: a row is all channels of one position (channels_last, tokens) or, if planes are short, such as
-// 7x7, all planes of one image. A block walks the columns of its tile in every row, and a thread has V of
-// these columns, with the constants of each. Without kIsRows a block walks planes (NCHW) of one channel.
-// A thread loads a batch (type B) at a time: B::U vectors of each operand, each of B::V elements.
+// kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
+// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
+// column is one element of each row). A thread takes V columns, with the moments of each. If false, a block
+// walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a time: B::U
+// vectors of each operand, of B::V elements: V, or one outside of whole vectors.
 template <class T, bool kHasExchange, bool kIsRows, int V>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_kernel(
     const __grid_constant__ KernelParams<BnStatsParams<Accumulation<T>, kHasExchange>> kernel_params) {
@@ -33,20 +34,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
   const BlockWork work(args.plan, blockIdx.x);
   ThreadMoments thread_moments(args.plan, work, args.x);
   for_each_batch<kIsRows, V, kMaxBatchVectors, /*kOperands=*/1, WalkOrder::ascending>(
-      args.plan, work, args.x, [&]<class B>(const B& batch) {
+      args.plan, work, /*data0=*/args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U];
         batch.load(x, args.x, ForwardOperandIndex::x);
         thread_moments.add(batch, x);
       });
 
-  // After finish() the threads' means are relative to the channel's pivot, its first value in memory.
+  // Of the tile's channels: the value to which means are relative after finish().
   __shared__ A pivots[ThreadMoments::kTileCapacity];
   // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
   // channel of the tile is element tile_channel * stride.
   __shared__ __align__(
       16) unsigned char bytes[kThreads * ThreadMoments::kThreadChannels * sizeof(PartialMoments<A>)];
   PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);
-  // Makes the means relative to the pivots of the tile's channels, which it also writes to `pivots`.
+  // Writes `pivots`, each the channel's first value in memory, and makes the thread's means relative to them.
   thread_moments.finish(pivots, args.plan, work);
   const int stride = merge_block(block_moments, thread_moments.moments, args.plan, work);
   const int64_t first_channel = work.first_channel(args.plan), C = args.layout.channels;
@@ -59,8 +60,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
       sender.send_pair(c, pivots[c - first_channel] + channel_moments.mean, channel_moments.m2);
     };
     if (merge_slices(block_moments, stride, args.slice_results, args.plan, work, send))
-      // This block finished its tile. The blocks that finish the last tiles, at most max_ranges of them, wait
-      // for the other ranks, each for a range of channels.
+      // Returned true: this block has finished its tile. The blocks that finish the last tiles, at most
+      // max_ranges of them, receive the moments of all ranks, each for a range of channels.
       receive_in_last_blocks(
           args.plan, args.max_ranges, args.exchange_counters,
           [&](const ChannelRange& range) { receive_moments(args.group_exchange, range, moments, C); });

@@ -1,18 +1,17 @@
 // ChunkedMoments: the mean and m2 (sum of squared deviations) of the values of one thread, in one pass.
 //
-// The thread's values are taken in chunks, of one or more batches and usually 32 values. A chunk's pivot is
-// its first value. With d = value - pivot, a chunk sums d and d * d, and m2 = sum(d * d) - sum(d)^2 / n. As
-// one of the n deviations d is 0, sum(d)^2 / n <= (n - 1) / n * sum(d * d): at least 1 / n of sum(d * d)
-// remains, so one or two digits are lost, however large the mean is. This takes four instructions per value;
-// two passes over registers would take five. Squares overflow in float only if values differ by more than
-// 1e18. Chunks are merged by Chan's update (moments.h), with a reciprocal that is accurate to 2 units in the
-// last place.
+// The values are taken in chunks of one or more batches, usually of 32 values. A chunk's pivot is its first
+// value. With d = value - pivot, a chunk sums d and d * d, and m2 = sum(d * d) - sum(d)^2 / n. As one of the
+// n deviations d is 0, sum(d)^2 / n <= (n - 1) / n * sum(d * d): at least 1 / n of sum(d * d) remains, so
+// one or two digits are lost, however large the mean is. This takes four instructions per value; two passes
+// over registers would take five. Squares overflow in float only if values differ by more than 1e18. Chunks
+// are merged by Chan's update (moments.h), with quotients whose error is at most 2 ulp.
 //
-// All means are relative to a pivot, so they are as small as the deviations, and no digits are lost when
-// means are shifted or merged. The thread's mean is relative to the pivot of its current chunk, and is
-// shifted when a chunk begins. Results of several threads can be merged only if their means have the same
-// pivot: finish() shifts them to the channel's pivot, which is the channel's first value in memory. The
-// constructor loads that value and finish() uses it, so the latency of the load is hidden.
+// All means are relative to a pivot, so they are as small as the deviations, and a shift or a merge does not
+// cancel digits. The thread's mean is relative to the pivot of its current chunk, and is shifted when a
+// chunk begins. Results of several threads can be merged only if their means have the same pivot: finish()
+// shifts them to the channel's pivot, which is the channel's first value in memory. The constructor loads
+// that value and finish() uses it, so the latency of the load is hidden.
 #pragma once
 
 #include "merge_slices.cuh"
@@ -21,13 +20,13 @@ namespace fastvit {
 
 constexpr int kChunkValues = 32;
 
-// T: storage type of x. kIsRows: the channels are the fastest dimension of the walk. V: elements of a vector.
-// A thread has kThreadChannels channels: those of its V columns (rows), or one (planes).
+// T: storage type of x. V: elements of a vector. kIsRows: a thread has V columns (elements of a row), and
+// moments of each, even if some are of one channel. Otherwise (planes) it has the moments of one channel.
 template <class T, bool kIsRows, int V>
 struct ChunkedMoments {
   using A = Accumulation<T>;
   static constexpr int kThreadChannels = kIsRows ? V : 1;
-  static constexpr int kTileCapacity = kIsRows ? kMaxTileChannels : 1;  // a tile has at most so many channels
+  static constexpr int kTileCapacity = kIsRows ? kMaxTileChannels : 1;  // the most channels of a tile
   // Moments of the complete chunks, with means relative to chunk_pivot. After finish(): of all values, with
   // means relative to the channels' pivots.
   PartialMoments<A> moments[kThreadChannels];
@@ -45,7 +44,7 @@ struct ChunkedMoments {
   template <class B>
   __device__ __forceinline__ void add(const B& batch, const Vector<T, B::V> (&x)[B::U]) {
     A value[B::V];
-    if (kChunkIsBatch || chunk_count == 0) {
+    if (kChunkIsBatch || chunk_count == 0) {  // begins a chunk; x[0] is always valid
       x[0].unpack(value);
 #pragma unroll
       for (int k = 0; k < kThreadChannels; ++k) {
@@ -87,7 +86,7 @@ struct ChunkedMoments {
   }
 
  private:
-  // Whether each batch is a chunk: for planes of 16-bit elements a batch has 32 values of the channel.
+  // Whether each batch is a chunk: in planes of 16-bit elements, a batch has 32 values of the channel.
   static constexpr bool kChunkIsBatch = !kIsRows && V * kMaxBatchVectors >= kChunkValues;
 
   // Merges the current chunk into `moments`.
@@ -106,7 +105,7 @@ struct ChunkedMoments {
     chunk_count = 0;
   }
 
-  // Shifts the mean of channel k from chunk_pivot to a new pivot. The mean of no values stays 0.
+  // Makes mean k, which is relative to chunk_pivot[k], relative to new_pivot. The mean of no values stays 0.
   __device__ __forceinline__ void move_pivot(int k, A new_pivot) {
     // 1 if there are values, else 0. It is a factor, because the compiler would turn a condition into a
     // branch.

@@ -5,7 +5,7 @@
 // tile writes its results to global memory and then increments a counter. The last block to do so merges the
 // results of all of them, which it sees because the counter orders memory accesses. If a tile has many
 // slices, they form groups: the last block of each group merges the group's slices, and the last of these
-// blocks merges the groups. In some ops the other blocks then wait until that block has published the totals.
+// blocks merges the groups. In a single launch the other blocks then wait until it has published the totals.
 //
 // The order of merging depends only on the launch, so the same call on the same device gives the same bits.
 // R is a plain struct with the result for one channel, such as its moments, and a function merge(const R&).
@@ -20,28 +20,28 @@
 namespace fastvit {
 
 constexpr unsigned kLoadsInFlight = 8;  // results of slices that a thread loads together
-// A semaphore is a counter in global memory by which blocks know of each other. A stream has this many.
+// A semaphore, a counter in global memory, tells blocks what others have done. A stream has this many.
 constexpr int64_t kMaxSemaphores = 2 * kMaxMergedTiles;
 // An exchange between ranks (exchange.cuh) has further counters: the number of finished tiles; the number of
 // ranges of channels whose reception has ended; whether the reception of one has failed.
 constexpr int64_t kExchangeCounters = 3;
 
 // How the slices of a tile are merged: in `count` groups of `size` slices (the last group may have fewer).
-// There are no groups if one block merges all slices as fast, or if there are too few semaphores. Then size
-// is 1, and count is the number of slices.
+// There are no groups if one block can merge all slices in two rounds of loads, or if there are too few
+// semaphores. Then size is 1, and count is the number of slices.
 struct MergeGroups {
   unsigned size, count;
 
   explicit MergeGroups(const LaunchPlan& plan) : size(1), count(plan.slices) {
-    // A group is what a block merges in two rounds of loads. A team has a thread per channel of the tile.
+    // Two rounds of kLoadsInFlight slices per team. A team has a thread for each channel of the tile.
     const unsigned teams = unsigned(kThreads / plan.tile_channels), max_size = 2 * kLoadsInFlight * teams;
     if (plan.slices <= max_size) return;
     const unsigned groups = (plan.slices + max_size - 1) / max_size;
     if (semaphores(plan, groups) <= kMaxSemaphores) size = max_size, count = groups;
   }
-  // Returns the number of semaphores. A tile has one that counts its finished blocks (or groups), one by
+  // Returns the number of semaphores. A tile has one that counts its finished slices (or groups), one by
   // which its blocks learn that the totals are published, and one for each group, which counts the group's
-  // finished blocks.
+  // finished slices.
   static int64_t semaphores(const LaunchPlan& plan, unsigned groups) {
     return int64_t(plan.tiles) * (2 + int64_t(groups));
   }
@@ -59,7 +59,7 @@ struct GradientSums {
   }
 };
 
-// The sums so far of a thread. Each addition also subtracts the rounding error of the addition before it
+// A thread's sums, so far. Each addition also subtracts the rounding error of the addition before it
 // (Kahan, 1965), so the error does not grow with the number of values.
 template <class A>
 struct KahanSums {
@@ -78,7 +78,7 @@ struct KahanSums {
   }
 };
 
-// Returns a / b, where b must not be denormal. For float the error is at most 2 units in the last place.
+// Returns a / b, where b must not be denormal. For float the error is at most 2 ulp.
 __device__ __forceinline__ float approximate_quotient(float a, float b) {
   return a * reciprocal(b, b);  // the second b only selects the type
 }
@@ -87,8 +87,8 @@ __device__ __forceinline__ double approximate_quotient(double a, double b) {
 }
 
 // Moments of a part of a channel's values: their count, their mean and m2, the sum of squared deviations from
-// that mean. merge() is the update of Chan, Golub, LeVeque (moments.h). merge() uses the count as a weight,
-// so a count that is rounded to A is exact enough.
+// that mean. merge() is the update of Chan, Golub, LeVeque (moments.h). It uses the counts only as weights,
+// so counts that are rounded to A are exact enough.
 template <class A>
 struct PartialMoments {
   A count = 0, mean = 0, m2 = 0;
@@ -106,10 +106,10 @@ struct PartialMoments {
 template <class R>
 __device__ __forceinline__ void merge_tree(R* shared, int sequences, int sequence_stride, int elements,
                                            int element_stride) {
-  for (int left = elements; left > 1; left = (left + 1) / 2) {
-    const int half = (left + 1) / 2;
+  for (int unmerged = elements; unmerged > 1; unmerged = (unmerged + 1) / 2) {
+    const int half = (unmerged + 1) / 2;
     __syncthreads();
-    for (int t = threadIdx.x; t < (left - half) * sequences; t += kThreads) {
+    for (int t = threadIdx.x; t < (unmerged - half) * sequences; t += kThreads) {
       const int i = t / sequences, n = t - i * sequences;
       R* element = shared + n * sequence_stride + i * element_stride;
       element->merge(element[half * element_stride]);
@@ -119,12 +119,12 @@ __device__ __forceinline__ void merge_tree(R* shared, int sequences, int sequenc
 }
 
 // Merges the results of a block's threads, for each channel of its tile. A thread has K results: one for each
-// of its columns (rows), or one (planes). Returns the stride of the merged results: the result of the tile's
-// channel g is shared[g * stride]. ThreadResult: R, or a type that converts to R.
+// of its columns (rows), or one (planes). Returns the stride of the merged results: the result of a channel
+// of the tile is shared[tile_channel * stride]. ThreadResult: R, or a type that converts to R.
 template <int K, class R, class ThreadResult>
 __device__ __forceinline__ int merge_block(R* shared, const ThreadResult (&thread_results)[K],
                                            const LaunchPlan& plan, const BlockWork& work) {
-  // Results of a team. With planes, each thread counts as a team with one result.
+  // columns: the results of a team. With planes, each thread counts as a team with one result.
   const int columns = plan.is_rows ? plan.team_size * K : 1;
   const int teams = plan.is_rows ? plan.teams : plan.teams * plan.team_size;
   if (work.team < plan.teams) {
@@ -132,8 +132,8 @@ __device__ __forceinline__ int merge_block(R* shared, const ThreadResult (&threa
     for (int k = 0; k < K; ++k)
       shared[(work.team * plan.team_size + work.member) * K + k] = thread_results[k];
   }
-  merge_tree(shared, columns, 1, teams, columns);  // per column, over the teams
-  if (plan.columns_per_channel > 1)                // per channel, over its columns
+  merge_tree(shared, columns, /*sequence_stride=*/1, teams, columns);  // per column, over the teams
+  if (plan.columns_per_channel > 1)                                    // per channel, over its columns
     merge_tree(shared, plan.tile_channels, plan.columns_per_channel, plan.columns_per_channel, 1);
   return plan.columns_per_channel;
 }
@@ -167,29 +167,29 @@ __device__ __forceinline__ unsigned arrival_number(unsigned* counter, unsigned b
   __syncthreads();
   return number;
 }
-// Whether this block arrives as the last of the given number of blocks.
+// Counts this block's arrival and returns whether it is the last of `blocks`.
 __device__ __forceinline__ bool arrives_last(unsigned* counter, unsigned blocks) {
   return arrival_number(counter, blocks) == blocks - 1;
 }
 
 // Merges the results of several slices. Each slice has one result per channel of the tile, and begins
-// `stride` results after the slice before it. One thread calls write(g, total) for channel g of the tile.
-// Only the block that arrived last may call this function, since the others' results must be there.
+// `stride` results after the slice before it. For each channel of the tile, one thread calls write(). Only
+// the block that arrived last may call this function, since the others' results must be there.
 template <class R, class Write>
 __device__ __forceinline__ void merge_slice_results(R* shared, const R* results, unsigned slices,
                                                     int64_t stride, int channels, const Write& write) {
   static_assert(kMaxTileChannels <= kThreads);
-  // A team is a thread per channel. The teams share the slices.
+  // A team has a thread per channel. Each team merges every teams-th slice.
   const unsigned teams = min(unsigned(kThreads / channels), slices), team = threadIdx.x / unsigned(channels);
-  const int g = int(threadIdx.x - team * unsigned(channels));
+  const int tile_channel = int(threadIdx.x - team * unsigned(channels));
   R total{};
-  for (unsigned first = team < teams ? team : slices; first < slices; first += kLoadsInFlight * teams) {
+  for (unsigned begin = team < teams ? team : slices; begin < slices; begin += kLoadsInFlight * teams) {
     R loaded[kLoadsInFlight];
 #pragma unroll
     for (unsigned i = 0; i < kLoadsInFlight; ++i) {
-      const unsigned slice = first + i * teams;
+      const unsigned slice = begin + i * teams;
       loaded[i] = R{};
-      if (slice < slices) loaded[i] = load_uncached(results + slice * stride + g);
+      if (slice < slices) loaded[i] = load_uncached(results + slice * stride + tile_channel);
     }
 #pragma unroll
     for (unsigned half = kLoadsInFlight / 2; half > 0; half /= 2) {
@@ -199,13 +199,13 @@ __device__ __forceinline__ void merge_slice_results(R* shared, const R* results,
     total.merge(loaded[0]);
   }
   shared[threadIdx.x] = total;
-  merge_tree(shared, channels, 1, int(teams), channels);
-  if (team == 0) write(g, shared[threadIdx.x]);
+  merge_tree(shared, channels, /*sequence_stride=*/1, int(teams), channels);
+  if (team == 0) write(tile_channel, shared[threadIdx.x]);
 }
 
 // The last block of a tile publishes the totals by setting this flag in a semaphore, for which the tile's
-// other blocks wait. The semaphore's other bits count the blocks that need it no more; the last one sets it
-// to 0. All threads of a block call publish_totals or wait_for_totals.
+// other blocks wait. The semaphore's other bits count the blocks that need it no more; the last of these sets
+// it to 0. All threads of a block call publish_totals or wait_for_totals.
 constexpr unsigned kPublishedFlag = 1u << 31;
 
 __device__ __forceinline__ void publish_totals(unsigned* semaphore) {
@@ -225,23 +225,23 @@ __device__ __forceinline__ void wait_for_totals(unsigned* semaphore, unsigned bl
 }
 
 // Merges the results of a tile's slices. On entry `shared` has the results of this block as merge_block left
-// them, `stride` elements apart. It has room for kThreads * K results (K as in merge_block). The last block
-// of the tile calls write(c, total) for each channel c of the tile, and returns true. With
-// kAllBlocksGetTotals every block of the tile does so: the others wait for the last one, so all blocks of the
-// grid must be resident. Kept in one function: with functions for its phases, kernels need more registers and
-// instructions.
+// them, `stride` elements apart. It has room for kThreads * K results (K as in merge_block). In the tile's
+// last block one thread for each channel c calls write(c, total). That block returns true, the others false.
+// With kAllBlocksGetTotals every block of the tile does as the last one, for which the others wait, so all
+// blocks of the grid must be resident. Kept in one function: with functions for its phases, kernels need more
+// registers and instructions.
 template <bool kAllBlocksGetTotals = false, class R, class Write>
 __device__ __forceinline__ bool merge_slices(R* shared, int stride, const SliceResults<R>& slice_results,
                                              const LaunchPlan& plan, const BlockWork& work,
                                              const Write& write) {
-  const int channels = work.channels(plan), g = int(threadIdx.x);  // thread g has channel g of the tile
+  const int channels = work.channels(plan), own_channel = int(threadIdx.x);  // this thread's, of the tile
   const int64_t first_channel = work.first_channel(plan), C = plan.layout.channels;
   if (plan.slices == 1) {
-    if (g < channels) write(first_channel + g, shared[g * stride]);
+    if (own_channel < channels) write(first_channel + own_channel, shared[own_channel * stride]);
     return true;
   }
   R* const results = slice_results.results + first_channel;
-  if (g < channels) results[work.slice * C + g] = shared[g * stride];
+  if (own_channel < channels) results[work.slice * C + own_channel] = shared[own_channel * stride];
   unsigned* const tile_semaphore = slice_results.semaphores + work.tile;
   unsigned* const published_semaphore = tile_semaphore + plan.tiles;
   const MergeGroups& groups = slice_results.groups;
@@ -254,21 +254,22 @@ __device__ __forceinline__ bool merge_slices(R* shared, int stride, const SliceR
     is_last = arrives_last(group_semaphores + group, slices);
     if (is_last)  // the result of the group replaces that of its first slice
       merge_slice_results(shared, group_results, slices, C, channels,
-                          [&](int g, const R& total) { group_results[g] = total; });
+                          [&](int tile_channel, const R& total) { group_results[tile_channel] = total; });
   }
   // The last block of the tile merges the groups, or the slices if there are no groups.
   is_last = is_last && arrives_last(tile_semaphore, groups.count);
   if (is_last)
-    merge_slice_results(shared, results, groups.count, groups.size * C, channels, [&](int g, const R& total) {
-      if (kAllBlocksGetTotals) results[g] = total;
-      write(first_channel + g, total);
-    });
+    merge_slice_results(shared, results, groups.count, groups.size * C, channels,
+                        [&](int tile_channel, const R& total) {
+                          if (kAllBlocksGetTotals) results[tile_channel] = total;  // for the tile's others
+                          write(first_channel + tile_channel, total);
+                        });
   if constexpr (kAllBlocksGetTotals) {
     if (is_last) {
       publish_totals(published_semaphore);
     } else {
       wait_for_totals(published_semaphore, plan.slices);
-      if (g < channels) write(first_channel + g, load_uncached(results + g));
+      if (own_channel < channels) write(first_channel + own_channel, load_uncached(results + own_channel));
     }
   }
   return kAllBlocksGetTotals || is_last;

@@ -53,7 +53,7 @@ __device__ __forceinline__ void update_running_stats(const BnForwardArgs& args, 
 }
 
 // The constants of a channel in y = act((x - mean) * scale + beta (+ residual)), scale = gamma * invstd. The
-// mean is subtracted first, so a mean much larger than the deviation loses no digits.
+// mean is subtracted first, so a mean much larger than the deviations loses no digits.
 template <class A>
 struct ChannelAffine {
   A mean, scale, beta;
@@ -69,9 +69,9 @@ struct ChannelAffine {
   }
 };
 
-// Overwrites a thread's batch of x with y. B: type of the batch, B::U vectors of B::V elements. kIsRows:
-// channels are the fastest dimension, so element k of each vector belongs to thread_affine[k]. Otherwise
-// (planes) a thread has one channel.
+// Overwrites a thread's batch of x, in registers, with y. B: type of the batch, of B::U vectors of B::V
+// elements. kIsRows: element k of every vector is of the thread's column k, which has thread_affine[k].
+// Otherwise (planes) all elements are of one channel, which has thread_affine[0].
 template <bool kIsRows, bool kHasResidual, class B, class T, int kThreadChannels, int kResidualVectors>
 __device__ __forceinline__ void normalize_batch(
     const BnForwardArgs& args, const B&, Vector<T, B::V> (&x)[B::U],
