@@ -3,8 +3,8 @@
 //
 // Memory:   forward reads x (and gate) once and writes y once. Backward reads x, dy (and gate) once and
 //           writes dx (and dgate) once. Bound by bandwidth.
-// Mapping:  operands of equal strides without gaps are walked as one flat array; others as rows or planes,
-//           see plan.h. Loads and stores of 16 bytes.
+// Mapping:  operands of equal strides without gaps are walked as one long plane; others as rows or planes,
+//           see plan.h. Loads and stores of 16 bytes where alignment allows them.
 // Numerics: arithmetic in float (double for double).
 // Source:   Hendrycks and Gimpel, arXiv:1606.08415; gates: Shazeer, arXiv:2002.05202.
 #include "../activation_ops.h"
@@ -18,8 +18,8 @@ struct ActParams : ActArgs {
   LaunchPlan plan;
 };
 
-// kCount: the number of tensors that a kernel accesses. kGate, kResult: the indices of the strides of the
-// gate, and of y or dx, in args.layout.
+// kCount: the number of operands, the tensors that a kernel accesses. kGate, kResult: the operand indices of
+// the gate, and of y or dx.
 template <bool kBackward, bool kGated>
 struct ActKernelOperands {
   static constexpr int kCount = kBackward ? (kGated ? 5 : 3) : (kGated ? 3 : 2);
@@ -100,8 +100,8 @@ void run_act(const ActArgs& args) {
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
                                           .reduced_operands = 0,  // no reduction
+                                          // Blocks are cheap to begin: they load no constants.
                                           .min_waves = kMaxWaves}
-                                // blocks are cheap to begin: they load no constants
                                 .plan(make_resident_blocks_query<T>(context, kernel_of));
     launch_planned<T>(plan, kernel_of, {plan.blocks(), context}, ActParams{{args}, plan});
   });

@@ -10,7 +10,7 @@ namespace fastvit {
 // gelu with half the instructions, exact enough for 16-bit elements:
 //   gelu(v) = max(v, 0) - |v| * upper_tail(|v|),
 // where upper_tail(a) is the probability that a standard normal number is larger than a. Its log2 is a
-// polynomial, fitted to a <= 5.5. The error of a * upper_tail(a) is at most 2^-18.9 * max(a * upper_tail(a),
+// polynomial, fitted to a <= 5.5. The error of a * upper_tail(a) is at most 2^-18 * max(a * upper_tail(a),
 // 2^-14). The leading coefficient is negative, so upper_tail tends to 0 for larger a.
 struct Gelu16Bit {
   __device__ __forceinline__ static float upper_tail(float magnitude) {

@@ -1,5 +1,6 @@
 // Access to a ChannelVector: a parameter or buffer of C numbers, such as weight or running_mean, in any
-// floating-point dtype. A parameter that the layer does not have is null.
+// floating-point dtype. A parameter that the layer does not have is null. A 16-bit number is converted to
+// double by way of its accumulation type, float: CUDA has no direct conversion.
 #pragma once
 
 #include "../dtypes.h"
@@ -15,13 +16,14 @@ __device__ __forceinline__ A load_channel(const ChannelVector& source, int64_t c
       source.dtype, [&]<class T>() { return A(Accumulation<T>(static_cast<const T*>(source.data)[c])); });
 }
 
+// Rounds the value and writes it to channel c. The vector must not be null.
 __device__ __forceinline__ void store_channel(const ChannelVector& destination, int64_t c, double value) {
   dispatch_storage_type(destination.dtype,
                         [&]<class T>() { static_cast<T*>(destination.data)[c] = T(Accumulation<T>(value)); });
 }
 
 // Loads the V numbers from channel c on, where c is a multiple of V. Faster than V calls of load_channel:
-// there is one switch over the dtype, and loads are wide if the memory is aligned for them.
+// there is one switch over the dtype, and loads have 8 or 16 bytes if the memory is aligned to 16.
 template <int V, class A>
 __device__ __forceinline__ void load_channels(const ChannelVector& source, int64_t c, A (&values)[V],
                                               A default_value) {

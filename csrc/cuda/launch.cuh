@@ -24,7 +24,7 @@
 
 namespace fastvit {
 
-// Asks CUDA for an integer property of a kernel or a device, once per host thread, and remembers the answer.
+// Asks CUDA for an integer property of a kernel or a device, and remembers the answer for the host thread.
 // query(value) calls CUDA, sets value, and returns CUDA's status. `kernel` is null for a property of the
 // device. Query must be a lambda: each has a type of its own, and so answers of its own. Every kernel is
 // asked about before its first launch, so a GPU without code for it is refused here, with a message.
@@ -36,7 +36,7 @@ int cached_query(const void* kernel, int device_index, const Query& query) {
   int value = 0;
   const cudaError_t status = query(value);
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
-    (void)cudaGetLastError();
+    (void)cudaGetLastError();  // clears the error
     throw std::runtime_error(
         "the CUDA kernels have no code for this GPU; build fastvit with TORCH_CUDA_ARCH_LIST of its compute "
         "capability (`python -m fastvit.info` names both)");
@@ -46,8 +46,8 @@ int cached_query(const void* kernel, int device_index, const Query& query) {
 }
 
 // A single launch is one kernel for both the statistics and the op; it keeps its vectors of the tensors in
-// shared memory. These bytes of a block's shared memory hold no such vectors. They are for merging, for the
-// tables per channel, and for the 1 KiB that CUDA reserves. Rows of 16-bit elements need the most.
+// shared memory. So many bytes of a block's shared memory are left for other data: for merging, for tables
+// with an entry per channel, and for the 1 KiB that CUDA reserves. A walk of 16-bit rows needs the most.
 constexpr int kReservedSharedBytes = 32 << 10;
 
 // With at least this much shared memory per multiprocessor (A100, H100, B200), each of two blocks of a single
@@ -66,7 +66,7 @@ class LaunchContext {
     limits.multiprocessors = attribute<cudaDevAttrMultiProcessorCount>();
     const int shared_bytes = attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
     limits.single_launch_blocks = shared_bytes < kMinSharedForTwoBlocks ? 1 : kBlocksPerMultiprocessor;
-    // The blocks of a single launch wait for each other, so they need a cooperative launch.
+    // Blocks can wait for each other only in a cooperative launch. A device without it has no single launch.
     limits.smem_cache_bytes =
         attribute<cudaDevAttrCooperativeLaunch>()
             ? std::max(0, shared_bytes / limits.single_launch_blocks - kReservedSharedBytes)
@@ -88,8 +88,7 @@ class LaunchContext {
 };
 
 // Calls f.template operator()<kIsRows, V>() with a kernel's template parameters for a plan. kIsRows: the
-// kernel visits the elements with the channels as the fastest dimension. V: elements of a vector, which is 16
-// bytes or one element.
+// kernel walks rows, otherwise planes, see plan.h. V: elements of a vector, which is 16 bytes or one element.
 template <class T, class F>
 void dispatch_kernel_of_plan(const LaunchPlan& plan, const F& f) {
   if (plan.is_rows)
@@ -98,8 +97,8 @@ void dispatch_kernel_of_plan(const LaunchPlan& plan, const F& f) {
     plan.is_vectorized ? f.template operator()<false, kVectorWidth<T>>() : f.template operator()<false, 1>();
 }
 
-// The launch bounds of the forward kernels add this number to their blocks per multiprocessor. One more block
-// makes them faster on sm_90; on other architectures the compiler would spill registers.
+// The launch bounds of bn_forward and layer_norm_forward add this number to their blocks per multiprocessor.
+// One more block makes them faster on sm_90; on other architectures the compiler would spill registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kExtraBlocksOnSm90 = 1;
 #else
@@ -134,8 +133,8 @@ auto make_resident_blocks_query(const LaunchContext& context, const KernelOf& ke
 #endif
 
 // The one parameter of every kernel. From sm_90 on a kernel's blocks may begin while the stream's previous
-// kernel ends. Memory may be accessed only after that end, so only get_after_previous_kernel() returns the
-// pointers to it.
+// kernel ends. Memory may be accessed only after that end, so the pointers to it can only be reached through
+// get_after_previous_kernel().
 template <class Params>
 class KernelParams {
   Params params;
@@ -144,10 +143,10 @@ class KernelParams {
   explicit KernelParams(const Params& params) : params(params) {}
 
   // Every thread calls this before it does anything else. It waits until the stream's previous kernel, and
-  // with it every earlier kernel, has ended. From then on blocks of the next kernel may begin where
-  // multiprocessors are free; they wait in this function. A grid that waits for other ranks (its parameters
-  // have a group_exchange) does not let the next kernel begin: two waiting grids could occupy the whole GPU,
-  // without room for NCCL's blocks.
+  // with it every earlier kernel, has ended. Once all blocks have called it, blocks of the next kernel may
+  // begin where multiprocessors have room; they wait in this function. A grid that waits for other ranks (its
+  // parameters have a group_exchange) does not let the next kernel begin: two waiting grids could occupy the
+  // whole GPU, without room for NCCL's blocks.
   __device__ __forceinline__ const Params& get_after_previous_kernel() const {
     wait_for_previous_kernel();
     if constexpr (!requires { params.group_exchange; }) let_next_kernel_begin();
@@ -164,8 +163,9 @@ struct LaunchConfig {
   bool cooperative = false;
 };
 
-// Launches a kernel and returns CUDA's status, without a check. The kernel may begin while the stream's
-// previous kernel ends if its code waits for that end, which code for sm_90 and later does.
+// Launches a kernel and returns CUDA's status, without a check. A launch that is not cooperative may begin
+// while the stream's previous kernel ends, if the kernel's code waits for that end. Code for sm_90 and later
+// does.
 template <class Params>
 cudaError_t launch(void (*kernel)(KernelParams<Params>), const LaunchConfig& config, const Params& params) {
   if (config.blocks > INT32_MAX) return cudaErrorInvalidConfiguration;

@@ -1,9 +1,10 @@
-// LayerNorm's kernels: which threads take which columns of a row, weight and bias, sums over a row.
+// For LayerNorm's kernels: which threads take which columns of a row; weight and bias; sums over a row.
 //
 // A team of threads, a power of two up to the whole block, takes a row. Each member keeps up to 32 columns in
 // registers, so that the row is read from memory once. 24 columns suit vision transformers: 16 members for a
-// row of 384 columns, a warp for 768. A row that exceeds a block's registers is taken in several passes: in
-// each pass the team loads the next columns. Every sum over such a row reads it from memory again.
+// row of 384 columns, a warp for 768. A row that exceeds a block's registers, or kMaxTableColumns columns, is
+// taken in several passes by a team of the whole block: in each pass the team loads the next columns. Every
+// walk over such a row reads it from memory again.
 //
 // A: type of the arithmetic, double for rows of double and float for all others. V: elements of a vector.
 // K: vectors of a member in one pass.
@@ -29,7 +30,8 @@ struct RowPlan {
   FASTVIT_HOST_DEVICE int64_t columns_per_pass() const { return int64_t(team_size) * columns_per_member; }
 };
 
-// Columns per member: two choices. Backward has fewer, because it keeps two sums per column in registers.
+// Columns per member: two choices, which may be equal. Backward has fewer columns, because it keeps two sums
+// per column in registers. layer_norm_backward.cu has its choices for __half.
 constexpr int kForwardColumnChoices[] = {24, 32};
 template <class T>
 constexpr int kBackwardColumnChoices[] = {16, sizeof(T) == 2 ? 24 : 16};
@@ -55,7 +57,7 @@ RowPlan choose_row_plan(int64_t rows, int64_t columns, const int (&column_choice
   return narrow.columns_per_pass() * narrow.passes <= wide.columns_per_pass() * wide.passes ? narrow : wide;
 }
 
-// This thread in its team.
+// This thread as a member of its team.
 template <int V, int K>
 struct TeamMember {
   int index;        // of this thread in its team
@@ -99,8 +101,8 @@ class ColumnTable {
   }
 
  public:
-  // `shared` holds one or two tables of plan.columns numbers. All threads call fill() before they
-  // synchronize.
+  // `shared` holds one or two tables of plan.columns numbers; this is number table_index. All threads call
+  // fill() before they synchronize.
   __device__ __forceinline__ ColumnTable(const ChannelVector& source, A default_value, unsigned char* shared,
                                          int table_index, const RowPlan& plan)
       : source(source),
@@ -150,7 +152,7 @@ __device__ __forceinline__ void sum_over_team(A (&values)[kValues], int team_siz
     for (int i = 0; i < kValues; ++i) warp_sums[i][threadIdx.x / 32] = values[i];
   }
   __syncthreads();
-  const int first_warp = int(threadIdx.x) / team_size * (team_size / 32);
+  const int first_warp = int(threadIdx.x) / team_size * (team_size / 32);  // of the team
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     values[i] = 0;
@@ -159,8 +161,8 @@ __device__ __forceinline__ void sum_over_team(A (&values)[kValues], int team_siz
 }
 
 // Calls f.template operator()<V, K>(plan). T: type of x and dx. Y: type of y and dy. V elements of the larger
-// type are 16 bytes, or V is 1 if rows do not begin at 16-byte boundaries. A member has one of kColumnChoices
-// columns, or kFewColumns for double and for V = 1.
+// type are 16 bytes. V is 1 if a row is not whole vectors, or if a tensor begins between 16-byte boundaries.
+// A member has as many columns as one of kColumnChoices, or kFewColumns for double and for V = 1.
 template <class T, class Y, const int (&kColumnChoices)[2], class F>
 void dispatch_row_plan(int64_t rows, int64_t columns, std::initializer_list<const void*> pointers,
                        const F& f) {
@@ -182,8 +184,8 @@ void dispatch_row_plan(int64_t rows, int64_t columns, std::initializer_list<cons
     f.template operator()<V, kColumnChoices[1] / V>(plan);
 }
 
-// A launch of as many blocks as run at once without dynamic shared memory; each takes rows in turn. If the
-// tables of long rows leave room for fewer blocks, the remaining blocks run later.
+// A launch of at most as many blocks as run at once without dynamic shared memory; each takes rows in turn.
+// If the tables of long rows leave room for fewer blocks, the remaining blocks run later.
 template <class... Parameters>
 LaunchConfig make_row_launch(const LaunchContext& context, void (*kernel)(Parameters...), const RowPlan& plan,
                              size_t shared_bytes) {

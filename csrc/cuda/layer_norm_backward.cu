@@ -1,10 +1,11 @@
 // layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma, for each row; and
 // for each column sum dy and sum dy * xhat, the gradients of bias and weight.
 //
-// Memory:   reads x and dy once; writes dx, and two numbers per block and column. Bound by bandwidth.
-// Mapping:  a team of threads takes a row, see layer_norm.cuh. A block takes rows until none is left, and
-//           keeps the weight in shared memory. A thread keeps the sums of its columns from row to row. At the
-//           end a block's teams add these sums in shared memory. A second kernel adds the sums of all blocks.
+// Memory:   reads x and dy once, or twice if rows take several passes; writes dx, and two numbers per
+//           block and column. Bound by bandwidth.
+// Mapping:  a team of threads takes a row, see layer_norm.cuh. A block takes rows until none is left. If rows
+//           take one pass, the weight is in shared memory, a thread keeps the sums of its columns, and at the
+//           end the block's teams add these sums. A second kernel adds the sums of all blocks.
 // Numerics: float (double for double). The order of sums depends on shapes, alignment, device; no atomics.
 // Source:   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "launch_memory.h"
@@ -18,8 +19,8 @@ struct LayerNormBackwardParams : LayerNormArgs {
   A* block_sums;  // [blocks][2][columns]: of dy and of dy * xhat; null: no sums are needed
 };
 
-// A member of a team, a thread, has one of these two numbers of columns. They are 16 and 24 for bfloat16, but
-// 24 columns of __half would take more registers than a thread has if two blocks share a multiprocessor.
+// Columns per member for an x of __half: no second choice. It is 24 for bfloat16, but 24 columns of __half
+// would take more registers than a thread has if two blocks share a multiprocessor.
 template <>
 constexpr int kBackwardColumnChoices<__half>[2] = {16, 16};
 
@@ -37,9 +38,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
   const RowPlan& plan = args.plan;
   const TeamMember<V, K> member(plan);
   const A n = A(plan.columns);
-  // A row that fits into the registers of a team takes one pass; a longer row is taken in several passes.
-  // With one pass a thread keeps the sums of its columns in registers. With several, the block has one team,
-  // a column belongs to one thread, and the sums are in global memory.
+  // If rows take one pass, a thread keeps the sums of its columns in registers. With several passes the
+  // block has one team, a column belongs to one thread, and the sums are in global memory. The loop below
+  // sets them to zero.
   A thread_bias_sums[K][V] = {}, thread_weight_sums[K][V] = {};
   A* const block_bias_sums = args.block_sums ? args.block_sums + 2 * blockIdx.x * plan.columns : nullptr;
   A* const block_weight_sums = args.block_sums ? block_bias_sums + plan.columns : nullptr;
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
   const A* const saved = static_cast<const A*>(args.saved);
   Vector<T, V> x_vectors[K];
   Vector<Y, V> dy_vectors[K];
-  A mean, invstd;
+  A mean, invstd;  // of the row in the vectors
   const auto load = [&](int64_t row, int pass) {
     const bool has_row = row < plan.rows;
     mean = has_row ? saved[row] : A(0), invstd = has_row ? saved[plan.rows + row] : A(0);
@@ -83,8 +84,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
         prefetch(static_cast<const T*>(args.x) + element);
         prefetch(static_cast<const Y*>(args.dy) + element);
       });
-    // Calls f(j, column, x, dy, gamma) for this thread's vectors of the row; vector j begins at the column.
-    const auto for_each_vector = [&](const auto& f) {
+    // Calls f(j, column, x, dy, gamma) for this thread's vectors of the row in all passes. Vector j of a pass
+    // begins at the column.
+    const auto for_each_vector_of_row = [&](const auto& f) {
       for (int pass = 0; pass < plan.passes; ++pass) {
         if (plan.passes > 1) load(row, pass);
         member.for_each_vector(pass, [&](int j, int column) {
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
     };
 
     A sums[2] = {0, 0};  // of g = dy * gamma, and of g * xhat
-    for_each_vector([&](int j, int column, const A(&x)[V], const A(&dy)[V], const A(&gamma)[V]) {
+    for_each_vector_of_row([&](int j, int column, const A(&x)[V], const A(&dy)[V], const A(&gamma)[V]) {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         const A xhat = (x[k] - mean) * invstd, g = dy[k] * gamma[k];
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
     });
     sum_over_team(sums, member.team_size);
     const A mean_g = sums[0] / n, mean_g_xhat = sums[1] / n;
-    for_each_vector([&](int j, int column, A(&x)[V], const A(&dy)[V], const A(&gamma)[V]) {
+    for_each_vector_of_row([&](int j, int column, A(&x)[V], const A(&dy)[V], const A(&gamma)[V]) {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         const A xhat = (x[k] - mean) * invstd;
@@ -126,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) layer_norm
   }
 
   if (!args.block_sums || plan.passes > 1) return;
-  A* const team_sums = reinterpret_cast<A*>(shared);  // [teams][padded_columns]
+  A* const team_sums = reinterpret_cast<A*>(shared);  // [teams][padded_columns], in place of the weight
   const int padded_columns = member.team_size * K * V;
   const auto merge_teams = [&](const A(&thread_sums)[K][V], A* block_sums) {
     __syncthreads();
@@ -201,16 +203,16 @@ void backend::layer_norm_backward(const LayerNormArgs& args) {
         dispatch_row_plan<T, Y, kBackwardColumnChoices<T>>(
             args.rows, args.columns, pointers, [&]<int V, int K>(const RowPlan& plan) {
               const auto kernel = layer_norm_backward_kernel<T, Y, V, K>;
-              // Shared memory holds the weight. After the last row it holds the threads' sums for the
-              // gradient of the bias, and then those for the gradient of the weight.
+              // Shared memory holds the weight if rows take one pass. After the last row it holds the
+              // threads' sums for the gradient of the bias, and then those for the gradient of the weight.
               const size_t shared_bytes = std::max(column_table_bytes<A>(plan), kThreads * K * V * sizeof(A));
               const LaunchConfig config = make_row_launch(context, kernel, plan, shared_bytes);
               const Scratch block_sums(args.sums ? config.blocks * num_sums * sizeof(A) : 0);
               const LayerNormBackwardParams<A> params{{args}, plan, static_cast<A*>(block_sums.data)};
               STD_CUDA_CHECK(launch(kernel, config, params));
               if (!args.sums) return;
-              const AddRowsParams<A> sum_params{params.block_sums, static_cast<A*>(args.sums), config.blocks,
-                                                num_sums};
+              const AddRowsParams<A> sum_params{params.block_sums, static_cast<A*>(args.sums),
+                                                /*rows=*/config.blocks, /*columns=*/num_sums};
               const int64_t blocks = ceil_div(num_sums, kAddedColumnsPerBlock);
               STD_CUDA_CHECK(launch(add_rows_kernel<A>, {blocks, context}, sum_params));
             });

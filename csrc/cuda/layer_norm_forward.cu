@@ -1,9 +1,9 @@
 // layer_norm_forward: y = (x - mean) * invstd * gamma + beta for each row.
 //
-// Memory:   reads x once; writes y, and two numbers per row for backward. It can write a y of 16 bits from
-//           an x of float32, so that autocast needs no cast of y. Bound by bandwidth.
-// Mapping:  a team of threads takes a row, see layer_norm.cuh. A block takes rows until none is left, and
-//           keeps weight and bias in shared memory; it loads its first row before them.
+// Memory:   reads x once, or three times if rows take several passes; writes y, and two numbers per row for
+//           backward. y may have 16 bits if x is float, so that autocast needs no cast. Bound by bandwidth.
+// Mapping:  a team of threads takes a row, see layer_norm.cuh. A block takes rows until none is left. If rows
+//           take one pass, it loads its first rows, and then weight and bias into shared memory.
 // Numerics: float (double for double). A first mean is corrected by the mean of the deviations from it.
 // Source:   Ba, Kiros, Hinton, arXiv:1607.06450.
 #include "layer_norm.cuh"
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
   for (; first_row < plan.rows; first_row += row_step) {
     const int64_t row = first_row + member.team;
     const bool has_row = row < plan.rows;  // false for the last teams in the block's last turn
-    // Calls f(values, column) for this thread's vectors of the row.
-    const auto for_each_vector = [&](const auto& f) {
+    // Calls f(values, column) for this thread's vectors of the row in all passes.
+    const auto for_each_vector_of_row = [&](const auto& f) {
       for (int pass = 0; pass < plan.passes; ++pass) {
         if (plan.passes > 1) load(row, pass);
         member.for_each_vector(pass, [&](int j, int column) {
@@ -69,14 +69,14 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
     };
 
     A sum[1] = {0};
-    for_each_vector([&](const A(&values)[V], int) {
+    for_each_vector_of_row([&](const A(&values)[V], int) {
 #pragma unroll
       for (int k = 0; k < V; ++k) sum[0] += values[k];
     });
     sum_over_team(sum, member.team_size);
     A mean = sum[0] / n;
     A deviations[2] = {0, 0};  // sums of the deviations from the mean, and of their squares
-    for_each_vector([&](const A(&values)[V], int) {
+    for_each_vector_of_row([&](const A(&values)[V], int) {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         const A deviation = values[k] - mean;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
       saved[row] = mean;
       saved[plan.rows + row] = invstd;
     }
-    for_each_vector([&](A(&values)[V], int column) {
+    for_each_vector_of_row([&](A(&values)[V], int column) {
       A scale[V], shift[V];
       gamma.load(column, scale), beta.load(column, shift);
 #pragma unroll

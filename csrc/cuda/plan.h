@@ -1,17 +1,18 @@
 // LaunchPlanner divides the work of an op among blocks and threads, on the host, for tensors of any strides.
 // Its result is a LaunchPlan. All tensors of an op are viewed as (outer, channels, inner), see walk_layout.h.
 //
-// A block takes a tile (some channels) and a slice (a share of the values of these channels). Its threads
-// form teams: the members of a team access consecutive memory, and the teams share the slice's units.
+// A block takes a tile (some channels) and a slice (a share of the values of these channels): a number of
+// units, which its teams share. The members of a team are threads that access consecutive memory.
 //   planes  The fastest dimension is inner. A tile is one channel; a unit is a plane (the inner dimension for
 //           one outer index and one channel), or a segment (a part) of a long plane.
-//   rows    The fastest dimension is channels. A unit is a row: all channels for one outer index. A member
-//           has the same columns in every row, so the constants of its channels stay in registers.
+//   rows    The fastest dimension is channels. A unit is a row: all channels for one outer index, each a
+//           column. A block walks the columns of its tile. A member has the same columns in every row, so the
+//           constants of its channels stay in registers.
 //   folded  Short contiguous planes, such as 7x7 and 14x14, are walked as rows of channels * inner columns,
 //           so that loads are 16 bytes wide. A channel then has `inner` columns (columns_per_channel).
 // An operand is a tensor that the kernel reads or writes. A vector is what one load moves: 16 bytes, or one
-// element. A batch is kMaxBatchVectors vectors of a thread. Blocks that are resident at the same time are a
-// wave.
+// element. A batch is the vectors that a thread has in flight, at most kMaxBatchVectors of each operand.
+// Blocks that are resident at the same time are a wave.
 #pragma once
 
 #include <algorithm>
@@ -23,15 +24,15 @@
 namespace fastvit {
 
 constexpr int kThreads = 256;                // threads of a block, in every kernel
-constexpr int kBlocksPerMultiprocessor = 2;  // launch bound; leaves 128 registers for a thread
+constexpr int kBlocksPerMultiprocessor = 2;  // usual launch bound; leaves 128 registers for a thread
 constexpr int kMaxBatchVectors = 4;          // vectors of each operand that a thread has in flight
-// An op with more tiles has one slice per tile, and merges none. Merging takes counters in global memory, of
-// which a stream has a fixed number (launch_memory.h).
+// A reduction of more tiles has one slice per tile, and merges none. Merging takes counters in global memory,
+// of which a stream has a fixed number (launch_memory.h).
 constexpr int kMaxMergedTiles = 4096;
 
-// Rows: limits of a team and of its columns.
+// Rows: limits of a team and of its columns. In a folded walk a team may need more members, see try_rows.
 constexpr int kMaxTeam = 32;  // members; 32 members access 512 bytes of a row
-// Members, if slices are merged. A smaller team has fewer channels, so more of the block's threads merge each
+// Members, in a reduction. A smaller team has fewer channels, so more of the block's threads merge each
 // channel.
 constexpr int kMaxMergingTeam = 16;
 constexpr int kMinTeam = 4;                     // members; 4 members access one or two sectors of 32 bytes
@@ -53,7 +54,7 @@ constexpr int kMaxWaves = 4;             // with 4 waves an incomplete last one 
 struct DeviceLimits {
   int multiprocessors = 1;
   // A single launch is one kernel for the statistics and the op, which keeps its data in shared memory. It
-  // has this number of blocks per multiprocessor, and each of them keeps smem_cache_bytes of data.
+  // has at most this number of blocks per multiprocessor, and each of them at most smem_cache_bytes of data.
   int single_launch_blocks = kBlocksPerMultiprocessor;
   int64_t smem_cache_bytes = 0;
 };
@@ -69,8 +70,8 @@ struct LaunchPlan {
   int64_t columns = 1;                       // elements of a row
   int64_t segment_length = 1, segments = 1;  // elements of a plane's segment; segments of a plane
   int64_t units = 0;                         // units of a tile: the sum over its slices
-  // Vectors that each thread of a single launch keeps in shared memory, of each operand that it keeps. With 0
-  // the op cannot be a single launch.
+  // Vectors for which each thread of a single launch has a place in shared memory, of each operand that it
+  // keeps. With 0 the op cannot be a single launch.
   int vectors_in_shared = 0;
 
   int64_t blocks() const { return int64_t(tiles) * slices; }
@@ -81,14 +82,15 @@ struct LaunchPlanner {
   const void* const* pointers;  // one per operand, in the order of layout.strides
   int operands, element_size;   // number of operands; bytes of an element
   const DeviceLimits& limits;
-  // Operands that a reduction over each channel reads. 0: the op has no reduction, and merges no slices.
+  // How many operands a reduction over each channel reads. 0: the op has no reduction, and merges no slices.
   int reduced_operands;
-  // More than one if blocks end at different times and are cheap to begin: later blocks then fill the gaps.
+  // More than one suits blocks that end at different times and are cheap to begin: later ones fill the gaps.
   int min_waves = 1;
   int vector_width = 16 / element_size;  // elements of a vector of 16 bytes
 
   // Plans a single launch, whose blocks keep their values of the reduced operands in shared memory. In the
-  // result vectors_in_shared is 0 if these values do not fit, or if the plan has no 16-byte vectors.
+  // result vectors_in_shared is 0 if these values do not fit, if vectors do not have 16 bytes, or if the op
+  // has no reduction. plan() completes such a plan.
   LaunchPlan plan_single_launch() const {
     LaunchPlan plan = choose_walk();
     // Shared memory for one vector of each reduced operand in each thread.
@@ -125,16 +127,16 @@ struct LaunchPlanner {
   LaunchPlan choose_walk() const {
     LaunchPlan plan;
     plan.layout = layout;
-    const bool is_rows = layout.is_rows || layout.outer == 0;
+    const bool is_rows = layout.is_rows || layout.outer == 0;  // empty tensors have 0 rows
     const int64_t columns_per_channel = is_rows ? 1 : layout.inner;
-    const bool is_dense = all_operands([&](const Strides& strides, uintptr_t) {
+    const bool columns_have_no_gaps = all_operands([&](const Strides& strides, uintptr_t) {
       return strides.channel == columns_per_channel && (is_rows || strides.inner == 1);
     });
     const bool folds_into_rows =
-        is_dense && layout.channels > 1 && layout.inner <= kMaxFoldedVectors * vector_width;
+        columns_have_no_gaps && layout.channels > 1 && layout.inner <= kMaxFoldedVectors * vector_width;
     if (is_rows || folds_into_rows) {
-      if (is_dense && try_rows(plan, columns_per_channel, vector_width)) return plan;
-      if (try_rows(plan, columns_per_channel, 1)) return plan;
+      if (columns_have_no_gaps && try_rows(plan, columns_per_channel, vector_width)) return plan;
+      if (try_rows(plan, columns_per_channel, /*width=*/1)) return plan;
     }
     plan.is_vectorized = planes_have_vectors();
     return plan;
@@ -153,8 +155,8 @@ struct LaunchPlanner {
            });
   }
 
-  // Whether rows can be walked in vectors of 16 bytes. Every vector must be aligned, and offsets within a
-  // batch must fit into 32 bits.
+  // Whether rows can be walked in vectors of 16 bytes. Every vector must be aligned. Numbers of rows and
+  // columns, and offsets within a batch, must fit into 32 bits.
   bool rows_have_vectors(int64_t columns) const {
     return layout.outer_dims <= 1 && columns % vector_width == 0 &&
            std::max(columns, layout.outer) <= INT32_MAX &&
@@ -170,23 +172,23 @@ struct LaunchPlanner {
   bool try_rows(LaunchPlan& plan, int64_t columns_per_channel, int64_t width) const {
     const int64_t columns = layout.channels * columns_per_channel,
                   vectors = std::max<int64_t>(1, columns / width);
-    // A group is the fewest channels whose columns fill whole vectors. It has a member for each vector.
-    const int64_t group_channels = width / std::gcd(width, columns_per_channel),
-                  group_members = group_channels * columns_per_channel / width;
-    if (group_members > kThreads || (width > 1 && !rows_have_vectors(columns))) return false;
+    // A bundle is the fewest channels whose columns fill whole vectors. It has a member for each vector.
+    const int64_t bundle_channels = width / std::gcd(width, columns_per_channel),
+                  bundle_members = bundle_channels * columns_per_channel / width;
+    if (bundle_members > kThreads || (width > 1 && !rows_have_vectors(columns))) return false;
     plan.is_rows = true, plan.is_vectorized = width > 1;
     plan.columns_per_channel = int(columns_per_channel), plan.columns = columns;
     const int64_t max_team = std::min<int64_t>(vectors, reduced_operands ? kMaxMergingTeam : kMaxTeam);
     double max_busy_threads = 0;
-    for (int64_t groups = std::max<int64_t>(1, max_team / group_members);
-         groups && (!max_busy_threads || groups * group_members >= kMinTeam); --groups) {
-      const int64_t team_size = groups * group_members, threads = kThreads / team_size * team_size;
+    for (int64_t bundles = std::max<int64_t>(1, max_team / bundle_members);
+         bundles && (!max_busy_threads || bundles * bundle_members >= kMinTeam); --bundles) {
+      const int64_t team_size = bundles * bundle_members, threads = kThreads / team_size * team_size;
       // The threads of a block that have columns, on average over the tiles.
       const double busy_threads =
           double(vectors * threads) / double(ceil_div(vectors, team_size) * team_size);
       if (busy_threads > max_busy_threads) {
         max_busy_threads = busy_threads;
-        plan.team_size = int(team_size), plan.tile_channels = int(groups * group_channels);
+        plan.team_size = int(team_size), plan.tile_channels = int(bundles * bundle_channels);
       }
       if (max_busy_threads == kThreads) break;
     }
@@ -195,19 +197,19 @@ struct LaunchPlanner {
 
   int elements_per_vector(const LaunchPlan& plan) const { return plan.is_vectorized ? vector_width : 1; }
 
-  // The places for vectors of each operand in a thread's walk, whether they hold data or not.
+  // The places for vectors of each operand in a thread's walk, in batches of kMaxBatchVectors.
   int64_t vectors_per_thread(const LaunchPlan& plan) const {
     const int64_t teams = int64_t(plan.slices) * plan.teams;
     if (plan.is_rows) return ceil_div(plan.units, teams * kMaxBatchVectors) * kMaxBatchVectors;
     const int64_t vectors = ceil_div(plan.segment_length, elements_per_vector(plan)),
                   batches = ceil_div(vectors, int64_t(plan.team_size) * kMaxBatchVectors);
-    const bool is_aligned = all_operands([&](const Strides& strides, uintptr_t address) {
+    const bool units_are_aligned = all_operands([&](const Strides& strides, uintptr_t address) {
       return address % 16 == 0 && strides.channel % vector_width == 0 &&
              strides.outer[0] % vector_width == 0 && layout.inner % vector_width == 0;
     });
     // Elements before the first and after the last whole vector of a unit are walked one by one.
     const int64_t single_elements =
-        plan.is_vectorized && !is_aligned ? ceil_div(2 * (vector_width - 1), plan.team_size) : 0;
+        plan.is_vectorized && !units_are_aligned ? ceil_div(2 * (vector_width - 1), plan.team_size) : 0;
     return ceil_div(plan.units, teams) * (batches * kMaxBatchVectors + single_elements);
   }
 
@@ -219,8 +221,8 @@ struct LaunchPlanner {
     return double(layout.numel()) / std::max(1.0, double(vectors) * elements_per_vector(plan));
   }
 
-  // Sets the number of slices so that the grid has at most `waves` waves of blocks. A slice has at least a
-  // batch of rows, or a plane or segment, for each of its teams.
+  // Sets teams, tiles and units. Sets slices to as many as fit into `waves` waves of blocks, but at least one
+  // and at most as many as leave each team a batch of rows, a plane or a segment.
   void set_slices(LaunchPlan& plan, int64_t resident_blocks, int waves) const {
     plan.teams = kThreads / plan.team_size;
     plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(layout.channels, plan.tile_channels)));
@@ -234,12 +236,12 @@ struct LaunchPlanner {
                       : unsigned(std::clamp<int64_t>(waves * resident_blocks / plan.tiles, 1, max_slices));
   }
 
-  // Chooses the segments of a plane, and the team size that leaves the fewest vectors of a batch empty. For
-  // example, a plane of 98 vectors (28x28 values of 16 bits) fills three quarters of the 128 vectors in a
-  // batch of a team of 32, but a tenth of the 1024 vectors in a batch of a team of 256. A team accesses whole
-  // lines of memory, since a line takes longer if two warps write a part of it each. A plane is divided into
-  // segments if it is longer than kMaxBatchesPerSegment batches of all threads, or if there are fewer planes
-  // than resident blocks.
+  // Chooses the segments of a plane, and the team size whose batches have the fewest empty places. For
+  // example, a plane of 98 vectors (28x28 values of 16 bits) fills three quarters of the 128 places in one
+  // batch of each of 32 members, but a tenth of the 1024 places of 256 members. A team accesses whole lines
+  // of memory, since a line takes longer if two warps write a part of it each. A plane is divided into
+  // segments if it is longer than kMaxBatchesPerSegment batches of all threads, or if there are two resident
+  // blocks or more for each plane; then a segment has a vector or more for each thread.
   void choose_segments_and_team(LaunchPlan& plan, int64_t resident_blocks) const {
     const int64_t vectors_per_plane = ceil_div(layout.inner, elements_per_vector(plan));
     const int64_t segments_by_length =
@@ -265,8 +267,8 @@ struct LaunchPlanner {
     plan.team_size = best_team_size;
   }
 
-  // Divides the values of each tile into slices. resident_blocks is the number of blocks that the device runs
-  // at the same time.
+  // Divides planes into segments and chooses their team, then divides the values of each tile into slices.
+  // resident_blocks is the number of blocks that the device runs at the same time.
   void choose_slices(LaunchPlan& plan, int64_t resident_blocks, int max_waves) const {
     if (!plan.is_rows) choose_segments_and_team(plan, resident_blocks);
     const double min_gain = reduced_operands ? kMinGainMerging : kMinGain;

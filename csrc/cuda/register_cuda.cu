@@ -1,4 +1,4 @@
-// Registers the CUDA implementations of the ops; ops.cpp has their schemas.
+// Registers the CUDA implementations of the ops, which ops.cpp defines.
 #include "register_cuda.h"
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CUDA, library) {

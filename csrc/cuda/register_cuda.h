@@ -1,5 +1,5 @@
-// implement_cuda: registers the CUDA implementations of the ops. register_cuda.cu calls it for the library,
-// and the tests call it for a test build in which the kernels run on the CPU.
+// implement_cuda: registers the implementations of the ops of CUDA tensors. register_cuda.cu calls it for the
+// library, and the tests call it for a test build in which the kernels run on the CPU.
 #pragma once
 
 #include "../register_ops.h"

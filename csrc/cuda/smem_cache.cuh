@@ -3,8 +3,8 @@
 // launches such a kernel.
 //
 // A thread reads only vectors that it wrote, so no barrier is needed. Vectors of neighboring threads are
-// adjacent, so there are no bank conflicts. The second walk must have the batches of the first, in the same
-// order.
+// adjacent, so whole vectors have no bank conflicts. The second walk must have the batches of the first, in
+// the same order.
 #pragma once
 
 #include "launch.cuh"
@@ -13,7 +13,8 @@
 namespace fastvit {
 
 // T: storage type. V: elements of a vector. kOperands: number of tensors of which vectors are kept; they are
-// numbered from 0 on. B: the type of a batch, which is the vectors that a thread loads together.
+// numbered from 0 on. B: the type of a batch, the vectors that a thread loads together. An unnamed parameter
+// only tells B.
 template <class T, int V, int kOperands>
 class SmemCache {
   unsigned char* const bytes;
@@ -55,7 +56,7 @@ __device__ __forceinline__ void force_reload_from_shared() {
   asm volatile("" ::: "memory");
 }
 
-// Returns the shared memory of a block in which a single launch keeps its operands.
+// Returns the bytes of shared memory in which a block of a single launch keeps its `operands` tensors.
 inline size_t required_cache_bytes(const LaunchPlan& plan, int operands) {
   return size_t(plan.vectors_in_shared) * operands * kThreads * 16;
 }
@@ -70,7 +71,7 @@ void dispatch_vector_kernel(const LaunchPlan& plan, const F& f) {
 
 // Launches a kernel that keeps `cached_operands` tensors in shared memory. If tiles have several slices,
 // whose blocks wait for each other, all blocks must be resident at the same time. Returns false if they
-// cannot be.
+// cannot be, or if the device does not support that.
 template <class Params>
 bool try_single_launch(void (*kernel)(KernelParams<Params>), const LaunchPlan& plan, int cached_operands,
                        const LaunchContext& context, const Params& params) {

@@ -1,7 +1,7 @@
 // Vector<T, V>: V elements of type T that one load or store moves between global memory and registers. A
-// Vector is 16 bytes or one element. In a kernel with a tensor of 32-bit elements and one of 16-bit elements,
-// both have vectors of four elements, so those of the latter are 8 bytes. The file also has fma_rn and
-// add_rn, arithmetic that the compiler does not change.
+// Vector is one element, 16 bytes, or 8 bytes: where a kernel's tensors have elements of two sizes, all
+// vectors have as many elements as 16 bytes hold of the larger. The file also has fma_rn and add_rn,
+// arithmetic that the compiler does not change.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,7 +44,8 @@ __device__ __forceinline__ double add_rn(double a, double b) {
 template <class T>
 constexpr int kVectorWidth = 16 / int(sizeof(T));  // elements of a vector of 16 bytes
 
-// Rounds a and b to the type of pair[0] and pair[1], to nearest. For 16-bit types this is one instruction.
+// Writes a and b to pair[0] and pair[1]. It rounds to a 16-bit type to nearest, from sm_80 on with one
+// instruction for both.
 __device__ __forceinline__ void round_pair(float a, float b, float* pair) {
   pair[0] = a, pair[1] = b;
 }
@@ -61,7 +62,7 @@ __device__ __forceinline__ void round_pair(float a, float b, __nv_bfloat16* pair
 template <class T, int V>
 struct __align__(sizeof(T) * V) Vector {
   using A = Accumulation<T>;                                            // the type of arithmetic
-  using Words = std::conditional_t<sizeof(T) * V == 16, uint4, uint2>;  // what one instruction moves
+  using Words = std::conditional_t<sizeof(T) * V == 16, uint4, uint2>;  // what one instruction moves; V > 1
   T element[V];
 
   // Converts the elements to the type of arithmetic. A bfloat16 is the upper half of a float.
@@ -78,7 +79,7 @@ struct __align__(sizeof(T) * V) Vector {
       for (int k = 0; k < V; ++k) out[k] = A(element[k]);
     }
   }
-  // Rounds numbers to the elements' type.
+  // Sets the elements to the numbers, rounded to the elements' type.
   __device__ __forceinline__ void pack(const A (&in)[V]) {
     if constexpr (V == 1) {
       element[0] = T(in[0]);

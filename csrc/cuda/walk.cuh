@@ -1,9 +1,10 @@
-// for_each_batch walks the elements of one block by a LaunchPlan, and calls a kernel's body with batches.
+// for_each_batch walks one thread's share of the elements by a LaunchPlan, and calls a kernel's body with
+// batches.
 //
 // A block has a tile (some channels) and a slice (a share of the values of these channels). A slice has
-// units. A unit is a row (all channels for one outer index; with short planes, all channels' planes of one
-// image, so that a channel has columns_per_channel columns), a plane (the inner dimension for one outer index
-// and one channel) or a segment of a plane. The members of a team of threads access consecutive memory of a
+// units: planes (the inner dimension for one outer index and one channel), segments of planes, or rows. A row
+// is all channels for one outer index. If planes are short it is all channels' planes of one image, and a
+// channel has columns_per_channel columns. The members of a team of threads access consecutive memory of a
 // unit. A batch is the vectors that a thread loads together. The units of the slices are interleaved: at any
 // time all blocks access neighboring memory.
 //
@@ -20,13 +21,13 @@
 
 namespace fastvit {
 
-// A descending walk begins at the end, which the previous kernel accessed last and which is still in the L2
+// A descending walk begins at the end: if the previous kernel accessed that last, it is still in the L2
 // cache.
 enum class WalkOrder { ascending, descending };
 
-// The next U vectors of a thread, of V elements each, at the same place in each of kOperands tensors. The
-// first vector always exists. A vector beyond the thread's last one is not valid: it is loaded as zeros and
-// not stored.
+// The next U vectors of a thread, of V elements each, in each of kOperands tensors: the same elements of all.
+// The first vector is always valid. A vector beyond the thread's last one is not valid: it is loaded as zeros
+// and not stored.
 template <int V_, int U_, int kOperands>
 struct Batch {
   static constexpr int V = V_, U = U_;
@@ -74,7 +75,7 @@ struct Batch {
   }
 };
 
-// Computes the offset of outer index n in each operand. Plans with vectors of 16 bytes have one outer
+// Computes the offset of outer index n in each operand. Plans with vectors of 16 bytes have at most one outer
 // dimension.
 template <bool kIsVectorized, int kOperands>
 __device__ __forceinline__ void compute_outer_offsets(const WalkLayout& layout, int64_t n,
@@ -139,9 +140,9 @@ __device__ __forceinline__ void load_thread_constants(Constants (&thread_constan
 }
 
 // Planes: calls body(batch) for this thread's elements of channel work.tile. data0 is the address of operand
-// 0. The 16-byte boundaries of all operands are at the same elements as its boundaries. A unit has `head`
-// single elements up to a boundary, then vectors, then single elements again. If V is 1, each element is a
-// vector. Kept in one function: with functions for its parts, some kernels have more instructions.
+// 0. If V > 1, the 16-byte boundaries of all operands are at the same elements. A unit then has `head` single
+// elements up to a boundary, then vectors, then single elements again. If V is 1, each element is a vector.
+// Kept in one function: with functions for its parts, some kernels have more instructions.
 template <int V, int U, int kOperands, WalkOrder kOrder, class Body>
 __device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockWork& work, const void* data0,
                                             const Body& body) {
@@ -150,12 +151,12 @@ __device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockW
   const int64_t step = int64_t(plan.slices) * plan.teams;
   for (int64_t i = int64_t(work.slice) * plan.teams + work.team; i < plan.units; i += step) {
     const int64_t unit = kOrder == WalkOrder::descending ? plan.units - 1 - i : i;
-    const int64_t n = plan.segments == 1 ? unit : unit / plan.segments;
-    const int64_t segment_begin = (unit - n * plan.segments) * plan.segment_length;  // in the plane
+    const int64_t outer_index = plan.segments == 1 ? unit : unit / plan.segments;
+    const int64_t segment_begin = (unit - outer_index * plan.segments) * plan.segment_length;  // in the plane
     const int64_t left = layout.inner - segment_begin;
     const int length = int(left < plan.segment_length ? left : plan.segment_length);
     int64_t unit_begin[kOperands];
-    compute_outer_offsets<(V > 1)>(layout, n, unit_begin);
+    compute_outer_offsets<(V > 1)>(layout, outer_index, unit_begin);
 #pragma unroll
     for (int k = 0; k < kOperands; ++k)
       unit_begin[k] += work.tile * layout.strides[k].channel + segment_begin * layout.strides[k].inner;
@@ -198,7 +199,7 @@ __device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockW
 // tile.
 template <int V, int U, int kOperands, WalkOrder kOrder, class Body>
 __device__ __forceinline__ void walk_rows(const LaunchPlan& plan, const BlockWork& work, const Body& body) {
-  // An index of 32 bits suffices if vectors have 16 bytes: LaunchPlanner::rows_have_vectors sees to that.
+  // Vectors of 16 bytes are planned only if 32 bits suffice for an index (LaunchPlanner::rows_have_vectors).
   using Index = std::conditional_t<(V > 1), unsigned, int64_t>;
   const WalkLayout& layout = plan.layout;
   auto column = Index(work.first_channel(plan) * plan.columns_per_channel + work.member * V);
