@@ -1,4 +1,4 @@
-// act_forward and act_backward on the CPU: the kernel does all of the work, and is the same for both.
+// act_forward and act_backward on the CPU: one kernel computes both; it is a backward if args.dy is not null.
 #include "kernel_table.h"
 
 namespace fastvit {

@@ -5,7 +5,7 @@
 // A is the accumulation type: double for tensors of double, else float. xhat is (x - mean) * invstd, dv is
 // the gradient of the activation's input. A count is stored as two numbers (pack_count), so that a large
 // count is exact in float. saved: mean[C], invstd[C], count. With rows, a unit is a row. With planes, a unit
-// is the same segment of all channels' planes of one image (NCHW).
+// is one segment of each channel: the same part of their planes, at one index of the outer dimensions.
 #include <cmath>
 #include <limits>
 
@@ -17,22 +17,22 @@
 namespace fastvit {
 namespace {
 
-// Increments num_batches_tracked, and returns the weight of this batch in the running statistics.
-// values_per_channel is NaN after a failed exchange between ranks: such a batch is not counted.
-double count_batch(const BnForwardArgs& args, double values_per_channel) {
+// Adds 1 to num_batches_tracked, if the call has it. Returns the share of the new statistics in the running
+// statistics. After a failed exchange between ranks values_per_channel is NaN, and nothing is added.
+double count_forward(const BnForwardArgs& args, double values_per_channel) {
   if (!args.num_batches_tracked || std::isnan(values_per_channel)) return args.momentum;
   ++*args.num_batches_tracked;
   return args.cumulative_average ? 1.0 / double(*args.num_batches_tracked) : args.momentum;
 }
 
-void update_running_stats(const BnForwardArgs& args, int64_t channel, const Moments<double>& batch,
-                          double batch_weight) {
-  if (!args.running_mean.data || !(batch.count > 0)) return;
-  const double unbiased_var = batch.m2 / std::max(batch.count - 1, 1.0);
-  const double mean = load_channel(args.running_mean, channel, 0),
-               var = load_channel(args.running_var, channel, 1);
-  store_channel(args.running_mean, channel, mean + batch_weight * (batch.mean - mean));
-  store_channel(args.running_var, channel, var + batch_weight * (unbiased_var - var));
+void update_running_stats(const BnForwardArgs& args, int64_t channel, const Moments<double>& moments,
+                          double new_share) {
+  if (!args.running_mean.data || !(moments.count > 0)) return;
+  const double unbiased_var = moments.m2 / std::max(moments.count - 1, 1.0);
+  const double mean = load_channel(args.running_mean, channel, /*value_if_null=*/0),
+               var = load_channel(args.running_var, channel, /*value_if_null=*/1);
+  store_channel(args.running_mean, channel, mean + new_share * (moments.mean - mean));
+  store_channel(args.running_var, channel, var + new_share * (unbiased_var - var));
 }
 
 struct MeanVariance {
@@ -40,13 +40,14 @@ struct MeanVariance {
 };
 
 MeanVariance load_running_stats(const BnForwardArgs& args, int64_t channel) {
-  return {load_channel(args.running_mean, channel, 0), load_channel(args.running_var, channel, 1)};
+  return {load_channel(args.running_mean, channel, /*value_if_null=*/0),
+          load_channel(args.running_var, channel, /*value_if_null=*/1)};
 }
 
 // If there are no values (count == 0), the variance is 0. After a failed exchange the count is NaN, and so is
 // the variance.
-MeanVariance compute_batch_stats(const Moments<double>& batch) {
-  return {batch.mean, batch.count == 0 ? 0 : batch.m2 / batch.count};
+MeanVariance compute_mean_variance(const Moments<double>& moments) {
+  return {moments.mean, moments.count == 0 ? 0 : moments.m2 / moments.count};
 }
 
 // The parameters of the kernels of bn_reduce and bn_backward, and the constants per channel that both read.
@@ -63,8 +64,8 @@ struct BackwardConstants {
     const int64_t C = args.layout.channels;
     const A* saved = static_cast<const A*>(args.saved);
     for (int64_t c = 0; c < C; ++c) {
-      scale[c] = A(load_channel(args.weight, c, 1) * double(saved[C + c]));
-      beta[c] = A(load_channel(args.bias, c, 0));
+      scale[c] = A(load_channel(args.weight, c, /*value_if_null=*/1) * double(saved[C + c]));
+      beta[c] = A(load_channel(args.bias, c, /*value_if_null=*/0));
       // In backward only the recovery of xhat from y divides by gamma, so only inverse_gamma takes the
       // floored gamma; scale takes gamma itself.
       inverse_gamma[c] = A(1 / floored_gamma(args, c, args.from_output));
@@ -111,8 +112,8 @@ bool backend::bn_backward_single_launch(const BnBackwardArgs&) {
   return false;
 }
 
-// Normalizes by the saved statistics of an earlier forward (saved_in), by the moments of the batch, or by the
-// running statistics.
+// Normalizes by saved_in, which is the `saved` of an earlier forward, else by moments, else by the running
+// statistics.
 void backend::bn_forward(const BnForwardArgs& args) {
   const int64_t C = args.layout.channels;
   dispatch_accumulation(args.dtype, [&]<class A>() {
@@ -120,7 +121,7 @@ void backend::bn_forward(const BnForwardArgs& args) {
     const A* saved_in = static_cast<const A*>(args.saved_in);
     A* saved = static_cast<A*>(args.saved);
     const double count = moments ? unpack_count(moments + 2 * C) : std::numeric_limits<double>::infinity(),
-                 batch_weight = moments ? count_batch(args, count) : 0;
+                 new_share = moments ? count_forward(args, count) : 0;
     std::vector<A> mean(C), scale(C), beta(C);
     for (int64_t c = 0; c < C; ++c) {
       A invstd;
@@ -129,9 +130,9 @@ void backend::bn_forward(const BnForwardArgs& args) {
       } else {
         MeanVariance stats;
         if (moments) {
-          const Moments<double> batch{count, moments[c], moments[C + c]};
-          update_running_stats(args, c, batch, batch_weight);
-          stats = compute_batch_stats(batch);
+          const Moments<double> channel_moments{count, moments[c], moments[C + c]};
+          update_running_stats(args, c, channel_moments, new_share);
+          stats = compute_mean_variance(channel_moments);
         } else {
           stats = load_running_stats(args, c);
         }
@@ -139,11 +140,11 @@ void backend::bn_forward(const BnForwardArgs& args) {
         saved[C + c] = invstd = A(1 / std::sqrt(stats.variance + args.eps));
       }
       scale[c] = A(floored_gamma(args, c, args.invertible) * double(invstd));
-      beta[c] = A(load_channel(args.bias, c, 0));
+      beta[c] = A(load_channel(args.bias, c, /*value_if_null=*/0));
     }
     if (moments) {
       pack_count(saved + 2 * C, count);
-    } else if (!saved_in) {  // as of infinitely many values, so that backward does not clamp |xhat|
+    } else if (!saved_in) {  // infinite, so that backward does not clamp |xhat|; pack_count would give NaN
       saved[2 * C] = std::numeric_limits<A>::infinity();
       saved[2 * C + 1] = 0;
     }
@@ -181,9 +182,9 @@ void backend::bn_backward(const BnBackwardArgs& args) {
   dispatch_accumulation(args.dtype, [&]<class A>() {
     const A *saved = static_cast<const A*>(args.saved), *sums = static_cast<const A*>(args.global_sums);
     const double count = unpack_count(saved + 2 * C);
-    // dx = scale * (dv - mean_dv - slope * second_factor): second_factor is xhat, or x - mean = xhat /
-    // invstd. mean_dv and slope stay 0 if the statistics were constants, which have no gradient (global_sums
-    // is null).
+    // dx = scale * (dv - mean_dv - slope * second_factor), where second_factor is xhat, or x - mean, which is
+    // xhat / invstd. mean_dv and slope stay 0 if global_sums is null: the statistics were constants, which
+    // have no gradient. They also stay 0 if the count is 0, or NaN after a failed exchange.
     std::vector<A> mean_dv(C), slope(C);
     for (int64_t c = 0; sums && count > 0 && c < C; ++c) {
       mean_dv[c] = A(sums[c] / count);

@@ -1,5 +1,5 @@
-// Reads and writes a ChannelVector, a parameter or buffer with one number per channel, converted to or from
-// double. The ops of batch norm and layer norm on the CPU share these functions.
+// Reads and writes the numbers of a ChannelVector (a parameter or buffer with one number per channel, or per
+// column of a LayerNorm) as double. Half and BFloat16 convert by way of their accumulation type, float.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -28,7 +28,8 @@ inline void store_channel(const ChannelVector& vector, int64_t channel, double v
 // gamma. In float and double the floor grows with |bias|, because a large bias makes the rounding error of y
 // large, and that error is divided by gamma (moments.h).
 inline double floored_gamma(const BnArgs& args, int64_t channel, bool invertible) {
-  return effective_gamma(load_channel(args.weight, channel, 1), load_channel(args.bias, channel, 0),
+  return effective_gamma(load_channel(args.weight, channel, /*value_if_null=*/1),
+                         load_channel(args.bias, channel, /*value_if_null=*/0),
                          gamma_floor<double>(invertible, args.dtype));
 }
 

@@ -58,16 +58,16 @@ KernelTable select_kernel_table() {
 // planes). A slice has at least this many values per channel, so that its results take little memory compared
 // with the values.
 constexpr int64_t kMinValuesPerSlice = 1 << 8;
-// A slice of rows may have fewer values per channel: the results of all its channels are updated chunk by
-// chunk and stay in the cache meanwhile, so they cost little.
+// A slice of rows may have fewer values per channel. A task updates the results of all its channels together,
+// so these stay in the cache and cost little.
 constexpr int64_t kMinRowsPerSlice = 1 << 7;
 constexpr int64_t kMaxTasks = 256;
 // Planes with fewer elements are summed together with other planes of their channel.
 constexpr int64_t kMinLengthSummedAlone = 512;
 // In a walk of rows the channels are divided into tiles only until there are this many tasks, since reading a
 // part of every row is slower than reading whole rows.
-constexpr int64_t kMinRowTasks = 8;
-constexpr int64_t kMinRowTileChannels = 64;
+constexpr int64_t kWantedRowTasks = 8;
+constexpr int64_t kMinRowTileChannels = 64;  // nominal: a tile may have half as many
 
 }  // namespace
 
@@ -80,20 +80,19 @@ CpuPlan plan_cpu_work(const WalkLayout& layout) {
   const int64_t span_length = layout.is_rows ? layout.channels : layout.inner;
   CpuPlan plan{};
   plan.segments = std::max<int64_t>(1, ceil_div(span_length, kMaxSegmentLength));
-  // Segments of equal length, a multiple of 16 so that SIMD vectors stay aligned.
+  // Segments of equal length, a multiple of 16, so that a segment's SIMD vectors are aligned if its span is.
   plan.segment_length =
       std::min<int64_t>(kMaxSegmentLength, ceil_div(ceil_div(span_length, plan.segments), 16) * 16);
   plan.segments = std::max<int64_t>(1, ceil_div(span_length, std::max<int64_t>(plan.segment_length, 1)));
   plan.planes_at_once =
       layout.inner < kMinLengthSummedAlone ? kMaxSegmentLength / std::max<int64_t>(layout.inner, 1) : 1;
-  // With rows, a unit is a row. With planes, a unit is the same segment of all channels' planes of one image
-  // (NCHW).
+  // With rows, a unit is a row. With planes, a unit is one segment of each channel (CpuPlan::units).
   plan.units = layout.is_rows ? layout.outer : layout.outer * plan.segments;
   const int64_t max_tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kMinTaskElements), 1, kMaxTasks);
   const int64_t max_slices =
       layout.values_per_channel() / (layout.is_rows ? kMinRowsPerSlice : kMinValuesPerSlice);
   plan.slices = std::clamp<int64_t>(std::min({plan.units, max_tasks, max_slices}), 1, kMaxSlices);
-  const int64_t wanted_tasks = layout.is_rows ? std::min(max_tasks, kMinRowTasks) : max_tasks;
+  const int64_t wanted_tasks = layout.is_rows ? std::min(max_tasks, kWantedRowTasks) : max_tasks;
   plan.tiles =
       std::clamp<int64_t>(ceil_div(wanted_tasks, plan.slices), 1, std::max<int64_t>(layout.channels, 1));
   if (layout.is_rows)  // at least plan.segments tiles, so that a tile is no longer than a segment

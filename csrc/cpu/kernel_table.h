@@ -20,15 +20,15 @@ namespace fastvit {
 // stack.
 constexpr int64_t kMaxSegmentLength = 2048;
 
-// The division of a call's work. It depends only on shapes, so results do not depend on the number of
+// The division of a call's work. It depends only on the layout, so results do not depend on the number of
 // threads. A reduction has slices * tiles tasks: a task sums a tile (some channels) over a slice (some
 // units).
 struct CpuPlan {
   int64_t segments;        // number of segments into which a span is divided
   int64_t segment_length;  // elements of a segment; the last segment of a span may be shorter
   int64_t planes_at_once;  // short planes of a channel that are summed into one result; 1 if planes are long
-  // Number of units. With rows, a unit is a row. With planes, a unit is the same segment of all channels'
-  // planes of one image (NCHW).
+  // Number of units. With rows, a unit is a row. With planes, a unit is one segment of each channel: the same
+  // part of the channels' planes at one index of the outer dimensions.
   int64_t units;
   int64_t slices;  // number of slices: a slice is a range of units, with a result per channel
   int64_t tiles;   // number of tiles: a tile is a range of channels
@@ -44,7 +44,7 @@ constexpr int64_t kMaxSlices = 64;
 
 struct CpuBnStatsParams : BnStatsArgs {
   CpuPlan plan;
-  double* slice_moments;  // [slices][2][C]: mean and M2, the sum of squared deviations from the mean
+  double* slice_moments;  // result, [slices][2][C]: mean and M2, the sum of squared deviations from the mean
 };
 
 struct CpuBnForwardParams : BnForwardArgs {
@@ -74,8 +74,8 @@ struct CpuLayerNormBackwardParams : LayerNormArgs {
   const void* gamma;       // [columns]
   int64_t padded_columns;  // columns, rounded up to whole SIMD vectors
   // Each slice's sums of dy and of dy * xhat. chunk_sums, [slices][2][padded_columns], has the sums of one
-  // chunk of at most 128 rows, and is added to slice_sums, [slices][2][columns], after each chunk. Neither is
-  // used if LayerNormArgs::sums is null.
+  // chunk of at most 128 rows, and is added to slice_sums, [slices][2][columns], after each chunk. Both begin
+  // as zeros. Neither is used if LayerNormArgs::sums is null.
   void* chunk_sums;
   double* slice_sums;
 };
@@ -110,7 +110,7 @@ struct KernelTable {
   void (*act)(const CpuActParams&);
 };
 
-// The kernels for the best instruction set that this CPU has.
+// The kernels for the best instruction set of this CPU that ATEN_CPU_CAPABILITY allows.
 const KernelTable& kernel_table();
 
 // The number of values that each channel has in the units before `unit`.

@@ -8,8 +8,8 @@
 namespace fastvit {
 namespace {
 
-// A slice has four sums per column: two floats and two doubles, 24 bytes. With fewer rows they would take a
-// large part of the memory of the rows themselves.
+// A slice has four sums per column: two of the accumulation type and two doubles. With fewer rows they would
+// take a large part of the memory of the rows themselves.
 constexpr int64_t kMinLayerNormRowsPerSlice = 16;
 constexpr int64_t kMaxLanes = 16;  // of a SIMD register: AVX-512 and float
 

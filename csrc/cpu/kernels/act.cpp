@@ -23,7 +23,7 @@ template <class T, class A, bool kIsBackward, Activation kActivation>
 struct ActKernel {
   using ActFunction = ActivationFunction<kActivation>;
 
-  // The places of the tensors in a SpanGroup: of those that are read, and of those that are written.
+  // The tensors' indices for SpanSeries::in_span, and for out_span.
   static constexpr int kX = 0, kDy = 1, kGate = kIsBackward ? 2 : 1;
   static constexpr int kResult = 0, kDgate = 1;
 
@@ -44,17 +44,17 @@ struct ActKernel {
     }
   }
 
-  // A group is several spans of equal length: planes of consecutive channels, or rows.
-  static void process_group(const CpuActParams& args, const SpanGroup<T>& group) {
+  // A series is one or more spans of equal length: planes of consecutive channels, or rows.
+  static void process_series(const CpuActParams& args, const SpanSeries<T>& series) {
     const A activation_param = A(args.activation_param);
-    for (int64_t k = 0; k < group.spans; ++k) {
-      const T *x = group.in_span(kX, k), *dy = kIsBackward ? group.in_span(kDy, k) : nullptr;
-      const T* const gate = args.gate ? group.in_span(kGate, k) : nullptr;
-      T* const result = group.out_span(kResult, k);
-      T* const dgate = kIsBackward && gate ? group.out_span(kDgate, k) : nullptr;
+    for (int64_t k = 0; k < series.spans; ++k) {
+      const T *x = series.in_span(kX, k), *dy = kIsBackward ? series.in_span(kDy, k) : nullptr;
+      const T* const gate = args.gate ? series.in_span(kGate, k) : nullptr;
+      T* const result = series.out_span(kResult, k);
+      T* const dgate = kIsBackward && gate ? series.out_span(kDgate, k) : nullptr;
       // NonTemporalRange: the vectors that are stored past the caches, if a call has one large result.
       for_each_vector<A>(
-          group.length, NonTemporalRange(group.bypasses_cache, result, group.length, kLanes<A>),
+          series.length, NonTemporalRange(series.bypasses_cache, result, series.length, kLanes<A>),
           [&](auto position) { return compute(position, x, dy, gate, activation_param); },
           [&](auto position, const ActResults<A>& results) {
             position.store(result, results.result);
@@ -65,6 +65,7 @@ struct ActKernel {
 
   static void run(const CpuActParams& args) {
     const bool has_gate = args.gate;
+    // A tensor that the call does not have is made too, without data. It is not walked.
     const StridedOperand<T> x(args.x, args.layout, ActForwardOperandIndex::x),
         dy(args.dy, args.layout, ActBackwardOperandIndex::dy),
         gate(args.gate, args.layout,
@@ -74,8 +75,8 @@ struct ActKernel {
         dgate(args.dgate, args.layout, ActBackwardOperandIndex::dgate);
     const StridedOperand<T> forward_in[] = {x, gate}, backward_in[] = {x, dy, gate};
     const StridedOperand<T> out[] = {kIsBackward ? dx : y, dgate};
-    for_each_span(args, kIsBackward ? backward_in : forward_in, 1 + kIsBackward + has_gate, out,
-                  1 + (kIsBackward && has_gate), process_group);
+    for_each_span(args, kIsBackward ? backward_in : forward_in, /*in_count=*/1 + kIsBackward + has_gate, out,
+                  /*out_count=*/1 + (kIsBackward && has_gate), process_series);
   }
 };
 
@@ -85,8 +86,8 @@ void act(const CpuActParams& args) {
   dispatch_storage_type(args.dtype, [&]<class T>() {
     using A = Accumulation<T>;
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
-      args.dy ? ActKernel<T, A, true, kActivation>::run(args)
-              : ActKernel<T, A, false, kActivation>::run(args);
+      args.dy ? ActKernel<T, A, /*kIsBackward=*/true, kActivation>::run(args)
+              : ActKernel<T, A, /*kIsBackward=*/false, kActivation>::run(args);
     });
   });
 }

@@ -24,12 +24,13 @@ struct BnBackwardKernel {
   using ActFunction = ActivationFunction<kActivation>;
   const CpuBnBackwardParams& args;
 
-  static void process_group(const CpuBnBackwardParams& args, const SpanGroup<T>& group) {
-    for (int64_t k = 0; k < group.spans; ++k) {
-      const T *input = group.in_span(0, k), *dy = group.in_span(1, k);
-      const T* const residual = args.residual ? group.in_span(2, k) : nullptr;
-      T *const dx = group.out_span(0, k), *const dresidual = residual ? group.out_span(1, k) : nullptr;
-      const int64_t channel = group.first_channel + (kIsRows ? 0 : k);
+  // The operands of in_span and out_span are numbered as in run().
+  static void process_series(const CpuBnBackwardParams& args, const SpanSeries<T>& series) {
+    for (int64_t k = 0; k < series.spans; ++k) {
+      const T *input = series.in_span(0, k), *dy = series.in_span(1, k);
+      const T* const residual = args.residual ? series.in_span(2, k) : nullptr;
+      T *const dx = series.out_span(0, k), *const dresidual = residual ? series.out_span(1, k) : nullptr;
+      const int64_t channel = series.first_channel + (kIsRows ? 0 : k);
       const BnGradientConstants<A, kIsRows> constants(args, channel);
       // From y, second_factor is xhat and slope is mean(dv * xhat). From x, second_factor is x - mean and
       // slope is mean(dv * xhat) * invstd.
@@ -37,7 +38,7 @@ struct BnBackwardKernel {
       const auto process_span = [&](auto may_have_residual) {
         // NonTemporalRange: the vectors that are stored past the caches, if a call has one large result.
         for_each_vector<A>(
-            group.length, NonTemporalRange(group.bypasses_cache, dx, group.length, kLanes<A>),
+            series.length, NonTemporalRange(series.bypasses_cache, dx, series.length, kLanes<A>),
             [&](auto position) {
               const auto [dv, second_factor] = constants.template evaluate<kFromOutput, ActFunction>(
                   position, input, dy, may_have_residual ? residual : nullptr);
@@ -65,7 +66,8 @@ struct BnBackwardKernel {
                                     {args.residual, layout, BackwardOperandIndex::residual}};
     const StridedOperand<T> out[] = {{args.dx, layout, BackwardOperandIndex::dx},
                                      {args.dresidual, layout, BackwardOperandIndex::dresidual}};
-    for_each_span(args, in, args.residual ? 3 : 2, out, args.residual ? 2 : 1, process_group);
+    for_each_span(args, in, /*in_count=*/args.residual ? 3 : 2, out, /*out_count=*/args.residual ? 2 : 1,
+                  process_series);
   }
 };
 

@@ -62,8 +62,9 @@ void dispatch_gradient(const CpuBnBackwardParams& args) {
     dispatch_activation(args.activation, [&]<Activation kActivation>() {
       const auto run_kernel = [&]<bool kIsRows>() {
         if constexpr (is_invertible(kActivation))
-          if (args.from_output) return GradientKernel<T, A, kIsRows, true, kActivation>{args}.run();
-        GradientKernel<T, A, kIsRows, false, kActivation>{args}.run();
+          if (args.from_output)
+            return GradientKernel<T, A, kIsRows, /*kFromOutput=*/true, kActivation>{args}.run();
+        GradientKernel<T, A, kIsRows, /*kFromOutput=*/false, kActivation>{args}.run();
       };
       args.layout.is_rows ? run_kernel.template operator()<true>() : run_kernel.template operator()<false>();
     });

@@ -2,9 +2,9 @@
 // second_factor is x - mean, or with from_output the xhat that is recovered from y (bn_gradient.h).
 //
 // Memory:   reads x (or y), dy (and the residual) once; writes two doubles per slice and channel.
-// Mapping:  a task takes a range of channels in a slice (a range of planes or rows), in the order of memory.
-// Numerics: at most 2048 elements of a plane, or about 128 rows, are summed in the accumulation type; their
-//           sums are added in double, in a fixed order.
+// Mapping:  a task takes some channels in a slice (some rows or segments of planes), in the order of memory.
+// Numerics: at most 2048 elements of a channel's planes, or about 128 rows, are summed in the accumulation
+//           type; their sums are added in double, in a fixed order.
 // Needs:    with from_output, an invertible activation, and the floored gamma, which is not 0.
 // Source:   arXiv:1712.02616, section 3.
 #include "bn_gradient.h"
@@ -14,25 +14,26 @@ namespace fastvit {
 namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
-// Adds the terms of a group of planes to sums[first_sum], sums[first_sum + 1], ..., one for each channel.
-// With is_first it sets these sums instead.
+// Adds the terms of a series of planes to sums[first_sum], sums[first_sum + 1], ..., one for each channel.
+// With is_first these sums are not yet set, and it sets them.
 template <class A, class T>
-using SumPlaneGroup = void (*)(const CpuBnBackwardParams& args, const SpanGroup<T>& group, int first_sum,
-                               bool is_first, TermPair<A>* sums);
+using SumPlaneSeries = void (*)(const CpuBnBackwardParams& args, const SpanSeries<T>& series, int first_sum,
+                                bool is_first, TermPair<A>* sums);
 
-// T: storage type. A: accumulation type. sum_group is called by pointer, so that this function is compiled
+// T: storage type. A: accumulation type. sum_series is called by pointer, so that this function is compiled
 // once for all activations.
 template <class A, class T>
 void reduce_planes(const CpuBnBackwardParams& args, const Task& task, double* sum_dv,
-                   double* sum_dv_times_factor, SumPlaneGroup<A, T> sum_group) {
+                   double* sum_dv_times_factor, SumPlaneSeries<A, T> sum_series) {
   const StridedOperand<T> in[] = {{args.input, args.layout, ReduceOperandIndex::input},
                                   {args.dy, args.layout, ReduceOperandIndex::dy},
                                   {args.residual, args.layout, ReduceOperandIndex::residual}};
-  sum_planes<A>(args, in, args.residual ? 3 : 2, task, sum_group,
-                [&](int, int64_t channel, const TermPair<A>& sums, int64_t, int64_t) {
-                  sum_dv[channel] += double(sum_lanes<A>(sums.first));
-                  sum_dv_times_factor[channel] += double(sum_lanes<A>(sums.second));
-                });
+  sum_planes<A>(
+      args, in, /*operand_count=*/args.residual ? 3 : 2, task, sum_series,
+      [&](int /*k*/, int64_t channel, const TermPair<A>& sums, int64_t /*unit*/, int64_t /*count*/) {
+        sum_dv[channel] += double(sum_lanes<A>(sums.first));
+        sum_dv_times_factor[channel] += double(sum_lanes<A>(sums.second));
+      });
 }
 
 // kIsRows: a span is a row of all channels (channels_last, tokens), else a plane of one channel (NCHW).
@@ -58,30 +59,31 @@ struct BnReduceKernel {
     return {dv, dv * second_factor};
   }
 
-  static void sum_plane_group(const CpuBnBackwardParams& args, const SpanGroup<T>& group, int first_sum,
-                              bool is_first, TermPair<A>* sums) {
-    for (int k = 0; k < group.spans; ++k) {
-      const Constants constants(args, group.first_channel + k);
-      const Spans spans{group.in_span(0, k), group.in_span(1, k),
-                        args.residual ? group.in_span(2, k) : nullptr};
-      sums[first_sum + k].add(is_first, sum_span<A, /*kAccumulators=*/2>(group.length, [&](auto position) {
+  static void sum_plane_series(const CpuBnBackwardParams& args, const SpanSeries<T>& series, int first_sum,
+                               bool is_first, TermPair<A>* sums) {
+    for (int k = 0; k < series.spans; ++k) {
+      const Constants constants(args, series.first_channel + k);
+      const Spans spans{series.in_span(0, k), series.in_span(1, k),
+                        args.residual ? series.in_span(2, k) : nullptr};
+      sums[first_sum + k].add(is_first, sum_span<A, /*kAccumulators=*/2>(series.length, [&](auto position) {
                                 return compute_terms(position, spans, constants);
                               }));
     }
   }
 
-  // Rows whose elements do not lie side by side are copied here.
+  // A row whose elements do not lie side by side is copied here. Such rows are summed one by one.
   struct Buffers {
     T input[kMaxSegmentLength], dy[kMaxSegmentLength], residual[kFromOutput ? 1 : kMaxSegmentLength];
   };
   Spans gather_row(int64_t row, int64_t first_channel, int64_t length, Buffers& buffers) const {
-    return {input.gather(input.address(row, first_channel, 0), length, buffers.input),
-            dy.gather(dy.address(row, first_channel, 0), length, buffers.dy),
-            args.residual ? residual.gather(residual.address(row, first_channel, 0), length, buffers.residual)
-                          : nullptr};
+    return {input.gather(input.address(row, first_channel, /*inner=*/0), length, buffers.input),
+            dy.gather(dy.address(row, first_channel, /*inner=*/0), length, buffers.dy),
+            args.residual
+                ? residual.gather(residual.address(row, first_channel, /*inner=*/0), length, buffers.residual)
+                : nullptr};
   }
 
-  // sum_dv, sum_dv_times_factor: of the task's channels.
+  // sum_dv[c], sum_dv_times_factor[c]: of the task's channel c, which is channel first_channel + c.
   void reduce_rows(const Task& task, double* sum_dv, double* sum_dv_times_factor) const {
     const int64_t first_channel = task.first_channel, length = task.end_channel - first_channel;
     // Adding several rows at once loads and stores the sums less often. With a transcendental activation that
@@ -95,7 +97,7 @@ struct BnReduceKernel {
     const bool has_unit_stride = input.has_unit_stride(length) && dy.has_unit_stride(length) &&
                                  (!args.residual || residual.has_unit_stride(length));
     for (int64_t begin = task.first_unit, end; begin < task.end_unit; begin = end) {
-      end = find_chunk_end(begin, task.end_unit);
+      end = find_chunk_end(begin, task.end_unit);  // a chunk: about 128 rows, summed in A
       sums.sum(
           length, begin, end, has_unit_stride,
           [&](int k, int64_t row) {
@@ -121,7 +123,7 @@ struct BnReduceKernel {
       if (kIsRows)
         reduce_rows(task, sum_dv + task.first_channel, sum_dv_times_factor + task.first_channel);
       else
-        reduce_planes<A, T>(args, task, sum_dv, sum_dv_times_factor, sum_plane_group);
+        reduce_planes<A, T>(args, task, sum_dv, sum_dv_times_factor, sum_plane_series);
     });
   }
 };

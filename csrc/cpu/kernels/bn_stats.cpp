@@ -1,9 +1,9 @@
 // bn_stats: mean and M2 (the sum of squared deviations from the mean) of each channel.
 //
 // Memory:   reads x once; writes two doubles per slice and channel.
-// Mapping:  a task takes a range of channels in a slice (a range of planes or rows), in the order of memory.
-// Numerics: x - pivot and its square are summed over a segment of a long plane, a few short planes, or about
-//           128 rows; the pivot is the mean of the first values (pivoted_moments.h). The moments are merged
+// Mapping:  a task takes some channels in a slice (some rows or segments of planes), in the order of memory.
+// Numerics: x - pivot and its square are summed over at most 2048 elements of a channel's planes, or about
+//           128 rows; the pivot is the mean of the first of them (pivoted_moments.h). The moments are merged
 //           in double, in a fixed order (moments.h).
 // Source:   Chan, Golub and LeVeque (1979).
 #include "../../moments.h"
@@ -13,9 +13,9 @@ namespace fastvit {
 namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
-// T: storage type. A: accumulation type. Planes: a span is a plane of one channel (NCHW). Rows: a span is a
-// row of all channels (channels_last, tokens). With rows, a unit is a row. With planes, a unit is the same
-// segment of all channels' planes of one image (NCHW).
+// T: storage type. A: accumulation type. Planes: a span is a plane of one channel (NCHW), and a unit is one
+// segment of each channel: the same part of their planes. Rows: a span, and a unit, is a row of all channels
+// (channels_last, tokens).
 template <class T, class A>
 struct BnStatsKernel {
   static constexpr int kRowsAtOnce = 4;
@@ -38,14 +38,14 @@ struct BnStatsKernel {
     A pivots[kMaxChannelsAtOnce];
     const int64_t values_before_task = values_before_unit(args.layout, args.plan, task.first_unit);
     sum_planes<A>(
-        args, &x, 1, task,
-        // Adds the spans of a group to sums[first_sum], sums[first_sum + 1], ..., one for each channel.
-        [&](const CpuBnStatsParams&, const SpanGroup<T>& group, int first_sum, bool is_first,
+        args, &x, /*operand_count=*/1, task,
+        // Adds the spans of a series to sums[first_sum], sums[first_sum + 1], ..., one for each channel.
+        [&](const CpuBnStatsParams&, const SpanSeries<T>& series, int first_sum, bool is_first,
             TermPair<A>* sums) {
-          for (int k = first_sum; k < first_sum + group.spans; ++k) {
-            const T* values = group.in_span(0, k - first_sum);
-            if (is_first) pivots[k] = choose_pivot<T, A>(values, group.length);
-            sums[k].add(is_first, sum_deviations(values, group.length, pivots[k]));
+          for (int k = first_sum; k < first_sum + series.spans; ++k) {
+            const T* values = series.in_span(/*operand=*/0, k - first_sum);
+            if (is_first) pivots[k] = choose_pivot<T, A>(values, series.length);
+            sums[k].add(is_first, sum_deviations(values, series.length, pivots[k]));
           }
         },
         // Merges the complete sums of a channel, over `count` values from `unit` on.
@@ -58,22 +58,22 @@ struct BnStatsKernel {
         });
   }
 
-  // mean, m2: of the task's channels.
+  // mean[c], m2[c]: of the task's channel c, which is channel first_channel + c.
   static void compute_row_moments(const StridedOperand<T>& x, const Task& task, double* mean, double* m2) {
     const int64_t first_unit = task.first_unit, end_unit = task.end_unit, first_channel = task.first_channel,
                   length = task.end_channel - first_channel;
-    constexpr int64_t kMaxPivotRows = 8;  // the pivot of a chunk is the mean of its first rows
-    T buffer[kMaxSegmentLength];
+    constexpr int64_t kMaxPivotRows = 8;  // a channel's pivot is the mean of the chunk's first rows
+    T buffer[kMaxSegmentLength];          // for a row without unit stride; such rows are summed one by one
     const T* rows[kRowsAtOnce];
     alignas(64) A pivots[kMaxSegmentLength];
     RowSums<A, kRowsAtOnce> sums;
     RowPrefetcher<T, kRowsAtOnce> prefetcher{x, length};
     const auto load_row = [&](int k, int64_t row) {
-      rows[k] = x.gather(x.address(row, first_channel, 0), length, buffer);
+      rows[k] = x.gather(x.address(row, first_channel, /*inner=*/0), length, buffer);
       if (k == 0) prefetcher.set_row(rows[0]);
     };
     for (int64_t begin = first_unit, end; begin < end_unit; begin = end) {
-      end = find_chunk_end(begin, end_unit);
+      end = find_chunk_end(begin, end_unit);  // a chunk: about 128 rows, summed in A
       const int64_t pivot_end = minimum(begin + kMaxPivotRows, end);
       sums.sum(length, begin, pivot_end, x.has_unit_stride(length), load_row,
                [&](auto position, int k) { return TermPair<A>{position.load(rows[k]), Simd<A>{}}; });

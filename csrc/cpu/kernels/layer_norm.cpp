@@ -2,10 +2,10 @@
 // layer_norm_backward, per row: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)), with g = dy * gamma;
 // and per column: sum dy, sum dy * xhat.
 //
-// Memory:   forward reads x, writes y; backward reads x and dy, writes dx. Later passes over a row hit L1.
+// Memory:   forward reads x, writes y; backward reads x, dy, writes dx. Later passes over a short row hit L1.
 // Mapping:  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
-// Numerics: moments of a row's segments, from deviations from the mean of the first values, merge in double.
-//           Sums of 128 rows per column are in the accumulation type, and are added in double.
+// Numerics: the moments of a row's segments (pivoted_moments.h) are merged in double. A row's sums of g and
+//           g * xhat are in the accumulation type, as a column's over 128 rows, which are added in double.
 // Source:   Ba, Kiros and Hinton, arXiv:1607.06450; moments: Chan, Golub and LeVeque (1979).
 #include <cmath>
 
@@ -73,9 +73,7 @@ struct LayerNormBackward {
   // the one before, and has L sums of its own.
   static int64_t sum_index(FullVector<A> position) { return position.i; }
   static int64_t sum_index(LastVector<A> position) { return position.length / L * L; }
-  static FASTVIT_FORCE_INLINE void add(A* sums, Simd<A> terms) {  // always inline
-    store<A>(sums, load<A>(sums) + terms);
-  }
+  static FASTVIT_FORCE_INLINE void add(A* sums, Simd<A> terms) { store<A>(sums, load<A>(sums) + terms); }
 
   struct Row {
     const T* x;
@@ -150,7 +148,8 @@ struct LayerNormBackward {
 
   // Adds a chunk's sums to the totals of the columns, and sets the chunk's sums to 0.
   static void add_chunk_to_total(A* chunk_sums, int64_t columns, double* total) {
-    // The last vector's sums begin at `whole`. Its first lanes overlap the vector before it.
+    // The last vector's L sums begin at `whole`. Only its last lanes are added: the first ones have elements
+    // that the vector before it has too, or none.
     const int64_t whole = columns / L * L, used_length = whole < columns ? whole + L : columns;
     for (int64_t c = 0; c < whole; ++c) total[c] += double(chunk_sums[c]);
     for (int64_t c = whole; c < columns; ++c) total[c] += double(chunk_sums[c + used_length - columns]);

@@ -1,4 +1,4 @@
-// Mean and M2 (the sum of squared deviations from the mean) of a run of values, in one pass.
+// Mean and M2 (the sum of squared deviations from the mean) of a span's values, in one pass after the pivot.
 //
 // The deviations from a pivot and their squares are summed. The mean is the pivot plus the mean deviation; M2
 // is the sum of squares minus (sum of deviations * mean deviation). The pivot is the mean of the first
@@ -19,10 +19,10 @@ struct MeanM2 {
 // Computes the moments of n values from the sum of their deviations from the pivot and the sum of the squared
 // deviations. inverse_count: 1 / n.
 template <class A>
-FASTVIT_FORCE_INLINE MeanM2 moments_from_pivot_sums(A pivot, double inverse_count, double deviations,
-                                                    double squares) {
-  const double mean_deviation = deviations * inverse_count;
-  return {double(pivot) + mean_deviation, squares - deviations * mean_deviation};
+FASTVIT_FORCE_INLINE MeanM2 moments_from_pivot_sums(A pivot, double inverse_count, double deviation_sum,
+                                                    double square_sum) {
+  const double mean_deviation = deviation_sum * inverse_count;
+  return {double(pivot) + mean_deviation, square_sum - deviation_sum * mean_deviation};
 }
 
 template <class A>

@@ -152,8 +152,9 @@ FASTVIT_FORCE_INLINE void store(T* target, Simd<A> values) {
   __builtin_memcpy(target, &bits, sizeof(bits));
 }
 
-// Stores a vector past the caches, so that the cache line is not read first. `target` must be aligned to the
-// size of the stored vector. fence_non_temporal makes all such stores of a thread visible to other threads.
+// Stores a vector past the caches, so that the cache line is not read first; without AVX2 an ordinary store.
+// `target` must be aligned to the size of the stored vector. fence_non_temporal makes all such stores of a
+// thread visible to other threads.
 template <class A, class T>
 FASTVIT_FORCE_INLINE void store_non_temporal(T* target, Simd<A> values) {
   const auto bits = RoundToStorage<T, A>::round(values);
@@ -247,7 +248,7 @@ FASTVIT_FORCE_INLINE Simd<A> zero_all_but_last(Simd<A> values, int count) {
 // Adds the lanes pairwise, always in the same order.
 template <class A>
 FASTVIT_FORCE_INLINE A sum_lanes(Simd<A> values) {
-#if defined(__clang__)
+#if defined(__clang__)  // which has no __builtin_shuffle
   A lanes[kLanes<A>];
   std::memcpy(lanes, &values, sizeof(values));
   for (int half = kLanes<A> / 2; half > 0; half /= 2)
@@ -319,7 +320,7 @@ struct NonTemporalRange {
 };
 
 // Calls write(position, compute(position)) for the vectors of a span of `length` elements. The written span
-// may be one that compute reads, unless non_temporal is used.
+// may be one that compute reads, unless non_temporal.is_used, since then the first two vectors may overlap.
 template <class A, class Compute, class Write>
 FASTVIT_FORCE_INLINE void for_each_vector(int64_t length, NonTemporalRange non_temporal,
                                           const Compute& compute, const Write& write) {
@@ -328,7 +329,7 @@ FASTVIT_FORCE_INLINE void for_each_vector(int64_t length, NonTemporalRange non_t
   const bool needs_last = (length - non_temporal.first) % L != 0;
   decltype(compute(last)) last_result{};
   if (needs_last) last_result = compute(last);  // before a write to the vector that it overlaps
-  if (non_temporal.first) write(FullVector<A>{0}, compute(FullVector<A>{0}));
+  if (non_temporal.first) write(FullVector<A>{0}, compute(FullVector<A>{0}));  // the unaligned beginning
   if (non_temporal.is_used)
     for (int64_t i = non_temporal.first; i + L <= length; i += L)
       write(NonTemporalVector<A>{i}, compute(FullVector<A>{i}));

@@ -38,7 +38,7 @@ struct StridedOperand {
         element_stride(tensor_layout.is_rows ? strides.channel : strides.inner),
         layout(&tensor_layout) {}
 
-  // The offset of the n-th index of the outer dimensions, in elements.
+  // The offset, in elements, of outer index n: a number below layout->outer, the last dimension is fastest.
   int64_t outer_offset(int64_t n) const {
     if (layout->outer_dims == 1) return n * strides.outer[0];
     int64_t offset = 0;
@@ -48,7 +48,7 @@ struct StridedOperand {
     }
     return offset;
   }
-  // The address of element `inner` of the channel's plane at the n-th index of the outer dimensions.
+  // The address of element `inner` of the channel's plane at outer index n. With rows `inner` is 0.
   T* address(int64_t n, int64_t channel, int64_t inner) const {
     const int64_t outer = outer_offset(n);
     return data + (outer + channel * strides.channel + inner * strides.inner);
@@ -90,8 +90,8 @@ struct ChannelConstant {
 };
 
 // A task of a reduction: the channels [first_channel, end_channel), which are a tile, in the units
-// [first_unit, end_unit), which are a slice. With rows, a unit is a row. With planes, a unit is the same
-// segment of all channels' planes of one image (NCHW).
+// [first_unit, end_unit), which are a slice. With rows, a unit is a row. With planes, a unit is one segment
+// of each channel: the same part of their planes, at one outer index.
 struct Task {
   int64_t slice, first_unit, end_unit, first_channel, end_channel;
 };
@@ -99,7 +99,7 @@ struct Task {
 // Calls run_task(task) for every task of a reduction, in parallel.
 template <class RunTask>
 void for_each_task(const WalkLayout& layout, const CpuPlan& plan, const RunTask& run_task) {
-  torch::stable::parallel_for(0, plan.slices * plan.tiles, 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, plan.slices * plan.tiles, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t slice = i / plan.tiles, tile = i % plan.tiles;
       run_task(Task{slice, plan.units * slice / plan.slices, plan.units * (slice + 1) / plan.slices,
@@ -124,28 +124,29 @@ bool bypasses_cache(int64_t elements) {
   return elements * int64_t(sizeof(T)) >= kMinBytes;
 }
 
-// A kernel's body is called for a SpanGroup: `spans` spans of `length` elements in every tensor. They are the
-// planes of consecutive channels, or consecutive rows, or one span, or one segment of a span.
+// A kernel's body is called for a SpanSeries: `spans` spans of `length` elements in every tensor. They are
+// the planes of consecutive channels, or consecutive rows, or one span, or one segment of a span.
 template <class T>
-struct SpanGroup {
+struct SpanSeries {
   const T* in_data[3];                  // the first span in each tensor that is read
   T* out_data[2];                       // the first span in each tensor that is written
   int64_t in_stride[3], out_stride[2];  // from a span to the next one
   int64_t spans, length, first_channel;
   bool bypasses_cache;  // results are stored past the caches
 
+  // Span k of a tensor. operand: the tensor's index among those that are read, or that are written.
   const T* in_span(int operand, int64_t k) const { return in_data[operand] + k * in_stride[operand]; }
   T* out_span(int operand, int64_t k) const { return out_data[operand] + k * out_stride[operand]; }
 };
 
-// The stride from a span to the next one of a group.
-inline int64_t get_group_stride(const WalkLayout& layout, const Strides& strides) {
+// The stride from a span to the next one of a series.
+inline int64_t get_span_stride(const WalkLayout& layout, const Strides& strides) {
   return layout.is_rows ? strides.outer[0] : strides.channel;
 }
 
 // A kernel's body is called by pointer, so that the walk is compiled once and not once per activation.
 template <class T, class Args>
-using SpanBody = void (*)(const Args& args, const SpanGroup<T>& group);
+using SpanBody = void (*)(const Args& args, const SpanSeries<T>& series);
 
 // The state of for_each_span. Args: a kernel's parameters, with a `layout` and a `plan`.
 template <class T, class Args>
@@ -158,11 +159,11 @@ class SpanWalk {
   const int64_t span_length;
   const int64_t spans_per_outer;  // spans at one outer index: channels (planes), or 1 (rows)
   bool stores_past_cache;
-  bool may_group;  // spans follow each other at a fixed stride, so several can be one group
+  bool joins_spans;  // a span is one segment, and its successor is at a fixed stride: several make one series
 
   struct Place {             // where a segment begins
-    int64_t n;               // index of the outer dimensions
-    int64_t channel, inner;  // index of the first element
+    int64_t n;               // outer index
+    int64_t channel, inner;  // of the first element
   };
 
  public:
@@ -181,7 +182,7 @@ class SpanWalk {
     // A result that overwrites an input is not stored past the caches: its cache lines were read already.
     stores_past_cache = needs_no_buffers && out_count == 1 && bypasses_cache<T>(layout.numel());
     for (int i = 0; i < in_count; ++i) stores_past_cache = stores_past_cache && in[i].data != out[0].data;
-    may_group = needs_no_buffers && args.plan.segments == 1 && (!layout.is_rows || layout.outer_dims == 1);
+    joins_spans = needs_no_buffers && args.plan.segments == 1 && (!layout.is_rows || layout.outer_dims == 1);
   }
 
   void run() const {
@@ -192,59 +193,59 @@ class SpanWalk {
   }
 
  private:
-  SpanGroup<T> make_group() const {
-    SpanGroup<T> group;
-    for (int i = 0; i < in_count; ++i) group.in_stride[i] = get_group_stride(args.layout, in[i].strides);
-    for (int i = 0; i < out_count; ++i) group.out_stride[i] = get_group_stride(args.layout, out[i].strides);
-    group.bypasses_cache = stores_past_cache;
-    return group;
+  SpanSeries<T> make_series() const {
+    SpanSeries<T> series;
+    for (int i = 0; i < in_count; ++i) series.in_stride[i] = get_span_stride(args.layout, in[i].strides);
+    for (int i = 0; i < out_count; ++i) series.out_stride[i] = get_span_stride(args.layout, out[i].strides);
+    series.bypasses_cache = stores_past_cache;
+    return series;
   }
 
-  // Finds where the segment with that index begins. Sets the sizes of the group: as many spans as fit before
-  // segment `end`.
-  FASTVIT_FORCE_INLINE Place locate(int64_t index, int64_t end, SpanGroup<T>& group) const {
+  // Finds where segment `index` of the walk begins, and sets the sizes of the series that begins there: that
+  // segment, or with joins_spans all spans before segment `end` that follow it at the same stride.
+  FASTVIT_FORCE_INLINE Place locate(int64_t index, int64_t end, SpanSeries<T>& series) const {
     const CpuPlan& plan = args.plan;
     const bool is_rows = args.layout.is_rows;
     const int64_t first = index % plan.segments * plan.segment_length;
     const int64_t span = index / plan.segments, channel = span % spans_per_outer, n = span / spans_per_outer;
-    group.spans = !may_group ? 1 : is_rows ? end - index : minimum(end - index, spans_per_outer - channel);
-    group.length = minimum(span_length - first, plan.segment_length);
-    group.first_channel = is_rows ? first : channel;
-    return {n, group.first_channel, is_rows ? 0 : first};
+    series.spans = !joins_spans ? 1 : is_rows ? end - index : minimum(end - index, spans_per_outer - channel);
+    series.length = minimum(span_length - first, plan.segment_length);
+    series.first_channel = is_rows ? first : channel;
+    return {n, series.first_channel, is_rows ? 0 : first};
   }
 
   void walk_in_place(int64_t begin, int64_t end) const {
-    SpanGroup<T> group = make_group();
-    for (int64_t index = begin; index < end; index += group.spans) {
-      const auto [n, channel, inner] = locate(index, end, group);
-      for (int i = 0; i < in_count; ++i) group.in_data[i] = in[i].address(n, channel, inner);
-      for (int i = 0; i < out_count; ++i) group.out_data[i] = out[i].address(n, channel, inner);
-      body(args, group);
+    SpanSeries<T> series = make_series();
+    for (int64_t index = begin; index < end; index += series.spans) {
+      const auto [n, channel, inner] = locate(index, end, series);
+      for (int i = 0; i < in_count; ++i) series.in_data[i] = in[i].address(n, channel, inner);
+      for (int i = 0; i < out_count; ++i) series.out_data[i] = out[i].address(n, channel, inner);
+      body(args, series);
     }
     if (stores_past_cache) fence_non_temporal();
   }
 
   void walk_buffered(int64_t begin, int64_t end) const {
     T in_buffers[3][kMaxSegmentLength], out_buffers[2][kMaxSegmentLength];
-    SpanGroup<T> group = make_group();
-    for (int64_t index = begin; index < end; index += group.spans) {
-      const auto [n, channel, inner] = locate(index, end, group);
+    SpanSeries<T> series = make_series();
+    for (int64_t index = begin; index < end; index += series.spans) {
+      const auto [n, channel, inner] = locate(index, end, series);
       T* results[2];
       for (int i = 0; i < in_count; ++i)
-        group.in_data[i] = in[i].gather(in[i].address(n, channel, inner), group.length, in_buffers[i]);
+        series.in_data[i] = in[i].gather(in[i].address(n, channel, inner), series.length, in_buffers[i]);
       for (int i = 0; i < out_count; ++i) {
         results[i] = out[i].address(n, channel, inner);
-        group.out_data[i] = out[i].element_stride == 1 ? results[i] : out_buffers[i];
+        series.out_data[i] = out[i].element_stride == 1 ? results[i] : out_buffers[i];
       }
-      body(args, group);
+      body(args, series);
       for (int i = 0; i < out_count; ++i)
-        if (group.out_data[i] != results[i]) out[i].scatter(group.out_data[i], group.length, results[i]);
+        if (series.out_data[i] != results[i]) out[i].scatter(series.out_data[i], series.length, results[i]);
     }
   }
 };
 
-// Calls body(args, group) for all spans of the tensors `in`, which are read, and `out`, which are written, in
-// the order of memory. Each thread takes a contiguous range.
+// Calls body(args, series) for all spans of the tensors `in`, which are read, and `out`, which are written,
+// in the order of memory. Each thread takes a contiguous range.
 template <class T, class Args>
 void for_each_span(const Args& args, const StridedOperand<T>* in, int in_count, const StridedOperand<T>* out,
                    int out_count, SpanBody<T, Args> body) {

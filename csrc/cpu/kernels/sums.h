@@ -1,10 +1,10 @@
 // For each channel, sums two numbers (terms) that are computed from each element: the common part of bn_stats
 // and bn_reduce.
 //
-// In layouts of planes, such as NCHW, a channel's elements lie side by side. In layouts of rows, such as
-// channels_last and tokens, all channels of a position lie side by side. At most kMaxSegmentLength
-// elements of a plane, or about kChunkRows rows, are summed in the accumulation type A, lane by lane of a
-// SIMD register. The caller adds these results in double.
+// With planes (NCHW), a channel's elements lie side by side. With rows (channels_last, tokens), the channels
+// lie side by side. At most kMaxSegmentLength elements of a channel's planes, or a chunk of about kChunkRows
+// rows, are summed in the accumulation type A, lane by lane of a SIMD register. The caller adds these results
+// in double.
 // T: storage type of the tensors.
 #pragma once
 
@@ -14,8 +14,8 @@ namespace fastvit {
 namespace FASTVIT_ISA {  // setup.py compiles the kernels once per instruction set, each in its own namespace
 
 // Either the two terms of each element of a vector, or the two sums to which such terms are added lane by
-// lane. bn_stats sums (d, d * d) with d = x - pivot; bn_reduce sums (dv, dv * f) of the gradients dv, with f
-// = x - mean or xhat.
+// lane. bn_stats sums (d, d * d) with d = x - pivot; bn_reduce sums (dv, dv * second_factor), where
+// second_factor is x - mean or xhat.
 template <class A>
 struct TermPair {
   Simd<A> first, second;
@@ -33,7 +33,7 @@ template <class A, int kAccumulators, class ComputeTerms>
 FASTVIT_FORCE_INLINE TermPair<A> sum_span(int64_t length, const ComputeTerms& compute_terms) {
   constexpr int L = kLanes<A>;
   if constexpr (kAccumulators > 1)
-    // For a short span, merging the accumulators takes longer than the latency.
+    // For a short span, adding up the accumulators takes longer than the latency that they hide.
     if (length < 2 * kAccumulators * L) return sum_span<A, 1>(length, compute_terms);
   TermPair<A> sums[kAccumulators] = {};
   const auto add = [&](int k, const TermPair<A>& terms) {
@@ -58,13 +58,13 @@ FASTVIT_FORCE_INLINE TermPair<A> sum_span(int64_t length, const ComputeTerms& co
 }
 
 // Sums the planes of a task (a range of channels and of units), in the order of memory. A segment is a plane
-// or a part of it; a unit is the same segment of all channels' planes of one image (NCHW). Long planes are
-// summed segment by segment. If planes are short, plan.planes_at_once planes of a channel are summed into one
-// result, for up to kMaxChannelsAtOnce channels in the same pass over memory.
+// or a part of it; a unit is one segment of each channel: the same part of their planes, at one outer index.
+// Long planes are summed segment by segment. If planes are short, plan.planes_at_once planes of a channel are
+// summed into one result, for up to kMaxChannelsAtOnce channels in the same pass over memory.
 //
-// sum(args, group, k, is_first, sums) adds the terms of a group's spans to sums[k], sums[k + 1], ..., one for
-// each channel; with is_first it sets these sums. finish(k, channel, sums, unit, count) receives sums[k]
-// when it is complete: the sums of a channel over `count` elements from `unit` on.
+// sum(args, series, first_sum, is_first, sums) adds the terms of the series' spans to sums[first_sum],
+// sums[first_sum + 1], ..., one for each channel. With is_first these sums are not yet set, and it sets them.
+// finish(k, channel, sums[k], unit, count) takes a complete result, of `count` elements from `unit` on.
 //
 // Kept in one function: with the two loops in functions of their own, bn_stats of small planes takes up to a
 // seventh longer in float32.
@@ -77,21 +77,21 @@ void sum_planes(const Args& args, const StridedOperand<T>* operands, int operand
   const CpuPlan& plan = args.plan;
   T buffers[3][kMaxSegmentLength];
   TermPair<A> sums[kMaxChannelsAtOnce];
-  SpanGroup<T> group;
+  SpanSeries<T> series;
   bool has_unit_strides = true;
   for (int i = 0; i < operand_count; ++i) {
     has_unit_strides = has_unit_strides && operands[i].element_stride == 1;
-    group.in_stride[i] = operands[i].strides.channel;
+    series.in_stride[i] = operands[i].strides.channel;
   }
-  // Sets the group to `length` elements, from element `inner` on, of the planes of `spans` channels, at outer
-  // index n.
-  const auto set_group = [&](int64_t n, int64_t channel, int64_t inner, int64_t length, int64_t spans) {
-    group.length = length;
-    group.first_channel = channel;
-    group.spans = spans;
+  // Sets the series to `length` elements, from element `inner` on, of the planes of `spans` channels, at
+  // outer index n.
+  const auto set_series = [&](int64_t n, int64_t channel, int64_t inner, int64_t length, int64_t spans) {
+    series.length = length;
+    series.first_channel = channel;
+    series.spans = spans;
     for (int i = 0; i < operand_count; ++i) {
       T* const span = operands[i].address(n, channel, inner);
-      group.in_data[i] = has_unit_strides ? span : operands[i].gather(span, length, buffers[i]);
+      series.in_data[i] = has_unit_strides ? span : operands[i].gather(span, length, buffers[i]);
     }
   };
   for (int64_t begin = first_unit, end; begin < end_unit; begin = end) {
@@ -101,31 +101,32 @@ void sum_planes(const Args& args, const StridedOperand<T>* operands, int operand
       for (int64_t c = first_channel; c < end_channel; ++c)
         for (int64_t unit = begin; unit < end; ++unit) {
           const int64_t inner = (unit - n * plan.segments) * plan.segment_length;
-          set_group(n, c, inner, minimum(layout.inner - inner, plan.segment_length), /*spans=*/1);
-          sum(args, group, /*k=*/0, /*is_first=*/true, sums);
-          finish(/*k=*/0, c, sums[0], unit, group.length);
+          set_series(n, c, inner, minimum(layout.inner - inner, plan.segment_length), /*spans=*/1);
+          sum(args, series, /*first_sum=*/0, /*is_first=*/true, sums);
+          finish(/*k=*/0, c, sums[0], unit, series.length);
         }
       continue;
     }
+    // Short planes, of one segment each, so that a unit is an outer index.
     end = minimum(begin + plan.planes_at_once, end_unit);
     for (int64_t c = first_channel; c < end_channel; c += kMaxChannelsAtOnce) {
       const int channels = int(c + kMaxChannelsAtOnce < end_channel ? kMaxChannelsAtOnce : end_channel - c),
                 spans = has_unit_strides ? channels : 1;
       for (int64_t n = begin; n < end; ++n)
         for (int k = 0; k < channels; k += spans) {
-          set_group(n, c + k, /*inner=*/0, layout.inner, spans);
-          sum(args, group, k, /*is_first=*/n == begin, sums);
+          set_series(n, c + k, /*inner=*/0, layout.inner, spans);
+          sum(args, series, k, /*is_first=*/n == begin, sums);
         }
       for (int k = 0; k < channels; ++k) finish(k, c + k, sums[k], begin, (end - begin) * layout.inner);
     }
   }
 }
 
-// The nominal number of rows of a chunk, which is summed in the accumulation type. A chunk has up to 3/2 of
-// it.
+// The nominal number of rows of a chunk, which are summed in the accumulation type. A chunk has less than 3/2
+// of it.
 constexpr int64_t kChunkRows = 128;
 
-// The end of the chunk that begins at row `begin`. The chunks of [begin, end) have equally many rows.
+// The end of the chunk that begins at row `begin`. The chunks of [begin, end) are about equally large.
 inline int64_t find_chunk_end(int64_t begin, int64_t end) {
   const int64_t rows = end - begin, chunks = (rows + kChunkRows / 2) / kChunkRows;
   return chunks > 1 ? begin + rows / chunks : end;
@@ -139,8 +140,8 @@ struct RowPrefetcher {
   int64_t length;           // of a row
   const T* next = nullptr;  // what is prefetched while the rows' first vectors are summed
 
-  // row: the first of the rows that are summed now. If rows do not lie side by side, `next` is
-  // this row, and prefetching has no effect.
+  // row: the first of the rows that are summed now. If rows lie side by side, `next` is 4 KiB after
+  // the end of these rows. Otherwise it is `row`, and prefetching gains nothing.
   void set_row(const T* row) {
     constexpr int64_t kElementsAhead = 4096 / int64_t(sizeof(T));
     const bool side_by_side = operand.layout->outer_dims == 1 && operand.strides.outer[0] == length;
@@ -211,7 +212,7 @@ struct RowSums {
       store<A>(first_sums + i, first);
       store<A>(second_sums + i, second);
     }
-    for (int k = 0; i < length && k < kRows; ++k) {
+    for (int k = 0; i < length && k < kRows; ++k) {  // only if a row does not end with a whole vector
       const TermPair<A> terms = compute_terms(LastVector<A>{length}, k);
       store<A>(first_sums + i, load<A>(first_sums + i) + terms.first);
       store<A>(second_sums + i, load<A>(second_sums + i) + terms.second);
