@@ -6,9 +6,9 @@
 //   backward_from_output(dy, y)  dv = dy * act'(v) for an invertible activation
 //
 // V: a float, a double, or a GCC/Clang vector of them. Scalar: the type of V's elements.
-// The last argument is the activation's parameter. An activation without one takes `type_only`, which gives
-// the type Scalar and whose value is not used. Every branch selects one of two computed values, so the code
-// is the same for a scalar and for a vector.
+// The last argument is the activation's parameter. Without a parameter, the argument only gives the type
+// Scalar: it has no name or is `type_only`, and its value is not used. Every branch selects one of two
+// computed values, so the code is the same for a scalar and for a vector.
 //
 // The gradient at a kink is torch's: at v = 0 that of the side v < 0. So backward_from_output is right also
 // where leaky_relu of a tiny negative v has underflowed to y = 0. If v is NaN, y is NaN.
@@ -23,13 +23,13 @@ enum class Activation : int { identity, relu, relu6, leaky_relu, elu, gelu, gelu
 constexpr const char* kActivationNames[] = {"identity", "relu",      "relu6", "leaky_relu", "elu",
                                             "gelu",     "gelu_tanh", "silu",  "hardswish"};
 
-// True for an activation with an exponential, a logarithm or a quotient: its kernels are bound by arithmetic,
-// not by memory.
+// True for an activation with an exponential. It takes so long that a CPU kernel need not save loads or
+// branches round it.
 constexpr bool is_transcendental(Activation a) {
   return a == Activation::elu || a == Activation::gelu || a == Activation::gelu_tanh || a == Activation::silu;
 }
 
-// True if v can be recovered from y, so that an op may overwrite x by y.
+// True if v can be recovered from y. Only then may an op overwrite x by y.
 constexpr bool is_invertible(Activation a) {
   return a == Activation::identity || a == Activation::leaky_relu || a == Activation::elu;
 }
@@ -95,7 +95,7 @@ struct ActivationFunction<Activation::leaky_relu> {  // y = slope * v for v <= 0
   }
   template <class V, class Scalar>
   static FASTVIT_HOST_DEVICE V inverse(V y, Scalar slope) {
-    return y > Scalar(0) ? y : y * (Scalar(1) / slope);  // one division, not one per element
+    return y > Scalar(0) ? y : y * (Scalar(1) / slope);  // the quotient is the same for all elements
   }
   template <class V, class Scalar>
   static FASTVIT_HOST_DEVICE V backward_from_output(V dy, V y, Scalar slope) {
@@ -152,7 +152,8 @@ struct ActivationFunction<Activation::gelu_tanh> {
   template <class V, class Scalar>
   static FASTVIT_HOST_DEVICE V backward(V dy, V v, Scalar type_only) {
     V square = v * v;
-    // sigmoid(2 u) is 0 or 1 from v^2 = 400 on. A larger v^2 could be infinite, which would give a NaN.
+    // From v^2 = 400 on, sigmoid(2 u) is less than 1e-261 away from 0 or 1. A larger v^2 could be infinite,
+    // which would give a NaN.
     square = square > Scalar(400) ? V{} + Scalar(400) : square;
     const V sigmoid_2u =
         sigmoid(V(v * (Scalar(kLinear) + Scalar(kLinear * kCubicRatio) * square)), type_only);

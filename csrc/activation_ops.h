@@ -4,8 +4,8 @@
 //
 // The functions are compiled twice: into _C.so with the backend csrc/cpu, and into _cuda.so with csrc/cuda.
 // Tensors with equal strides and no gaps are read as one long run of memory, whatever their shape. Others are
-// read by their strides, so the halves of one tensor, x and gate, are not copied. A tensor of more than 5
-// dimensions that has other strides is copied.
+// read by their strides, so x and gate may be the halves of one tensor. Only a tensor of more than 5
+// dimensions whose strides differ from those of the result is copied.
 #pragma once
 
 #include <tuple>
@@ -25,7 +25,7 @@ void define_activations(Library& m) {
       "float activation_param=0.0) -> (Tensor dx, Tensor dgate)");
 }
 
-// The places of an op's tensors in WalkLayout::strides.
+// The indices of an op's operands (its activation-sized tensors) in WalkLayout::strides.
 struct ActForwardOperandIndex {  // of act_forward
   static constexpr int x = 0, y = 1, gate = 2;
 };
@@ -76,10 +76,11 @@ inline bool have_equal_strides(const Tensor& tensor1, const Tensor& tensor2) {
   return true;
 }
 
-// Prepares the tensors that a kernel reads, and then makes the layout by which it walks all of its tensors.
+// prepare() is called for each tensor that a kernel reads. make_layout() then returns the layout by which the
+// kernel walks these tensors and its results.
 class ActOperands {
-  const Tensor& result;  // has no gaps
-  bool has_equal_strides = true;
+  const Tensor& result;           // y or dx; it has no gaps
+  bool has_equal_strides = true;  // each prepared tensor has the strides of the result
 
  public:
   explicit ActOperands(const Tensor& result) : result(result) {}
@@ -98,8 +99,8 @@ class ActOperands {
   }
   OptTensor prepare(const OptTensor& tensor) { return tensor ? OptTensor(prepare(*tensor)) : OptTensor(); }
 
-  // An activation has no channels. With equal strides the layout is one plane: consecutive elements of one
-  // channel. Otherwise the last dimension serves as the channels.
+  // An activation has no channels. With equal strides the layout has one channel with one plane, all elements
+  // of a tensor. Otherwise the last dimension serves as the channels.
   WalkLayout make_layout(std::initializer_list<const Tensor*> operands) const {
     if (!has_equal_strides) return make_walk_layout(/*channel_dim=*/result.dim() - 1, operands);
     const int64_t sizes[] = {1, result.numel()}, strides[] = {result.numel(), 1};

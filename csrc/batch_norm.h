@@ -4,10 +4,11 @@
 // The functions are compiled twice: into _C.so with the backend csrc/cpu, and into _cuda.so with csrc/cuda.
 // They allocate only results and tensors of O(C) numbers, never a temporary of the size of x.
 //
-// Tensors of several numbers per channel are packed into one, so that ranks exchange it in one message:
+// The numbers of all channels are packed into one tensor, so that ranks exchange moments or sums at once:
 //   moments  mean[C], M2[C], count: M2 is the sum of squared deviations; count takes two numbers (moments.h)
 //   saved    mean[C], invstd[C], count: the statistics that a forward applied, for its backward
-//   sums     sum dv[C], sum dv * xhat[C]: dv is the gradient of the activation's input, xhat the normalized x
+//   sums     C sums of dv, C sums of dv * xhat: dv is the gradient of the activation's input, xhat the
+//            normalized x
 #pragma once
 
 #include <tuple>
@@ -48,7 +49,7 @@ void define_batch_norm(Library& m) {
 }
 
 // ------------------------------------------------------------------------------------ arguments of kernels
-// The indices of an op's operands, its activation-sized tensors, in WalkLayout::strides.
+// The indices of an op's operands (its activation-sized tensors) in WalkLayout::strides.
 struct ForwardOperandIndex {  // of bn_stats, bn_forward, bn_forward_inplace and bn_apply
   static constexpr int x = 0, y = 1, residual = 2;
 };
@@ -81,17 +82,17 @@ struct BnArgs {
 
 // The arguments of the kernels of bn_forward, bn_forward_inplace and bn_apply.
 struct BnForwardArgs : BnArgs {
-  bool invertible = false;  // gamma_floor bounds |gamma| from below, so that x can be recovered from y
+  bool invertible = false;  // |gamma| is raised to gamma_floor, so that x can be recovered from y
   const void* x = nullptr;
   void* y = nullptr;
-  // [2C + 2], of x; null for bn_forward_single_launch, which computes them. If they are null for bn_forward,
-  // it normalizes by saved_in or by the running statistics.
+  // [2C + 2], of this rank's x or of all ranks'. Null for bn_forward_single_launch, which computes them. If
+  // they are null for backend::bn_forward, it normalizes by saved_in or by the running statistics.
   const void* moments = nullptr;
   // [2C + 2], `saved` of an earlier forward, by which bn_apply normalizes. moments and saved are null then.
   const void* saved_in = nullptr;
   ChannelVector running_mean = {}, running_var = {};
   int64_t* num_batches_tracked = nullptr;  // null: the call has none
-  bool cumulative_average = false;  // momentum=None: the running statistics are averages of all batches
+  bool cumulative_average = false;  // momentum=None: running statistics average all forwards in training
   double momentum = 0, eps = 0;
   void* saved = nullptr;  // [2C + 2], a result
 };
@@ -104,8 +105,8 @@ struct BnBackwardArgs : BnArgs {
   const void* saved = nullptr;  // [2C + 2]
   void* dx = nullptr;
   void* dresidual = nullptr;  // null without a residual
-  // [2C], of all ranks, which bn_backward reads. Null: the statistics were constants (running statistics), or
-  // bn_backward_single_launch computes the sums itself.
+  // [2C], the sums of all ranks, for backend::bn_backward. They are null if the statistics were constants
+  // (running statistics). bn_reduce and bn_backward_single_launch compute sums and do not read these.
   const void* global_sums = nullptr;
   // Result of bn_reduce and bn_backward_single_launch: this rank's sums, [2C]. With an exchange the global
   // sums follow them, [2][2C].
@@ -113,10 +114,10 @@ struct BnBackwardArgs : BnArgs {
   const peer::Exchange* exchange = nullptr;  // null, or the ranks over which bn_reduce adds the sums
 };
 
-// Returns the bounds of |gamma| from below for activations of `dtype`; 0 where nothing is inverted. float16
-// has a larger bound because its exponent is short. Types of 16 bits have no bound relative to |beta|
-// (beta_factor): it would be a large part of |beta|, and a gamma raised to it would change y. The Python
-// layer warns of a large |beta| / |gamma| instead.
+// Returns the floor of |gamma| for x of `dtype` (see GammaFloor); 0 unless `invertible` is true. float16
+// has a larger min_magnitude because its exponent is short. For types of 16 bits beta_factor is 0: 2^7 u is
+// 2^-4 or 1/2 there, so a gamma raised to that part of |beta| would change y. The Python layer warns of a
+// large |beta| / |gamma| instead.
 template <class A>
 FASTVIT_HOST_DEVICE GammaFloor<A> gamma_floor(bool invertible, ScalarType dtype) {
   if (!invertible) return {};
@@ -132,8 +133,8 @@ void bn_stats(const BnStatsArgs& args);
 void bn_forward(const BnForwardArgs& args);
 void bn_reduce(const BnBackwardArgs& args);
 void bn_backward(const BnBackwardArgs& args);
-// The op with its reduction (moments of x, or sums) in one kernel launch. Returns false, with nothing done,
-// where the backend does not do that.
+// The op and its reduction (moments of x, or sums) in one kernel launch. Each returns false, with nothing
+// done, if the backend has no such launch for these arguments.
 bool bn_forward_single_launch(const BnForwardArgs& args);
 bool bn_backward_single_launch(const BnBackwardArgs& args);
 }  // namespace backend
@@ -317,7 +318,7 @@ inline BnBackwardArgs check_gradient(const BnChecker& checker, const BnGradientC
   return args;
 }
 
-// Writes the sums of this rank to row 0 of `sums`, and with args.exchange those of all ranks to row 1.
+// Writes the 2C sums of this rank to `sums`, and with args.exchange those of all ranks after them.
 inline void reduce_into(const Tensor& sums, const BnChecker& checker, const BnGradientCall& call,
                         BnBackwardArgs args) {
   args.layout = checker.make_layout({&call.input, &call.dy, pointer_or_null(call.shared.residual)});

@@ -18,7 +18,7 @@ using torch::headeronly::ScalarType;
 template <class T>
 using Accumulation = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// The same for dtypes.
+// The accumulation type of a tensor of dtype storage_type, as a dtype.
 inline ScalarType accumulation_type(ScalarType storage_type) {
   return storage_type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -29,8 +29,8 @@ struct ChannelVector {
   ScalarType dtype = ScalarType::Float;
 };
 
-// Calls function.template operator()<T>() with the storage type T of `dtype`. Half and BFloat16 are the types
-// that the caller, a CPU or a CUDA kernel, has for them.
+// Calls function.template operator()<T>() with the storage type T of `dtype`. CPU and CUDA kernels have
+// different types for float16 and bfloat16: the caller gives its own as Half and BFloat16.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
@@ -48,8 +48,8 @@ FASTVIT_HOST_DEVICE auto dispatch_storage_type(ScalarType dtype, const Function&
   }
 }
 
-// Calls function.template operator()<T, Y>() with the storage type T of a LayerNorm's x and Y of its y. A
-// LayerNorm of float may write a y of 16 bits, as under autocast; otherwise Y is T.
+// Calls function.template operator()<T, Y>() with the storage types of a LayerNorm: T of x and dx, Y of y and
+// dy. If T is float, Y may have 16 bits, as under autocast; otherwise Y is T.
 template <class Half, class BFloat16, class Function>
 void dispatch_layer_norm_types(ScalarType x_dtype, ScalarType y_dtype, const Function& function) {
   dispatch_storage_type<Half, BFloat16>(x_dtype, [&]<class T>() {

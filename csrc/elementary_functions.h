@@ -5,9 +5,9 @@
 // An argument `type_only` gives the type Scalar; its value is not used.
 //
 // On a GPU the float versions of the first three have no branches: they use the instructions for 2^v and
-// log2 v. Near a result of 0, where these lose digits, fast_expm1 and fast_log1p are v + v^2 p(v); the
-// polynomial p interpolates at Chebyshev points. In units in the last place, errors are at most 2 + |v| for
-// fast_exp, 7 for fast_expm1 and 10 for fast_log1p.
+// log2 v. Near a result of 0, where these lose digits, fast_expm1 and fast_log1p are v + v^2 p(v), where the
+// polynomial p interpolates (f(v) - v) / v^2 at Chebyshev points. In units in the last place, errors are at
+// most 2 + |v| for fast_exp, 7 for fast_expm1 and 10 for fast_log1p.
 #pragma once
 
 #include <cmath>
@@ -137,11 +137,11 @@ FASTVIT_HOST_DEVICE V sigmoid(V v, Scalar type_only) {
 
 // Returns Mills' ratio of the standard normal distribution, (1 - cdf(a)) / density(a), for a >= 0.
 //
-// The ratio times (a + k) is a smooth function of t = (a - k) / (a + k), as in Schonfelder, "Chebyshev
-// Expansions for the Error and Related Functions", Math. Comp. 32 (1978). Here k is 3 for float and 4 for
-// double. A polynomial in t interpolates that product at the Chebyshev points of 0 <= a <= 15 for float and
-// 0 <= a <= 39 for double; for larger a the density is 0. The relative error of the polynomial is 1.2e-9 for
-// float and 4e-17 for double.
+// The ratio times (a + k) is a smooth function of t = (a - k) / (a + k) = 1 - 2k / (a + k), as in
+// Schonfelder, "Chebyshev Expansions for the Error and Related Functions", Math. Comp. 32 (1978). Here k is 3
+// for float and 4 for double. A polynomial in t interpolates that product at the Chebyshev points of
+// 0 <= a <= 15 for float and 0 <= a <= 39 for double; for larger a the density is 0. The relative error of
+// the polynomial is 1.2e-9 for float and 4e-17 for double.
 template <class V>
 FASTVIT_HOST_DEVICE V mills_ratio(V a, float type_only) {
   const V inverse = reciprocal(V(a + 3.0f), type_only);

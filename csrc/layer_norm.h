@@ -24,7 +24,7 @@ void define_layer_norm(Library& m) {
 }
 
 // The arguments of the kernels. x, y, dy and dx are contiguous, [rows][columns]. A forward does not use dy,
-// dx and sums; a backward does not use bias, eps and y.
+// dx or sums; a backward does not use bias, eps or y.
 struct LayerNormArgs {
   int64_t rows, columns;
   ScalarType dtype;         // of x and dx
@@ -34,12 +34,11 @@ struct LayerNormArgs {
   double eps;
   const void* x;
   void* y;
-  void* saved;  // mean[rows], invstd[rows]
+  void* saved;  // mean[rows], invstd[rows]; a backward only reads them
   const void* dy;
   void* dx;
-  // The gradients of bias, sum dy [columns], and of weight, sum dy * xhat [columns]; xhat is the normalized
-  // x.
-  // Null if `parameters` is false: the gradients are not needed.
+  // For each column the sum of dy, the gradient of bias; then for each column the sum of dy * xhat, the
+  // gradient of weight. xhat is the normalized x. Null if these gradients are not needed.
   void* sums;
 };
 
@@ -62,10 +61,10 @@ struct LayerNormBackwardCall : OpCall {
   bool needs_parameter_gradients = take<bool>();
 };
 
-// Checks the shape of x and the dtype of y and dy. Returns the kernel's arguments, of which rows, columns,
-// dtypes and device are set.
-// output_dtype: the dtype of y in a forward, of dy in a backward. dtype_argument: the argument that it comes
-// from, for the message.
+// Checks the shape of x and output_dtype. Returns the kernel's arguments, of which rows, columns, dtypes and
+// device are set.
+// output_dtype: the dtype of y in a forward, of dy in a backward. dtype_argument: the argument of the call
+// that gives it, for the message.
 inline LayerNormArgs check_rows(const OpChecker& checker, const Tensor& x, const char* dtype_argument,
                                 ScalarType output_dtype) {
   const ScalarType dtype = x.scalar_type();

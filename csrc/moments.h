@@ -1,9 +1,10 @@
-// The moments of a channel, how moments of two sets of values merge, and the tensors that hold moments.
+// The moments of a channel, how moments of two sets of values merge, how a tensor holds their count, and the
+// floor of gamma.
 //
 // moments: a tensor of mean[C], M2[C] and the count. M2 is the sum of squared deviations from the mean; the
 //          count is the number of values of each channel.
-// saved:   a tensor of mean[C], invstd[C] and the count, which a forward keeps for its backward.
-//          invstd is 1 / sqrt(M2 / count + eps).
+// saved:   a tensor of mean[C], invstd[C] and the count, which a batch norm's forward keeps for its backward.
+//          invstd is 1 / sqrt(var + eps). var is M2 / count, or running_var; the count is then infinite.
 // Both have 2C + 2 numbers of one type, float, or double for activations of double. The last two numbers are
 // the count, as high * 2^24 + low, since one float is exact only up to 2^24.
 //
@@ -27,8 +28,8 @@ FASTVIT_HOST_DEVICE void pack_count(A* high_and_low, double count) {
   high_and_low[1] = A(count - high * kCountRadix);
 }
 
-// Count: type of the result. double is exact. The CUDA kernels of float use float, which rounds the count,
-// because graphics cards have few units for double.
+// Count: type of the result. double is exact. Some CUDA kernels of float use float, which rounds the count,
+// because graphics cards are slow in double.
 // A: type of the packed numbers.
 template <class Count = double, class A>
 FASTVIT_HOST_DEVICE Count unpack_count(const A* high_and_low) {
@@ -42,8 +43,8 @@ struct Moments {
   A mean, m2;
 };
 
-// Merges the moments of another set of values into those of a set of `count` values. The members depend only
-// on the two counts, so one MergeWeights serves all channels.
+// merge() merges the moments of another set of values into mean and m2, those of a set of `count` values. The
+// members depend only on the two counts, so one MergeWeights serves all channels.
 struct MergeWeights {
   double other_share = 0;   // other_count / (count + other_count)
   double delta_weight = 0;  // count * other_count / (count + other_count)
@@ -59,8 +60,8 @@ struct MergeWeights {
   }
 };
 
-// An op in place keeps y only, and its backward divides by gamma to recover x. So |gamma| must not be below
-// max(min_magnitude, beta_factor * |beta|); effective_gamma raises it.
+// Backward of an invertible forward divides by gamma to recover x from y. So |gamma| must not be below
+// max(min_magnitude, beta_factor * |beta|), its floor; effective_gamma raises it to that.
 template <class A>
 struct GammaFloor {
   A min_magnitude = 0;  // keeps 1 / gamma and gamma * xhat in the range of the storage type

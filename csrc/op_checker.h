@@ -57,12 +57,12 @@ inline void check_device(const char* op, const char* argument, const Tensor& ten
           PrintDevice{input}, " expected, where the other tensors are");
 }
 
-// The largest number of elements of a tensor, expanded or not. The limit keeps products with it, such as a
-// number of bytes, within int64.
+// The limit of a tensor's numel(), which counts the elements of an expanded tensor too. It keeps products
+// with numel(), such as a number of bytes, within int64.
 constexpr int64_t kMaxElements = int64_t(1) << 48;
 
 // Checks that the storage of a tensor holds all of its elements. FSDP, for example, frees the storage of a
-// parameter, whose shape then does not change. Every tensor is checked before its memory is used.
+// parameter and leaves its shape. Every tensor is checked before its memory is used.
 inline void check_storage_size(const char* op, const char* argument, const Tensor& tensor) {
   const int64_t dims = tensor.dim(), *sizes = tensor.sizes().data(), *strides = tensor.strides().data();
   int64_t elements = 1;
@@ -149,7 +149,7 @@ class OpChecker {
     return input.size(channel_dim);
   }
 
-  // Checks that an op may overwrite the input.
+  // Checks that the input is not expanded, so that an op may overwrite it.
   void check_writable() const {
     for (int64_t d = 0; d < input.dim(); ++d)
       require(input.size(d) <= 1 || input.stride(d) != 0, input_name,
@@ -219,8 +219,8 @@ class OpChecker {
     return static_cast<int64_t*>(tensor->data_ptr());
   }
 
-  // Kernels add eps to a variance in float32. 2^126 is the largest power of two whose reciprocal is a normal
-  // number of float32 too.
+  // CUDA kernels for float32 and 16 bits add eps to a variance in float32. 2^126 is the largest power of two
+  // whose reciprocal is a normal number of float32 too.
   double check_eps(double eps) const {
     require(eps >= 0 && eps <= 0x1p126, "eps", "is ", eps, "; a number from 0 to 2**126 expected");
     return eps;
@@ -239,14 +239,14 @@ class OpChecker {
     const auto activation = Activation(position - std::begin(kActivationNames));
     require(!needs_inverse || is_invertible(activation), "activation", "is ", name,
             ", which cannot be inverted; in place it is identity, leaky_relu or elu");
-    // The inverse divides by the parameter. From 2^-126 to 2^126 its reciprocal is a normal number too.
+    // The inverse divides by the parameter. From 2^-126 to 2^126 it and its reciprocal are normal in float32.
     require(!needs_inverse || activation == Activation::identity || (param >= 0x1p-126 && param <= 0x1p126),
             "activation_param", "is ", param, "; > 0 expected for ", name,
             " in place, which is inverted, within float32");
     return activation;
   }
 
-  // Returns a new tensor of the accumulation type, for moments, sums and the like.
+  // Returns a new tensor of the accumulation type, such as moments or sums.
   Tensor new_accumulation_tensor(int64_t numbers) const {
     return allocate(input, {numbers}, {1}, accumulation_type(input.scalar_type()));
   }
@@ -276,7 +276,7 @@ inline Tensor allocate_like(const Tensor& x) {
 }
 
 // Returns the order in which an op visits the elements of its operands, which all have the same shape. Null
-// pointers are left out.
+// pointers, which come last, are left out.
 inline WalkLayout make_walk_layout(int64_t channel_dim, std::initializer_list<const Tensor*> operands) {
   const Tensor& first_operand = **operands.begin();
   const int64_t* strides[kMaxOperands];

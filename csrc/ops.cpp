@@ -20,18 +20,19 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   //   numbers   The moments or the sums of all channels, as bn_stats and bn_reduce return them.
   //   exchange  A tensor of int64 on the CPU that describes the exchange: this rank, the number of ranks,
   //             their arenas, a time limit, the address of a report of faults, and a tag, by which ranks see
-  //             that all are in the same layer (struct ExchangeDescriptor).
+  //             that all are in the same exchange (struct ExchangeDescriptor).
   //   arena     The memory of a rank into which the other ranks write their messages.
 
-  // The bytes of an arena, for `world` ranks and messages of at most `capacity` packets of 16 bytes.
+  // The bytes of an arena for `world` ranks, each of whose numbers fit in `capacity` packets of 16 bytes.
   m.def("arena_bytes(int world, int capacity) -> int");
   // Sends this rank's numbers through the arenas, awaits those of all ranks and returns them merged.
   m.def("exchange_merge(Tensor numbers, Tensor exchange) -> Tensor");
-  // On a CPU, goes on waiting for an exchange. exchange_merge and this op return after a slice of time even
-  // if messages are missing, so that Python can handle signals; the report whose address is in `exchange`
-  // names the missing ranks. `result` is what exchange_merge returned.
+  // On a CPU, goes on waiting for an exchange. Every op that waits returns at the time limit even if
+  // messages are missing, so that Python can handle signals; the report whose address is in `exchange` names
+  // the missing ranks. `result` is what the op that began the exchange returned.
   m.def("exchange_wait(Tensor(a!) result, Tensor exchange) -> ()");
-  // On a CPU, abandons the exchange, and tells all other ranks, whose exchange fails then.
+  // On a CPU, abandons the exchange, or the next one if all messages have arrived, and tells all other ranks,
+  // whose exchange fails then.
   m.def("exchange_abandon(Tensor exchange) -> ()");
   // Allocates GPU memory for an arena: the memory, and a handle by which other processes can open it.
   m.def("ipc_allocate(int bytes, int device) -> (Tensor, Tensor)");

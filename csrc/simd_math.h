@@ -23,7 +23,7 @@ struct ExpConstants;
 template <>
 struct ExpConstants<float> {
   static constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-  // The lowest bits of v + kRound are the integer nearest to v.
+  // The bits of v + kRound, minus those of kRound, are the integer nearest to v.
   static constexpr float kRound = 0x1.8p23f;
   static constexpr float kMinExp = -104;                         // exp(v) is 0 for a smaller v
   static constexpr float kMaxExp = 89;                           // exp(v) is infinite for a larger v
@@ -83,6 +83,7 @@ struct ReducedArgument {
   }
 };
 
+// In this and the next two functions, the second template parameter excludes scalars.
 template <class V, class = decltype(V{}[0])>
 FASTVIT_FORCE_INLINE V fast_exp(V v) {
   using Reduced = ReducedArgument<V>;
@@ -90,8 +91,8 @@ FASTVIT_FORCE_INLINE V fast_exp(V v) {
   v = v < Constants::kMinExp ? V{} + Constants::kMinExp : v;
   v = v > Constants::kMaxExp ? V{} + Constants::kMaxExp : v;
   const Reduced reduced(v);
-  // power_of_2 is right for normal numbers only, but exp(v) may be finite and not 0 where 2^exponent is no
-  // normal number. So 2^exponent is the product of two factors.
+  // power_of_2 makes normal numbers only. 2^exponent may be no normal number though exp(v) is finite and not
+  // 0, so it is made as the product of two normal factors.
   const typename Reduced::Integers half = reduced.exponent >> 1;
   return (expm1_near_0(reduced.remainder) + typename Reduced::Scalar(1)) * Reduced::power_of_2(half) *
          Reduced::power_of_2(reduced.exponent - half);

@@ -23,14 +23,14 @@ FASTVIT_FORCE_INLINE Float32x16 fast_exp(Float32x16 v) {
   return Float32x16(_mm512_scalef_ps(__m512(expm1_near_0(remainder) + 1.0f), exponent));
 }
 
-// Returns 1 / v. The unnamed argument is not used. Callers pass it because the reciprocal of any type V takes
-// a value of the elements' type.
+// Returns 1 / v. Every overload of reciprocal has a second argument, of the type of the elements, whose value
+// is not used.
 FASTVIT_FORCE_INLINE Float32x16 reciprocal(Float32x16 v, float) {
   const __m512 estimate = _mm512_rcp14_ps(__m512(v));
   const __m512 error = _mm512_fnmadd_ps(__m512(v), estimate, _mm512_set1_ps(1.0f));
   // If v is 0, infinite or NaN, the error is NaN and the estimate is already the result.
-  const __mmask16 has_finite_error = _mm512_cmp_ps_mask(error, error, _CMP_ORD_Q);
-  return Float32x16(_mm512_mask_fmadd_ps(estimate, has_finite_error, error, estimate));
+  const __mmask16 error_is_a_number = _mm512_cmp_ps_mask(error, error, _CMP_ORD_Q);
+  return Float32x16(_mm512_mask_fmadd_ps(estimate, error_is_a_number, error, estimate));
 }
 
 }  // namespace fastvit

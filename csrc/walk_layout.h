@@ -1,8 +1,8 @@
 // WalkLayout: the order in which an op visits the elements of its tensors, for any strides, without a copy.
 //
 // A batch norm treats all dimensions of an activation alike, except that of the channels. So the other
-// dimensions may be visited in any order, and two of them may be merged into one. The fastest dimension, the
-// one with the smallest stride, decides between two walks:
+// dimensions may be visited in any order, and two of them are merged into one where the strides allow it. The
+// fastest dimension, the one with the smallest stride, then decides between two walks:
 //   planes  The fastest dimension is not that of the channels, as in NCHW. A plane has the `inner` elements
 //           of one channel along the fastest dimension. There are outer * channels planes.
 //   rows    The fastest dimension is that of the channels, as in channels_last, tokens (N, L, C) and (N, C).
@@ -44,7 +44,7 @@ struct WalkLayout {
   int64_t outer_size[kMaxOuterDims] = {};  // the slowest dimension first
   int64_t outer = 1;                       // the product of outer_size; 0 if the tensors are empty
   int64_t channels = 1, inner = 1;
-  Strides strides[kMaxOperands];  // ForwardOperandIndex and the like in batch_norm.h name the indices
+  Strides strides[kMaxOperands];  // indices: ...OperandIndex of batch_norm.h and activation_ops.h
 
   FASTVIT_HOST_DEVICE int64_t numel() const { return outer * channels * inner; }
   FASTVIT_HOST_DEVICE int64_t values_per_channel() const { return outer * inner; }
@@ -65,8 +65,8 @@ struct OperandDims {
     return false;
   }
 
-  // Sorts the dimensions other than the channels', the largest stride of the first operand first, and writes
-  // their indices to `order`. Leaves out dimensions of size 1. Returns how many it has written.
+  // Writes the indices of the dimensions to `order`, without the channels' and those of size 1. The dimension
+  // with the largest stride of the first operand comes first. Returns how many it has written.
   int order_by_stride(int* order) const {
     const int64_t* const first_strides = strides[0];
     int sorted = 0;
@@ -111,8 +111,9 @@ struct MergedDims {
   }
 };
 
-// True for rows, false for planes. The strides of the first operand decide. A dimension of stride 1 counts as
-// the fastest even if the stride of the channels is 1 or 0 too. Without another dimension the walk is rows.
+// True for rows, false for planes. The first operand's strides decide. A merged dimension of stride 1 is the
+// fastest even if the channels' stride is 1 or 0. One channel is walked as planes, if there is a merged
+// dimension; without one the walk is rows.
 inline bool is_walked_as_rows(const OperandDims& operand_dims, const MergedDims& merged) {
   if (merged.count == 0) return true;
   const int64_t fastest_stride = merged.stride[0][merged.count - 1];
