@@ -114,10 +114,10 @@ struct BnBackwardArgs : BnArgs {
   const peer::Exchange* exchange = nullptr;  // null, or the ranks over which bn_reduce adds the sums
 };
 
-// Returns the floor of |gamma| for x of `dtype` (see GammaFloor); 0 unless `invertible` is true. float16
-// has a larger min_magnitude because its exponent is short. For types of 16 bits beta_factor is 0: 2^7 u is
-// 2^-4 or 1/2 there, so a gamma raised to that part of |beta| would change y. The Python layer warns of a
-// large |beta| / |gamma| instead.
+// Returns the floor of |gamma| for x of `dtype`; 0 unless `invertible` is true. float16 has a larger
+// min_magnitude because its exponent is short. beta_factor is 2^7 u, where u is the relative error of a
+// rounding. It is 0 for types of 16 bits: their 2^7 u, 1/16 or 1/2, would often raise |gamma|, and change y.
+// The Python layer warns of a large |beta| / |gamma| instead.
 template <class A>
 FASTVIT_HOST_DEVICE GammaFloor<A> gamma_floor(bool invertible, ScalarType dtype) {
   if (!invertible) return {};

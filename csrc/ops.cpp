@@ -19,13 +19,14 @@ STABLE_TORCH_LIBRARY(fastvit, m) {
   // the numbers of all ranks.
   //   numbers   The moments or the sums of all channels, as bn_stats and bn_reduce return them.
   //   exchange  A tensor of int64 on the CPU that describes the exchange: this rank, the number of ranks,
-  //             their arenas, a time limit, the address of a report of faults, and a tag, by which ranks see
-  //             that all are in the same exchange (struct ExchangeDescriptor).
+  //             their arenas if they have any, a time limit, the address of a report of faults, and a tag, by
+  //             which ranks see that all are in the same exchange (struct ExchangeDescriptor).
   //   arena     The memory of a rank into which the other ranks write their messages.
 
   // The bytes of an arena for `world` ranks, each of whose numbers fit in `capacity` packets of 16 bytes.
   m.def("arena_bytes(int world, int capacity) -> int");
-  // Sends this rank's numbers through the arenas, awaits those of all ranks and returns them merged.
+  // Sends this rank's numbers through the arenas and awaits those of all ranks. Returns the merged moments,
+  // or this rank's sums and the total.
   m.def("exchange_merge(Tensor numbers, Tensor exchange) -> Tensor");
   // On a CPU, goes on waiting for an exchange. Every op that waits returns at the time limit even if
   // messages are missing, so that Python can handle signals; the report whose address is in `exchange` names

@@ -44,7 +44,7 @@ struct WalkLayout {
   int64_t outer_size[kMaxOuterDims] = {};  // the slowest dimension first
   int64_t outer = 1;                       // the product of outer_size; 0 if the tensors are empty
   int64_t channels = 1, inner = 1;
-  Strides strides[kMaxOperands];  // indices: ...OperandIndex of batch_norm.h and activation_ops.h
+  Strides strides[kMaxOperands];  // by the structs *OperandIndex of batch_norm.h, activation_ops.h
 
   FASTVIT_HOST_DEVICE int64_t numel() const { return outer * channels * inner; }
   FASTVIT_HOST_DEVICE int64_t values_per_channel() const { return outer * inner; }
@@ -112,8 +112,8 @@ struct MergedDims {
 };
 
 // True for rows, false for planes. The first operand's strides decide. A merged dimension of stride 1 is the
-// fastest even if the channels' stride is 1 or 0. One channel is walked as planes, if there is a merged
-// dimension; without one the walk is rows.
+// fastest even if the channels' stride is 1 or 0. Without a merged dimension the walk is rows, else with one
+// channel it is planes.
 inline bool is_walked_as_rows(const OperandDims& operand_dims, const MergedDims& merged) {
   if (merged.count == 0) return true;
   const int64_t fastest_stride = merged.stride[0][merged.count - 1];

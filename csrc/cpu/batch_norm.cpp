@@ -5,7 +5,7 @@
 // A is the accumulation type: double for tensors of double, else float. xhat is (x - mean) * invstd, dv is
 // the gradient of the activation's input. A count is stored as two numbers (pack_count), so that a large
 // count is exact in float. saved: mean[C], invstd[C], count. With rows, a unit is a row. With planes, a unit
-// is one segment of each channel: the same part of their planes, at one index of the outer dimensions.
+// is the same segment of the planes of all channels, at one index of the outer dimensions.
 #include <cmath>
 #include <limits>
 

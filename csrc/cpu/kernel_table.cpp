@@ -58,8 +58,8 @@ KernelTable select_kernel_table() {
 // planes). A slice has at least this many values per channel, so that its results take little memory compared
 // with the values.
 constexpr int64_t kMinValuesPerSlice = 1 << 8;
-// A slice of rows may have fewer values per channel. A task updates the results of all its channels together,
-// so these stay in the cache and cost little.
+// A slice of rows may have fewer: the results of a task's channels lie side by side and stay in the cache, so
+// they cost little.
 constexpr int64_t kMinRowsPerSlice = 1 << 7;
 constexpr int64_t kMaxTasks = 256;
 // Planes with fewer elements are summed together with other planes of their channel.
@@ -79,14 +79,15 @@ const KernelTable& kernel_table() {
 CpuPlan plan_cpu_work(const WalkLayout& layout) {
   const int64_t span_length = layout.is_rows ? layout.channels : layout.inner;
   CpuPlan plan{};
-  plan.segments = std::max<int64_t>(1, ceil_div(span_length, kMaxSegmentLength));
-  // Segments of equal length, a multiple of 16, so that a segment's SIMD vectors are aligned if its span is.
+  const int64_t max_segments = std::max<int64_t>(1, ceil_div(span_length, kMaxSegmentLength));
+  // Segments of equal length, rounded up to a multiple of 16, so that a segment's SIMD vectors are aligned if
+  // its span is. The rounding may leave fewer segments.
   plan.segment_length =
-      std::min<int64_t>(kMaxSegmentLength, ceil_div(ceil_div(span_length, plan.segments), 16) * 16);
+      std::min<int64_t>(kMaxSegmentLength, ceil_div(ceil_div(span_length, max_segments), 16) * 16);
   plan.segments = std::max<int64_t>(1, ceil_div(span_length, std::max<int64_t>(plan.segment_length, 1)));
   plan.planes_at_once =
       layout.inner < kMinLengthSummedAlone ? kMaxSegmentLength / std::max<int64_t>(layout.inner, 1) : 1;
-  // With rows, a unit is a row. With planes, a unit is one segment of each channel (CpuPlan::units).
+  // With rows, a unit is a row. With planes, a unit is the same segment of all channels' planes.
   plan.units = layout.is_rows ? layout.outer : layout.outer * plan.segments;
   const int64_t max_tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kMinTaskElements), 1, kMaxTasks);
   const int64_t max_slices =

@@ -27,8 +27,8 @@ struct CpuPlan {
   int64_t segments;        // number of segments into which a span is divided
   int64_t segment_length;  // elements of a segment; the last segment of a span may be shorter
   int64_t planes_at_once;  // short planes of a channel that are summed into one result; 1 if planes are long
-  // Number of units. With rows, a unit is a row. With planes, a unit is one segment of each channel: the same
-  // part of the channels' planes at one index of the outer dimensions.
+  // Number of units. With rows, a unit is a row. With planes, a unit is the same segment of the planes of all
+  // channels, at one index of the outer dimensions.
   int64_t units;
   int64_t slices;  // number of slices: a slice is a range of units, with a result per channel
   int64_t tiles;   // number of tiles: a tile is a range of channels

@@ -21,10 +21,10 @@ struct BnBackwardParams : BnBackwardArgs {
 // T: storage type of the tensors. V: elements of a vector, which is 16 bytes or one element.
 // kVariant: dv is computed from x, from x and a residual, or from y.
 // kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
-// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
-// column is one element of each row). A thread takes V columns, with the constants of each. If false, a block
+// are short, such as 7x7, all planes of one image. A column is one element of each row. A block takes its
+// tile's columns of the rows of its slice, a thread V of these, with the constants of each. If false, a block
 // walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a time: B::U
-// vectors of each operand, of B::V elements: V, or one outside of whole vectors.
+// vectors of each operand, of B::V elements: V, or 1 at the ends of a unit.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     bn_backward_kernel(const __grid_constant__ KernelParams<BnBackwardParams> kernel_params) {
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   constexpr int kThreadChannels = kIsRows ? V : 1, kTileCapacity = kIsRows ? kMaxTileChannels : 1;
   const BlockWork work(args.plan, blockIdx.x);
   __shared__ GradientConstants<A, kVariant> tile_constants[kTileCapacity];
-  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];  // by which dx differs from scale * dv
+  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];  // dx = scale * (dv - correction)
   const int channels = work.channels(args.plan);
   // Null if the statistics were constants (training=False): then dx = scale * dv.
   const A* const global_sums = static_cast<const A*>(args.global_sums);
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 
   // If bn_reduce ran before, it read the beginning last, and the L2 cache still has it.
   for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::ascending>(
-      args.plan, work, /*data0=*/args.input, [&]<class B>(const B& batch) {
+      args.plan, work, /*operand0=*/args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
         inputs.template load<kNoCacheHint, /*kResidualOperand=*/BackwardOperandIndex::residual>(batch, args);
         write_gradients<kIsRows>(batch, inputs, thread_constants, thread_corrections, args, max_abs_xhat);

@@ -37,7 +37,7 @@ class GradientCache {
     cache.store(batch, kDy, inputs.dy);
     if constexpr (kHasResidual) cache.store(batch, kResidual, inputs.residual);
   }
-  // Returns the inputs of vector j of the current batch. Of `vector`, batch.vector(j), only the type is used.
+  // Returns the inputs of vector j of the current batch. `vector`, batch.vector(j), only gives its type.
   template <class B>
   __device__ __forceinline__ GradientInputs<T, kVariant, B> load(const B& vector, int j) const {
     GradientInputs<T, kVariant, B> inputs;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void write_gradients_from_cache(
   load_thread_constants<kIsRows, V>(thread_corrections, tile_corrections, args.plan, work);
   cache.rewind();
   for_each_batch<kIsRows, V, kBatchVectors<kVariant>, kOperands<kVariant>, WalkOrder::descending>(
-      args.plan, work, /*data0=*/args.input, [&]<class B>(const B& batch) {
+      args.plan, work, /*operand0=*/args.input, [&]<class B>(const B& batch) {
 #pragma unroll
         for (int j = 0; j < B::U; ++j) {
           const auto vector = batch.vector(j);
@@ -85,10 +85,10 @@ __device__ __forceinline__ void write_gradients_from_cache(
 // T: storage type of the tensors. V: elements of a vector of 16 bytes.
 // kVariant: dv is computed from x, from x and a residual, or from y.
 // kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
-// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
-// column is one element of each row). A thread takes V columns, with constants and sums of each. If false, a
+// are short, such as 7x7, all planes of one image. A column is one element of each row. A block takes its
+// tile's columns of the rows of its slice, a thread V of these, with constants and sums of each. If false, a
 // block walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a time:
-// B::U vectors of each operand, of B::V elements: V, or one outside of whole vectors.
+// B::U vectors of each operand, of B::V elements: V, or 1 at the ends of a unit.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnBackwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   const LaunchPlan& plan = args.plan;
   const BlockWork work(plan, blockIdx.x);
   __shared__ GradientConstants<A, kVariant> tile_constants[kTileCapacity];
-  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];  // by which dx differs from scale * dv
+  __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];  // dx = scale * (dv - correction)
   const int64_t first_channel = work.first_channel(plan), C = plan.layout.channels;
   for (int tile_channel = threadIdx.x; tile_channel < work.channels(plan); tile_channel += kThreads)
     tile_constants[tile_channel] = GradientConstants<A, kVariant>::load(args, first_channel + tile_channel);
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   load_thread_constants<kIsRows, V>(thread_constants, tile_constants, plan, work);
   // The op that wrote dy usually wrote its end last, and the L2 cache still has it: the walk begins there.
   for_each_batch<kIsRows, V, kBatchVectors<kVariant>, kOperands<kVariant>, WalkOrder::descending>(
-      plan, work, /*data0=*/args.input, [&]<class B>(const B& batch) {
+      plan, work, /*operand0=*/args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
         inputs.template load<kEvictFirst, /*kResidualOperand=*/BackwardOperandIndex::residual>(batch, args);
         cache.store(batch, inputs);
@@ -123,8 +123,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
         cache.advance(batch);
       });
 
-  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
-  // channel of the tile is element tile_channel * stride.
+  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's sums of a
+  // channel of its tile are block_sums[tile_channel * stride].
   __shared__ __align__(16) unsigned char bytes[kThreads * kThreadChannels * sizeof(GradientSums<A>)];
   GradientSums<A>* block_sums = reinterpret_cast<GradientSums<A>*>(bytes);
   const int stride = merge_block(block_sums, thread_sums, plan, work);
@@ -162,7 +162,7 @@ bool backend::bn_backward_single_launch(const BnBackwardArgs& args) {
                                           .operands = args.residual ? 5 : 3,
                                           .element_size = sizeof(T),
                                           .limits = context.limits,
-                                          .reduced_operands = cached_operands}  // as bn_reduce plans
+                                          .reduced_operands = cached_operands}  // as in bn_reduce
                                 .plan_single_launch();
     if (plan.vectors_in_shared == 0) return;
     const MergeMemory<GradientSums<A>> merge_memory(plan, context);

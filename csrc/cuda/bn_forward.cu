@@ -73,10 +73,10 @@ __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
 // T: storage type of x and y. V: elements of a vector, which is 16 bytes or one element.
 // kHasResidual: a residual is added before the activation.
 // kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
-// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
-// column is one element of each row). A thread takes V columns, with the constants of each. If false, a block
+// are short, such as 7x7, all planes of one image. A column is one element of each row. A block takes its
+// tile's columns of the rows of its slice, a thread V of these, with the constants of each. If false, a block
 // walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a time: B::U
-// vectors of each operand, of B::V elements: V, or one outside of whole vectors.
+// vectors of each operand, of B::V elements: V, or 1 at the ends of a unit.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlocksOnSm90)
     bn_forward_kernel(const __grid_constant__ KernelParams<BnForwardParams> kernel_params) {
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlo
 
   // If bn_stats ran before, it read the end of x last, and the L2 cache still has it: the walk begins there.
   for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::descending>(
-      args.plan, work, /*data0=*/args.x, [&]<class B>(const B& batch) {
+      args.plan, work, /*operand0=*/args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], residual[kHasResidual ? B::U : 1];
         batch.template load<kEvictFirst>(x, args.x, ForwardOperandIndex::x);
         if constexpr (kHasResidual)

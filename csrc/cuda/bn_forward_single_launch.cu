@@ -33,10 +33,10 @@ __device__ __forceinline__ void write_count(const BnForwardArgs& args, double co
 // T: storage type of x and y. V: elements of a vector of 16 bytes.
 // kHasResidual: a residual is added before the activation.
 // kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
-// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
-// column is one element of each row). A thread takes V columns, with moments and constants of each. If false,
+// are short, such as 7x7, all planes of one image. A column is one element of each row. A block takes its
+// tile's columns of the rows of its slice, a thread V of these, with moments and constants of each. If false,
 // a block walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a
-// time: B::U vectors of each operand, of B::V elements: V, or one outside of whole vectors.
+// time: B::U vectors of each operand, of B::V elements: V, or 1 at the ends of a unit.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnForwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
   SmemCache<T, V, /*kOperands=*/1> cache(cache_bytes);
   ThreadMoments thread_moments(plan, work, args.x);
   for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::ascending>(
-      plan, work, /*data0=*/args.x, [&]<class B>(const B& batch) {
+      plan, work, /*operand0=*/args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U];
         batch.template load<kEvictFirst>(x, args.x, ForwardOperandIndex::x);
         cache.store(batch, kCachedX, x);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
   load_thread_constants<kIsRows, V>(thread_affine, tile_affine, plan, work);
   cache.rewind();
   for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::ascending>(
-      plan, work, /*data0=*/args.x, [&]<class B>(const B& batch) {
+      plan, work, /*operand0=*/args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], residual[kHasResidual ? B::U : 1];
         if constexpr (kHasResidual)
           batch.template load<kEvictFirst>(residual, args.residual, ForwardOperandIndex::residual);

@@ -3,7 +3,7 @@
 //
 // Memory:   reads x or y, dy (and the residual) once; writes 2C numbers, with an exchange 4C.
 // Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h. The last
-//           block of a tile to finish merges the slices. Loads of 16 bytes.
+//           block of a tile to finish merges the slices. Loads of 16 bytes where alignment allows them.
 // Numerics: each thread adds the sums of its batches with Kahan's compensation; float (double for double), in
 //           a fixed order, without float atomics.
 // Needs:    an input y (from_output) must come from bn_forward_inplace or bn_forward with invertible=True.
@@ -22,11 +22,11 @@ using BnReduceParams = ReductionParams<BnBackwardArgs, GradientSums<A>, kHasExch
 // kVariant: dv is computed from x, from x and a residual, or from y.
 // kHasExchange: the sums are added over ranks.
 // kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
-// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
-// column is one element of each row). A thread takes V columns, with constants and sums of each. If false, a
+// are short, such as 7x7, all planes of one image. A column is one element of each row. A block takes its
+// tile's columns of the rows of its slice, a thread V of these, with constants and sums of each. If false, a
 // block walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a time:
-// B::U vectors of each operand, of B::V elements: V, or one outside of whole vectors.
-// Kept in one function: with a function for finish_and_write_sums, some kernels would need more registers.
+// B::U vectors of each operand, of B::V elements: V, or 1 at the ends of a unit.
+// Kept in one function: with finish_and_write_sums outside of it, some kernels would need more registers.
 template <class T, bool kHasExchange, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_kernel(
     const __grid_constant__ KernelParams<BnReduceParams<Accumulation<T>, kHasExchange>> kernel_params) {
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   constexpr int kThreadChannels = kIsRows ? V : 1;
   // Vectors of each operand that a thread has in flight: fewer with a residual, to save registers.
   constexpr int kBatchVectors = kHasResidual ? kMaxBatchVectors / 2 : kMaxBatchVectors;
-  const BlockWork work(args.plan, gridDim.x - 1 - blockIdx.x);  // the first block takes the last tile
+  const BlockWork work(args.plan, gridDim.x - 1 - blockIdx.x);  // in reverse, as the walk
   __shared__ GradientConstants<A, kVariant> tile_constants[kIsRows ? kMaxTileChannels : 1];
   const int channels = work.channels(args.plan);
   for (int tile_channel = threadIdx.x; tile_channel < channels; tile_channel += kThreads)
@@ -52,15 +52,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   // The op that wrote dy usually wrote its end last, and the L2 cache still has it: the walk begins there.
   KahanSums<A> thread_sums[kThreadChannels];
   for_each_batch<kIsRows, V, kBatchVectors, kOperands, WalkOrder::descending>(
-      args.plan, work, /*data0=*/args.input, [&]<class B>(const B& batch) {
+      args.plan, work, /*operand0=*/args.input, [&]<class B>(const B& batch) {
         GradientInputs<T, kVariant, B> inputs;
         inputs.template load<kNoCacheHint, /*kResidualOperand=*/ReduceOperandIndex::residual>(batch, args);
         accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, max_abs_xhat,
                                     [&](int j) { return inputs.get_vector(j); });
       });
 
-  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's result for a
-  // channel of the tile is element tile_channel * stride.
+  // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's sums of a
+  // channel of its tile are block_sums[tile_channel * stride].
   __shared__ __align__(16) unsigned char bytes[kThreads * kThreadChannels * sizeof(GradientSums<A>)];
   GradientSums<A>* block_sums = reinterpret_cast<GradientSums<A>*>(bytes);
   const int stride = merge_block(block_sums, thread_sums, args.plan, work);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   };
   if constexpr (kHasExchange) {
     const MessageSender<A> sender(args.group_exchange);
-    sender.send_header();
+    sender.send_header();  // of all threads that call, one sends it
     const auto write_and_send = [&](int64_t c, const GradientSums<A>& channel_sums) {
       const GradientSums<A> sums = finish_and_write_sums(c, channel_sums);
       sender.send_pair(c, sums.dv, sums.dv_times_second_factor);

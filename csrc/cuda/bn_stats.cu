@@ -21,10 +21,10 @@ using BnStatsParams = ReductionParams<BnStatsArgs, PartialMoments<A>, kHasExchan
 // T: storage type of x. V: elements of a vector, which is 16 bytes or one element.
 // kHasExchange: the moments of all ranks are merged.
 // kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
-// are short, such as 7x7, all planes of one image. Of the rows of its slice it takes its tile's columns (a
-// column is one element of each row). A thread takes V columns, with the moments of each. If false, a block
+// are short, such as 7x7, all planes of one image. A column is one element of each row. A block takes its
+// tile's columns of the rows of its slice, a thread V of these, with the moments of each. If false, a block
 // walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a time: B::U
-// vectors of each operand, of B::V elements: V, or one outside of whole vectors.
+// vectors of each operand, of B::V elements: V, or 1 at the ends of a unit.
 template <class T, bool kHasExchange, bool kIsRows, int V>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_kernel(
     const __grid_constant__ KernelParams<BnStatsParams<Accumulation<T>, kHasExchange>> kernel_params) {
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_stats_k
   const BlockWork work(args.plan, blockIdx.x);
   ThreadMoments thread_moments(args.plan, work, args.x);
   for_each_batch<kIsRows, V, kMaxBatchVectors, /*kOperands=*/1, WalkOrder::ascending>(
-      args.plan, work, /*data0=*/args.x, [&]<class B>(const B& batch) {
+      args.plan, work, /*operand0=*/args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U];
         batch.load(x, args.x, ForwardOperandIndex::x);
         thread_moments.add(batch, x);

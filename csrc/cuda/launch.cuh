@@ -46,7 +46,7 @@ int cached_query(const void* kernel, int device_index, const Query& query) {
 }
 
 // A single launch is one kernel for both the statistics and the op; it keeps its vectors of the tensors in
-// shared memory. So many bytes of a block's shared memory are left for other data: for merging, for tables
+// shared memory. This many bytes of a block's shared memory are left for other data: for merging, for tables
 // with an entry per channel, and for the 1 KiB that CUDA reserves. A walk of 16-bit rows needs the most.
 constexpr int kReservedSharedBytes = 32 << 10;
 

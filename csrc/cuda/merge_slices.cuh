@@ -22,8 +22,8 @@ namespace fastvit {
 constexpr unsigned kLoadsInFlight = 8;  // results of slices that a thread loads together
 // A semaphore, a counter in global memory, tells blocks what others have done. A stream has this many.
 constexpr int64_t kMaxSemaphores = 2 * kMaxMergedTiles;
-// An exchange between ranks (exchange.cuh) has further counters: the number of finished tiles; the number of
-// ranges of channels whose reception has ended; whether the reception of one has failed.
+// An exchange between ranks (exchange.cuh) has further counters: how many tiles are finished; how many ranges
+// of channels have been received from all ranks, or have failed; whether one has failed.
 constexpr int64_t kExchangeCounters = 3;
 
 // How the slices of a tile are merged: in `count` groups of `size` slices (the last group may have fewer).
@@ -33,8 +33,9 @@ struct MergeGroups {
   unsigned size, count;
 
   explicit MergeGroups(const LaunchPlan& plan) : size(1), count(plan.slices) {
-    // Two rounds of kLoadsInFlight slices per team. A team has a thread for each channel of the tile.
-    const unsigned teams = unsigned(kThreads / plan.tile_channels), max_size = 2 * kLoadsInFlight * teams;
+    // Two rounds of kLoadsInFlight slices per merge team (merge_slice_results), a thread for each channel.
+    const unsigned merge_teams = unsigned(kThreads / plan.tile_channels),
+                   max_size = 2 * kLoadsInFlight * merge_teams;
     if (plan.slices <= max_size) return;
     const unsigned groups = (plan.slices + max_size - 1) / max_size;
     if (semaphores(plan, groups) <= kMaxSemaphores) size = max_size, count = groups;
@@ -179,15 +180,17 @@ template <class R, class Write>
 __device__ __forceinline__ void merge_slice_results(R* shared, const R* results, unsigned slices,
                                                     int64_t stride, int channels, const Write& write) {
   static_assert(kMaxTileChannels <= kThreads);
-  // A team has a thread per channel. Each team merges every teams-th slice.
-  const unsigned teams = min(unsigned(kThreads / channels), slices), team = threadIdx.x / unsigned(channels);
-  const int tile_channel = int(threadIdx.x - team * unsigned(channels));
+  // A merge team has a thread per channel. It merges every merge_teams-th slice.
+  const unsigned merge_teams = min(unsigned(kThreads / channels), slices),
+                 merge_team = threadIdx.x / unsigned(channels);
+  const int tile_channel = int(threadIdx.x - merge_team * unsigned(channels));
   R total{};
-  for (unsigned begin = team < teams ? team : slices; begin < slices; begin += kLoadsInFlight * teams) {
+  for (unsigned begin = merge_team < merge_teams ? merge_team : slices; begin < slices;
+       begin += kLoadsInFlight * merge_teams) {
     R loaded[kLoadsInFlight];
 #pragma unroll
     for (unsigned i = 0; i < kLoadsInFlight; ++i) {
-      const unsigned slice = begin + i * teams;
+      const unsigned slice = begin + i * merge_teams;
       loaded[i] = R{};
       if (slice < slices) loaded[i] = load_uncached(results + slice * stride + tile_channel);
     }
@@ -199,8 +202,8 @@ __device__ __forceinline__ void merge_slice_results(R* shared, const R* results,
     total.merge(loaded[0]);
   }
   shared[threadIdx.x] = total;
-  merge_tree(shared, channels, /*sequence_stride=*/1, int(teams), channels);
-  if (team == 0) write(tile_channel, shared[threadIdx.x]);
+  merge_tree(shared, channels, /*sequence_stride=*/1, int(merge_teams), channels);
+  if (merge_team == 0) write(tile_channel, shared[threadIdx.x]);
 }
 
 // The last block of a tile publishes the totals by setting this flag in a semaphore, for which the tile's
@@ -227,9 +230,9 @@ __device__ __forceinline__ void wait_for_totals(unsigned* semaphore, unsigned bl
 // Merges the results of a tile's slices. On entry `shared` has the results of this block as merge_block left
 // them, `stride` elements apart. It has room for kThreads * K results (K as in merge_block). In the tile's
 // last block one thread for each channel c calls write(c, total). That block returns true, the others false.
-// With kAllBlocksGetTotals every block of the tile does as the last one, for which the others wait, so all
-// blocks of the grid must be resident. Kept in one function: with functions for its phases, kernels need more
-// registers and instructions.
+// With kAllBlocksGetTotals the tile's other blocks wait for the last one, and then also call write and return
+// true, so all blocks of the grid must be resident. Kept in one function: with functions for its phases,
+// kernels need more registers and instructions.
 template <bool kAllBlocksGetTotals = false, class R, class Write>
 __device__ __forceinline__ bool merge_slices(R* shared, int stride, const SliceResults<R>& slice_results,
                                              const LaunchPlan& plan, const BlockWork& work,
@@ -261,7 +264,7 @@ __device__ __forceinline__ bool merge_slices(R* shared, int stride, const SliceR
   if (is_last)
     merge_slice_results(shared, results, groups.count, groups.size * C, channels,
                         [&](int tile_channel, const R& total) {
-                          if (kAllBlocksGetTotals) results[tile_channel] = total;  // for the tile's others
+                          if (kAllBlocksGetTotals) results[tile_channel] = total;  // for the other blocks
                           write(first_channel + tile_channel, total);
                         });
   if constexpr (kAllBlocksGetTotals) {

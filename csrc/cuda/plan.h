@@ -9,7 +9,7 @@
 //           column. A block walks the columns of its tile. A member has the same columns in every row, so the
 //           constants of its channels stay in registers.
 //   folded  Short contiguous planes, such as 7x7 and 14x14, are walked as rows of channels * inner columns,
-//           so that loads are 16 bytes wide. A channel then has `inner` columns (columns_per_channel).
+//           so that loads can be 16 bytes wide. A channel then has `inner` columns (columns_per_channel).
 // An operand is a tensor that the kernel reads or writes. A vector is what one load moves: 16 bytes, or one
 // element. A batch is the vectors that a thread has in flight, at most kMaxBatchVectors of each operand.
 // Blocks that are resident at the same time are a wave.
@@ -32,10 +32,10 @@ constexpr int kMaxMergedTiles = 4096;
 
 // Rows: limits of a team and of its columns. In a folded walk a team may need more members, see try_rows.
 constexpr int kMaxTeam = 32;  // members; 32 members access 512 bytes of a row
-// Members, in a reduction. A smaller team has fewer channels, so more of the block's threads merge each
-// channel.
+// The same in a reduction, where the results of threads are merged: the fewer channels a tile has, the more
+// threads merge each of them.
 constexpr int kMaxMergingTeam = 16;
-constexpr int kMinTeam = 4;                     // members; 4 members access one or two sectors of 32 bytes
+constexpr int kMinTeam = 4;                     // members; 4 vectors are two sectors of 32 bytes
 constexpr int kMaxTileChannels = 8 * kMaxTeam;  // channels; a vector of 16 bytes holds at most 8 elements
 constexpr int kMaxFoldedVectors = 64;  // vectors of the longest plane that is walked as a part of a row
 
@@ -84,13 +84,13 @@ struct LaunchPlanner {
   const DeviceLimits& limits;
   // How many operands a reduction over each channel reads. 0: the op has no reduction, and merges no slices.
   int reduced_operands;
-  // More than one suits blocks that end at different times and are cheap to begin: later ones fill the gaps.
+  // Above 1 for blocks that are cheap to begin: those of later waves start where earlier ones have ended.
   int min_waves = 1;
   int vector_width = 16 / element_size;  // elements of a vector of 16 bytes
 
   // Plans a single launch, whose blocks keep their values of the reduced operands in shared memory. In the
   // result vectors_in_shared is 0 if these values do not fit, if vectors do not have 16 bytes, or if the op
-  // has no reduction. plan() completes such a plan.
+  // has no reduction; plan() completes a plan with 0.
   LaunchPlan plan_single_launch() const {
     LaunchPlan plan = choose_walk();
     // Shared memory for one vector of each reduced operand in each thread.
@@ -98,7 +98,7 @@ struct LaunchPlanner {
     if (bytes_per_vector == 0 || !plan.is_vectorized || bytes_per_vector > limits.smem_cache_bytes)
       return plan;
     choose_slices(plan, int64_t(limits.multiprocessors) * limits.single_launch_blocks, /*max_waves=*/1);
-    const int64_t vectors = vectors_per_thread(plan);
+    const int64_t vectors = places_per_thread(plan);
     plan.vectors_in_shared = vectors * bytes_per_vector <= limits.smem_cache_bytes ? int(vectors) : 0;
     return plan;
   }
@@ -198,7 +198,7 @@ struct LaunchPlanner {
   int elements_per_vector(const LaunchPlan& plan) const { return plan.is_vectorized ? vector_width : 1; }
 
   // The places for vectors of each operand in a thread's walk, in batches of kMaxBatchVectors.
-  int64_t vectors_per_thread(const LaunchPlan& plan) const {
+  int64_t places_per_thread(const LaunchPlan& plan) const {
     const int64_t teams = int64_t(plan.slices) * plan.teams;
     if (plan.is_rows) return ceil_div(plan.units, teams * kMaxBatchVectors) * kMaxBatchVectors;
     const int64_t vectors = ceil_div(plan.segment_length, elements_per_vector(plan)),
@@ -216,13 +216,13 @@ struct LaunchPlanner {
   // The share of the places for vectors that hold data. The blocks that an incomplete last wave lacks count
   // as blocks without data.
   double filled_fraction(const LaunchPlan& plan, int64_t resident_blocks) const {
-    const int64_t vectors =
-        ceil_div(plan.blocks(), resident_blocks) * resident_blocks * kThreads * vectors_per_thread(plan);
-    return double(layout.numel()) / std::max(1.0, double(vectors) * elements_per_vector(plan));
+    const int64_t places =
+        ceil_div(plan.blocks(), resident_blocks) * resident_blocks * kThreads * places_per_thread(plan);
+    return double(layout.numel()) / std::max(1.0, double(places) * elements_per_vector(plan));
   }
 
-  // Sets teams, tiles and units. Sets slices to as many as fit into `waves` waves of blocks, but at least one
-  // and at most as many as leave each team a batch of rows, a plane or a segment.
+  // Sets teams, tiles and units. Sets slices to as many as fit into `waves` waves of blocks, but so few that
+  // each team has a batch of rows, a plane or a segment in its slice.
   void set_slices(LaunchPlan& plan, int64_t resident_blocks, int waves) const {
     plan.teams = kThreads / plan.team_size;
     plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(layout.channels, plan.tile_channels)));

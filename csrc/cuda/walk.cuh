@@ -139,13 +139,13 @@ __device__ __forceinline__ void load_thread_constants(Constants (&thread_constan
   }
 }
 
-// Planes: calls body(batch) for this thread's elements of channel work.tile. data0 is the address of operand
-// 0. If V > 1, the 16-byte boundaries of all operands are at the same elements. A unit then has `head` single
-// elements up to a boundary, then vectors, then single elements again. If V is 1, each element is a vector.
-// Kept in one function: with functions for its parts, some kernels have more instructions.
+// Planes: calls body(batch) for this thread's elements of channel work.tile. operand0 is the address of
+// operand 0; if V > 1, the 16-byte boundaries of all operands are at the same elements. A unit then has
+// `head` single elements up to a boundary, then vectors, then single elements again. If V is 1, each element
+// is a vector. Kept in one function: with functions for its parts, some kernels have more instructions.
 template <int V, int U, int kOperands, WalkOrder kOrder, class Body>
-__device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockWork& work, const void* data0,
-                                            const Body& body) {
+__device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockWork& work,
+                                            const void* operand0, const Body& body) {
   if (work.team >= plan.teams) return;
   const WalkLayout& layout = plan.layout;
   const int64_t step = int64_t(plan.slices) * plan.teams;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void walk_planes(const LaunchPlan& plan, const BlockW
     int head = 0, vectors = length;
     if constexpr (V > 1) {
       constexpr int kElementBytes = 16 / V;
-      const intptr_t address = reinterpret_cast<intptr_t>(data0) + unit_begin[0] * kElementBytes;
+      const intptr_t address = reinterpret_cast<intptr_t>(operand0) + unit_begin[0] * kElementBytes;
       head = min(length, int(-address & 15) / kElementBytes);
       vectors = (length - head) / V;
       const int single_elements = length - vectors * V;
@@ -241,15 +241,16 @@ __device__ __forceinline__ void walk_rows(const LaunchPlan& plan, const BlockWor
   }
 }
 
-// Calls body(batch) for all elements of this thread, in batches of U vectors. data0 is the address of operand
-// 0. For planes it also calls body with batches of one element, where an element belongs to no whole vector.
+// Calls body(batch) for all elements of this thread, in batches of U vectors. For planes it also calls body
+// with batches of one element, where an element belongs to no whole vector; operand0, the address of operand
+// 0, tells where vectors begin.
 template <bool kIsRows, int V, int U, int kOperands, WalkOrder kOrder, class Body>
 __device__ __forceinline__ void for_each_batch(const LaunchPlan& plan, const BlockWork& work,
-                                               const void* data0, const Body& body) {
+                                               const void* operand0, const Body& body) {
   if constexpr (kIsRows)
     walk_rows<V, U, kOperands, kOrder>(plan, work, body);
   else
-    walk_planes<V, U, kOperands, kOrder>(plan, work, data0, body);
+    walk_planes<V, U, kOperands, kOrder>(plan, work, operand0, body);
 }
 
 }  // namespace fastvit

@@ -66,10 +66,10 @@ FASTVIT_HOST_DEVICE NumberKind number_kind_of(const Tag& tag) {
 }
 
 // Whether two ranks with GPUs are in the same exchange: their tags are equal, or differ only in forward_index
-// and one has forward_index 0, because it replays a captured CUDA graph. Each rank compares the tags of all
-// ranks with its own tag, so every rank sees a mismatch. There is one exception: the tag of a replaying rank
-// may match those of two peers whose forward_index differs. That rank finds, in the next exchange at the
-// latest, that the peers have abandoned this one.
+// and one has forward_index 0, because it replays a captured CUDA graph. Each rank compares its tag with
+// those of all ranks: if two tags differ, its own differs from one of them, so every rank sees a mismatch.
+// There is one exception: the tag of a replaying rank may match those of two peers whose forward_index
+// differs. That rank finds, in the next exchange at the latest, that the peers have abandoned this one.
 FASTVIT_HOST_DEVICE bool tags_match(const Tag& a, const Tag& b) {
   return a == Tag{b.layer, a.forward_index, b.words, b.kind} &&
          (a.forward_index == b.forward_index || a.forward_index == 0 || b.forward_index == 0);
@@ -127,7 +127,7 @@ enum ExchangeState : uint32_t {
   kPending = 0,
   kDone = 1,           // all messages have arrived; never in a FaultReport that the host reads
   kMismatch = 2,       // a fault: a peer's tag differs
-  kPeerAbandoned = 3,  // a fault: a peer has abandoned this exchange or, while messages are missing, any
+  kPeerAbandoned = 3,  // a fault: a peer has abandoned this exchange, or any while messages are missing
   kTimeout = 4,        // a fault, on a GPU: a peer's message did not arrive in time
 };
 

@@ -54,7 +54,7 @@ struct ActKernel {
       T* const dgate = kIsBackward && gate ? series.out_span(kDgate, k) : nullptr;
       // NonTemporalRange: the vectors that are stored past the caches, if a call has one large result.
       for_each_vector<A>(
-          series.length, NonTemporalRange(series.bypasses_cache, result, series.length, kLanes<A>),
+          series.length, NonTemporalRange(series.stores_past_cache, result, series.length, kLanes<A>),
           [&](auto position) { return compute(position, x, dy, gate, activation_param); },
           [&](auto position, const ActResults<A>& results) {
             position.store(result, results.result);

@@ -38,7 +38,7 @@ struct BnBackwardKernel {
       const auto process_span = [&](auto may_have_residual) {
         // NonTemporalRange: the vectors that are stored past the caches, if a call has one large result.
         for_each_vector<A>(
-            series.length, NonTemporalRange(series.bypasses_cache, dx, series.length, kLanes<A>),
+            series.length, NonTemporalRange(series.stores_past_cache, dx, series.length, kLanes<A>),
             [&](auto position) {
               const auto [dv, second_factor] = constants.template evaluate<kFromOutput, ActFunction>(
                   position, input, dy, may_have_residual ? residual : nullptr);

@@ -29,7 +29,7 @@ void process_series(const CpuBnForwardParams& args, const SpanSeries<T>& series)
     const auto process_span = [&](auto may_have_residual) {
       // NonTemporalRange: the vectors that are stored past the caches, if a call has one large result.
       for_each_vector<A>(
-          series.length, NonTemporalRange(series.bypasses_cache, y, series.length, kLanes<A>),
+          series.length, NonTemporalRange(series.stores_past_cache, y, series.length, kLanes<A>),
           [&](auto position) {
             Simd<A> v = (position.load(x) - mean.load(position)) * scale.load(position) + beta.load(position);
             if (may_have_residual && residual) v += position.load(residual);

@@ -13,8 +13,8 @@ namespace fastvit {
 namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set, each in its own namespace
 namespace {
 
-// T: storage type. A: accumulation type. Planes: a span is a plane of one channel (NCHW), and a unit is one
-// segment of each channel: the same part of their planes. Rows: a span, and a unit, is a row of all channels
+// T: storage type. A: accumulation type. Planes: a span is a plane of one channel (NCHW), and a unit is the
+// same segment of the planes of all channels. Rows: a span, and a unit, is a row of all channels
 // (channels_last, tokens).
 template <class T, class A>
 struct BnStatsKernel {
@@ -39,7 +39,7 @@ struct BnStatsKernel {
     const int64_t values_before_task = values_before_unit(args.layout, args.plan, task.first_unit);
     sum_planes<A>(
         args, &x, /*operand_count=*/1, task,
-        // Adds the spans of a series to sums[first_sum], sums[first_sum + 1], ..., one for each channel.
+        // A series is planes of consecutive channels, added to sums[first_sum], ...; is_first: sets the sums.
         [&](const CpuBnStatsParams&, const SpanSeries<T>& series, int first_sum, bool is_first,
             TermPair<A>* sums) {
           for (int k = first_sum; k < first_sum + series.spans; ++k) {
@@ -48,7 +48,7 @@ struct BnStatsKernel {
             sums[k].add(is_first, sum_deviations(values, series.length, pivots[k]));
           }
         },
-        // Merges the complete sums of a channel, over `count` values from `unit` on.
+        // Merges sums[k], which are complete: those of a channel, over `count` values from `unit` on.
         [&](int k, int64_t channel, const TermPair<A>& sums, int64_t unit, int64_t count) {
           const MeanM2 moments = moments_from_pivot_sums(pivots[k], 1 / double(count),
                                                          sum_lanes<A>(sums.first), sum_lanes<A>(sums.second));
@@ -58,12 +58,12 @@ struct BnStatsKernel {
         });
   }
 
-  // mean[c], m2[c]: of the task's channel c, which is channel first_channel + c.
+  // mean[0], m2[0]: of the task's first channel. A task has at most kMaxSegmentLength channels.
   static void compute_row_moments(const StridedOperand<T>& x, const Task& task, double* mean, double* m2) {
     const int64_t first_unit = task.first_unit, end_unit = task.end_unit, first_channel = task.first_channel,
                   length = task.end_channel - first_channel;
     constexpr int64_t kMaxPivotRows = 8;  // a channel's pivot is the mean of the chunk's first rows
-    T buffer[kMaxSegmentLength];          // for a row without unit stride; such rows are summed one by one
+    T buffer[kMaxSegmentLength];          // a copy of a row without unit stride; then rows come one by one
     const T* rows[kRowsAtOnce];
     alignas(64) A pivots[kMaxSegmentLength];
     RowSums<A, kRowsAtOnce> sums;
@@ -79,7 +79,7 @@ struct BnStatsKernel {
                [&](auto position, int k) { return TermPair<A>{position.load(rows[k]), Simd<A>{}}; });
       sums.for_each_channel(length, [&](int64_t c, A sum, A) { pivots[c] = sum / A(pivot_end - begin); });
       sums.sum(length, begin, end, x.has_unit_stride(length), load_row, [&](auto position, int k) {
-        if (k == 0) prefetcher.prefetch(position);
+        if (k == 0) prefetcher.prefetch(position);  // for all rows[]
         return compute_deviation_terms<A>(position.load(rows[k]), position.load(pivots));
       });
       const double count = double(end - begin), inverse_count = 1 / count;

@@ -4,8 +4,9 @@
 //
 // Memory:   forward reads x, writes y; backward reads x, dy, writes dx. Later passes over a short row hit L1.
 // Mapping:  forward: threads take rows. Backward: a task is a slice of rows, which fixes the order of sums.
-// Numerics: the moments of a row's segments (pivoted_moments.h) are merged in double. A row's sums of g and
-//           g * xhat are in the accumulation type, as a column's over 128 rows, which are added in double.
+// Numerics: the moments of a row's segments (pivoted_moments.h) are merged in double. Of the accumulation
+//           type are a row's sums of g and g * xhat, and a column's sums over a chunk, at most 128 rows.
+//           Chunks are added in double.
 // Source:   Ba, Kiros and Hinton, arXiv:1607.06450; moments: Chan, Golub and LeVeque (1979).
 #include <cmath>
 
@@ -45,7 +46,7 @@ struct LayerNormForward {
     Y* y = static_cast<Y*>(args.y);
     const A *gamma = static_cast<const A*>(args.gamma), *beta = static_cast<const A*>(args.beta);
     A *mean = static_cast<A*>(args.saved), *invstd = mean + args.rows;
-    const bool stores_past_cache = bypasses_cache<Y>(args.rows * columns);
+    const bool stores_past_cache = is_too_large_for_cache<Y>(args.rows * columns);
     torch::stable::parallel_for(0, args.rows, parallel_grain(columns), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         double row_mean = 0, row_m2 = 0;
@@ -69,8 +70,8 @@ template <class T, class Y, class A>
 struct LayerNormBackward {
   static constexpr int L = kLanes<A>;
 
-  // The index at which a vector of a row is added to the columns' sums. The last vector of a row may overlap
-  // the one before, and has L sums of its own.
+  // The index of the L sums to which a vector of a row is added. The last vector may overlap the one before:
+  // its own L sums come after those of all full vectors.
   static int64_t sum_index(FullVector<A> position) { return position.i; }
   static int64_t sum_index(LastVector<A> position) { return position.length / L * L; }
   static FASTVIT_FORCE_INLINE void add(A* sums, Simd<A> terms) { store<A>(sums, load<A>(sums) + terms); }
@@ -85,7 +86,7 @@ struct LayerNormBackward {
   // part of dx that is stored past the caches.
   template <bool kHasSums>
   static void process_row(const Row& row, int64_t columns, NonTemporalRange non_temporal, const A* gamma,
-                          A* sum_dy, A* sum_dy_xhat) {
+                          A* chunk_dy, A* chunk_dy_xhat) {
     const T* x = row.x;
     const Y* dy = row.dy;
     T* dx = row.dx;
@@ -95,10 +96,10 @@ struct LayerNormBackward {
       const Simd<A> dy_values = position.load(dy), xhat = compute_xhat(position),
                     g = dy_values * position.load(gamma);
       if constexpr (kHasSums) {
-        add(sum_dy + sum_index(position), dy_values);
-        add(sum_dy_xhat + sum_index(position), dy_values * xhat);
+        add(chunk_dy + sum_index(position), dy_values);
+        add(chunk_dy_xhat + sum_index(position), dy_values * xhat);
       }
-      return TermPair<A>{g, g * xhat};
+      return TermPair<A>{g, g * xhat};  // sum_span drops what overlaps
     });
     const A mean_g = sum_lanes<A>(sums.first) / A(columns),
             mean_g_xhat = sum_lanes<A>(sums.second) / A(columns);
@@ -123,22 +124,22 @@ struct LayerNormBackward {
     T* dx = static_cast<T*>(args.dx);
     const A* gamma = static_cast<const A*>(args.gamma);
     const A *mean = static_cast<const A*>(args.saved), *invstd = mean + args.rows;
-    const bool stores_past_cache = bypasses_cache<T>(args.rows * columns);
+    const bool stores_past_cache = is_too_large_for_cache<T>(args.rows * columns);
     torch::stable::parallel_for(0, args.slices, 1, [&](int64_t first_slice, int64_t end_slice) {
       for (int64_t slice = first_slice; slice < end_slice; ++slice) {
-        A* sum_dy = kHasSums ? static_cast<A*>(args.chunk_sums) + slice * 2 * args.padded_columns : nullptr;
-        A* sum_dy_xhat = kHasSums ? sum_dy + args.padded_columns : nullptr;
+        A* chunk_dy = kHasSums ? static_cast<A*>(args.chunk_sums) + slice * 2 * args.padded_columns : nullptr;
+        A* chunk_dy_xhat = kHasSums ? chunk_dy + args.padded_columns : nullptr;
         const int64_t end = args.rows * (slice + 1) / args.slices;
         for (int64_t r = args.rows * slice / args.slices; r < end;) {
           const int64_t chunk_end = minimum(r + kChunkRows, end);
           for (; r < chunk_end; ++r)
             process_row<kHasSums>({x + r * columns, dy + r * columns, dx + r * columns, mean[r], invstd[r]},
                                   columns, NonTemporalRange(stores_past_cache, dx + r * columns, columns, L),
-                                  gamma, sum_dy, sum_dy_xhat);
+                                  gamma, chunk_dy, chunk_dy_xhat);
           if constexpr (kHasSums) {
             double* slice_sums = args.slice_sums + slice * 2 * columns;
-            add_chunk_to_total(sum_dy, columns, slice_sums);
-            add_chunk_to_total(sum_dy_xhat, columns, slice_sums + columns);
+            add_chunk_to_slice(chunk_dy, columns, slice_sums);
+            add_chunk_to_slice(chunk_dy_xhat, columns, slice_sums + columns);
           }
         }
       }
@@ -146,14 +147,16 @@ struct LayerNormBackward {
     });
   }
 
-  // Adds a chunk's sums to the totals of the columns, and sets the chunk's sums to 0.
-  static void add_chunk_to_total(A* chunk_sums, int64_t columns, double* total) {
-    // The last vector's L sums begin at `whole`. Only its last lanes are added: the first ones have elements
-    // that the vector before it has too, or none.
-    const int64_t whole = columns / L * L, used_length = whole < columns ? whole + L : columns;
-    for (int64_t c = 0; c < whole; ++c) total[c] += double(chunk_sums[c]);
-    for (int64_t c = whole; c < columns; ++c) total[c] += double(chunk_sums[c + used_length - columns]);
-    for (int64_t c = 0; c < used_length; ++c) chunk_sums[c] = 0;
+  // Adds a chunk's sums to those of the slice, and sets the chunk's to 0.
+  static void add_chunk_to_slice(A* chunk_sums, int64_t columns, double* slice_sums) {
+    // The last vector's L sums begin at full_columns. Its last lanes have the columns that no full vector
+    // has; its first lanes repeat earlier columns or are empty.
+    const int64_t full_columns = columns / L * L,
+                  sum_count = full_columns < columns ? full_columns + L : columns;
+    for (int64_t c = 0; c < full_columns; ++c) slice_sums[c] += double(chunk_sums[c]);
+    for (int64_t c = full_columns; c < columns; ++c)
+      slice_sums[c] += double(chunk_sums[c + sum_count - columns]);
+    for (int64_t c = 0; c < sum_count; ++c) chunk_sums[c] = 0;
   }
 };
 

@@ -311,8 +311,8 @@ struct NonTemporalRange {
   int64_t first = 0;
 
   template <class T>
-  NonTemporalRange(bool bypasses_cache, const T* span, int64_t length, int64_t lanes) {
-    if (!bypasses_cache) return;
+  NonTemporalRange(bool stores_past_cache, const T* span, int64_t length, int64_t lanes) {
+    if (!stores_past_cache) return;
     const int64_t misalignment = int64_t(reinterpret_cast<uintptr_t>(span) / sizeof(T)) % lanes;
     is_used = length * int64_t(sizeof(T)) >= 1024 || (misalignment == 0 && length % lanes == 0);
     if (is_used && misalignment) first = lanes - misalignment;

@@ -38,7 +38,7 @@ struct StridedOperand {
         element_stride(tensor_layout.is_rows ? strides.channel : strides.inner),
         layout(&tensor_layout) {}
 
-  // The offset, in elements, of outer index n: a number below layout->outer, the last dimension is fastest.
+  // The offset, in elements, of outer index n < layout->outer. The last outer dimension is the fastest.
   int64_t outer_offset(int64_t n) const {
     if (layout->outer_dims == 1) return n * strides.outer[0];
     int64_t offset = 0;
@@ -90,8 +90,8 @@ struct ChannelConstant {
 };
 
 // A task of a reduction: the channels [first_channel, end_channel), which are a tile, in the units
-// [first_unit, end_unit), which are a slice. With rows, a unit is a row. With planes, a unit is one segment
-// of each channel: the same part of their planes, at one outer index.
+// [first_unit, end_unit), which are a slice. With rows, a unit is a row. With planes, a unit is the same
+// segment of the planes of all channels, at one outer index.
 struct Task {
   int64_t slice, first_unit, end_unit, first_channel, end_channel;
 };
@@ -119,7 +119,7 @@ inline int64_t parallel_grain(int64_t length) {
 // MiB or more has left the caches when the next op reads it. Non-temporal stores do not read the cache line
 // first: in float32 with long spans an op takes 0.73 to 0.84 times as long as with ordinary stores.
 template <class T>
-bool bypasses_cache(int64_t elements) {
+bool is_too_large_for_cache(int64_t elements) {
   constexpr int64_t kMinBytes = 32 << 20;
   return elements * int64_t(sizeof(T)) >= kMinBytes;
 }
@@ -132,7 +132,7 @@ struct SpanSeries {
   T* out_data[2];                       // the first span in each tensor that is written
   int64_t in_stride[3], out_stride[2];  // from a span to the next one
   int64_t spans, length, first_channel;
-  bool bypasses_cache;  // results are stored past the caches
+  bool stores_past_cache;  // the result is stored past the caches
 
   // Span k of a tensor. operand: the tensor's index among those that are read, or that are written.
   const T* in_span(int operand, int64_t k) const { return in_data[operand] + k * in_stride[operand]; }
@@ -179,8 +179,9 @@ class SpanWalk {
         span_length(args.layout.is_rows ? args.layout.channels : args.layout.inner),
         spans_per_outer(args.layout.is_rows ? 1 : args.layout.channels) {
     const WalkLayout& layout = args.layout;
-    // A result that overwrites an input is not stored past the caches: its cache lines were read already.
-    stores_past_cache = needs_no_buffers && out_count == 1 && bypasses_cache<T>(layout.numel());
+    // Not stored past the caches: two results, whose alignments may differ, and a result that overwrites an
+    // input, since its cache lines were read already.
+    stores_past_cache = needs_no_buffers && out_count == 1 && is_too_large_for_cache<T>(layout.numel());
     for (int i = 0; i < in_count; ++i) stores_past_cache = stores_past_cache && in[i].data != out[0].data;
     joins_spans = needs_no_buffers && args.plan.segments == 1 && (!layout.is_rows || layout.outer_dims == 1);
   }
@@ -188,7 +189,7 @@ class SpanWalk {
   void run() const {
     torch::stable::parallel_for(0, args.layout.outer * spans_per_outer * args.plan.segments,
                                 parallel_grain(args.plan.segment_length), [&](int64_t begin, int64_t end) {
-                                  needs_no_buffers ? walk_in_place(begin, end) : walk_buffered(begin, end);
+                                  needs_no_buffers ? walk_unbuffered(begin, end) : walk_buffered(begin, end);
                                 });
   }
 
@@ -197,12 +198,12 @@ class SpanWalk {
     SpanSeries<T> series;
     for (int i = 0; i < in_count; ++i) series.in_stride[i] = get_span_stride(args.layout, in[i].strides);
     for (int i = 0; i < out_count; ++i) series.out_stride[i] = get_span_stride(args.layout, out[i].strides);
-    series.bypasses_cache = stores_past_cache;
+    series.stores_past_cache = stores_past_cache;
     return series;
   }
 
-  // Finds where segment `index` of the walk begins, and sets the sizes of the series that begins there: that
-  // segment, or with joins_spans all spans before segment `end` that follow it at the same stride.
+  // Finds where segment `index` of the walk begins, and sets the sizes of the series that begins there. The
+  // series is the segment and, with joins_spans, the spans after it up to `end`, while the stride is fixed.
   FASTVIT_FORCE_INLINE Place locate(int64_t index, int64_t end, SpanSeries<T>& series) const {
     const CpuPlan& plan = args.plan;
     const bool is_rows = args.layout.is_rows;
@@ -214,7 +215,7 @@ class SpanWalk {
     return {n, series.first_channel, is_rows ? 0 : first};
   }
 
-  void walk_in_place(int64_t begin, int64_t end) const {
+  void walk_unbuffered(int64_t begin, int64_t end) const {
     SpanSeries<T> series = make_series();
     for (int64_t index = begin; index < end; index += series.spans) {
       const auto [n, channel, inner] = locate(index, end, series);

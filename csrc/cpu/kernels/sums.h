@@ -58,7 +58,7 @@ FASTVIT_FORCE_INLINE TermPair<A> sum_span(int64_t length, const ComputeTerms& co
 }
 
 // Sums the planes of a task (a range of channels and of units), in the order of memory. A segment is a plane
-// or a part of it; a unit is one segment of each channel: the same part of their planes, at one outer index.
+// or a part of it; a unit is the same segment of the planes of all channels, at one outer index.
 // Long planes are summed segment by segment. If planes are short, plan.planes_at_once planes of a channel are
 // summed into one result, for up to kMaxChannelsAtOnce channels in the same pass over memory.
 //
