@@ -82,7 +82,7 @@ struct BnArgs {
 
 // The arguments of the kernels of bn_forward, bn_forward_inplace and bn_apply.
 struct BnForwardArgs : BnArgs {
-  bool invertible = false;  // |gamma| is raised to gamma_floor, so that x can be recovered from y
+  bool invertible = false;  // |gamma| is raised to its floor, gamma_floor(), so that y gives x
   const void* x = nullptr;
   void* y = nullptr;
   // [2C + 2], of this rank's x or of all ranks'. Null for bn_forward_single_launch, which computes them. If
@@ -114,10 +114,10 @@ struct BnBackwardArgs : BnArgs {
   const peer::Exchange* exchange = nullptr;  // null, or the ranks over which bn_reduce adds the sums
 };
 
-// Returns the floor of |gamma| for x of `dtype`; 0 unless `invertible` is true. float16 has a larger
-// min_magnitude because its exponent is short. beta_factor is 2^7 u, where u is the relative error of a
-// rounding. It is 0 for types of 16 bits: their 2^7 u, 1/16 or 1/2, would often raise |gamma|, and change y.
-// The Python layer warns of a large |beta| / |gamma| instead.
+// Returns the floor of |gamma|, max(min_magnitude, beta_factor * |beta|); 0 unless `invertible`. float16 has
+// a larger min_magnitude because its exponent is short. beta_factor = 2^7 u, with the relative error u of a
+// rounding, keeps the error of a recovered xhat below 2^-7. It is 0 for types of 16 bits: 1/16 or 1/2 would
+// often raise |gamma|, and change y. The Python layer warns of a large |beta| / |gamma| instead.
 template <class A>
 FASTVIT_HOST_DEVICE GammaFloor<A> gamma_floor(bool invertible, ScalarType dtype) {
   if (!invertible) return {};

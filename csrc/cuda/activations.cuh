@@ -10,8 +10,8 @@ namespace fastvit {
 // gelu with half the instructions, exact enough for 16-bit elements:
 //   gelu(v) = max(v, 0) - |v| * upper_tail(|v|),
 // where upper_tail(a) is the probability that a standard normal number is larger than a. Its log2 is a
-// polynomial, fitted to a <= 5.5. The error of a * upper_tail(a) is at most 2^-18 * max(a * upper_tail(a),
-// 2^-14). The leading coefficient is negative, so upper_tail tends to 0 for larger a.
+// polynomial, fitted to a <= 5.5. The error of p = a * upper_tail(a) is at most 2^-18 * p, or 2^-32
+// where p is below 2^-14. The leading coefficient is negative, so upper_tail tends to 0 for larger a.
 struct Gelu16Bit {
   __device__ __forceinline__ static float upper_tail(float magnitude) {
     return exp2_approximate(polynomial(magnitude, -0.9999969954f, -1.151208385f, -0.4586367653f,

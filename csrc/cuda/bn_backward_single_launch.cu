@@ -37,7 +37,7 @@ class GradientCache {
     cache.store(batch, kDy, inputs.dy);
     if constexpr (kHasResidual) cache.store(batch, kResidual, inputs.residual);
   }
-  // Returns the inputs of vector j of the current batch. `vector`, batch.vector(j), only gives its type.
+  // Returns the inputs of vector j of the current batch. `vector` is batch.vector(j); only its type is used.
   template <class B>
   __device__ __forceinline__ GradientInputs<T, kVariant, B> load(const B& vector, int j) const {
     GradientInputs<T, kVariant, B> inputs;
@@ -61,7 +61,7 @@ constexpr int kBatchVectors = kVariant == GradientVariant::residual ? kMaxBatchV
 template <GradientVariant kVariant>
 constexpr int kOperands = kVariant == GradientVariant::residual ? 5 : 3;
 
-// The second walk: writes dx, and dresidual, from the cached inputs. It takes one vector at a time.
+// The second walk: writes dx, and dresidual, from the cached inputs. It takes a batch vector by vector.
 template <bool kIsRows, class T, int V, GradientVariant kVariant, class A, int kThreadChannels>
 __device__ __forceinline__ void write_gradients_from_cache(
     GradientCache<T, V, kVariant>& cache, const BnBackwardSingleLaunchParams<A>& args, const BlockWork& work,
@@ -86,9 +86,9 @@ __device__ __forceinline__ void write_gradients_from_cache(
 // kVariant: dv is computed from x, from x and a residual, or from y.
 // kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
 // are short, such as 7x7, all planes of one image. A column is one element of each row. A block takes its
-// tile's columns of the rows of its slice, a thread V of these, with constants and sums of each. If false, a
-// block walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at a time:
-// B::U vectors of each operand, of B::V elements: V, or 1 at the ends of a unit.
+// tile's columns in its slice's rows. A thread takes V of these columns, with constants and sums of each. If
+// false, a block walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at
+// a time: B::U vectors of each operand. A vector has B::V elements: V, or 1 at the ends of a unit.
 template <class T, bool kIsRows, int V, GradientVariant kVariant>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnBackwardSingleLaunchParams<Accumulation<T>>> kernel_params) {

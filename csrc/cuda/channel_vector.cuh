@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_channel(const ChannelVector& destination, 
 }
 
 // Loads the V numbers from channel c on, where c is a multiple of V. Faster than V calls of load_channel:
-// there is one switch over the dtype, and loads have 8 or 16 bytes if V numbers do, aligned to 16.
+// there is one switch over the dtype, and loads have 8 or 16 bytes, if there are 8 and the vector is aligned.
 template <int V, class A>
 __device__ __forceinline__ void load_channels(const ChannelVector& source, int64_t c, A (&values)[V],
                                               A default_value) {

@@ -4,17 +4,17 @@
 //
 // Send:  never waits. The thread that has a channel's two numbers stores them to the arena of every rank:
 //        memory that all ranks can write. An arena has an inbox, with slots for the messages of each sender.
-// Wait:  in the last blocks to finish, each for a range of channels, if possible one that it loads in one
-//        round. There are at most 8 ranges, and at most one per 16 multiprocessors. The rest of the GPU stays
-//        free for the grid's other blocks, and for other kernels on this GPU, such as NCCL's: a peer (another
-//        rank) may launch its part of the exchange only after a collective in which this GPU takes part. A
-//        wait ends when all packets have arrived, a tag (by which ranks see that they are in the same
-//        exchange) differs, a rank has abandoned its exchange (stopped waiting after a fault), or the timeout
-//        is over.
+// Wait:  in the last blocks to finish, each for a range of channels: as many as it loads at once. There are
+//        at most 8 ranges, and at most one per 16 multiprocessors, so ranges may be larger. The rest of the
+//        GPU stays free for the grid's other blocks, and for other kernels on this GPU, such as NCCL's: it
+//        can be that a peer (another rank) launches its part of the exchange after a collective that needs
+//        this GPU. A wait ends when all packets have arrived, a tag (by which ranks see that they are in the
+//        same exchange) differs, a rank has abandoned its exchange (stopped waiting after a fault), or the
+//        timeout is over.
 // Fault: the last range to end fills the whole result with NaN. Peers are notified, the host gets one
 //        report, and every later exchange fails at once.
 // Order: another rank knows by the epoch (the exchange's number) in each packet of 16 bytes that the packet
-//        has been written. Another block knows it by counters, the next kernel by the stream.
+//        has been written. Counters order writes for other blocks, the stream for the next kernel.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,7 @@ constexpr int kMaxRanges = 8, kMultiprocessorsPerRange = 16;
 // The part of a kernel's parameters that describes an exchange; empty for a kernel without one.
 template <bool kHasExchange>
 struct ExchangeParams {
-  Exchange group_exchange;  // a copy of *args.exchange; by this name KernelParams holds back the next kernel
+  Exchange group_exchange;  // *args.exchange; KernelParams finds this name, and delays the next kernel
   unsigned max_ranges;      // how many blocks wait at most
 };
 template <>
@@ -62,7 +62,7 @@ struct ReductionParams : PlannedArgs<Args>, ExchangeParams<kHasExchange> {
 template <class A, class Args, class F>
 void dispatch_exchange(const Args& args, const DeviceLimits& limits, const F& f) {
   if (!args.exchange) return f(ExchangeParams<false>{});
-  int ranks_in_flight = kPairsInFlight<A>;  // as kRanks of receive_pairs
+  int ranks_in_flight = kPairsInFlight<A>;  // halved as kRanks is in receive_pairs
   while (ranks_in_flight > 2 && args.exchange->world <= ranks_in_flight / 2) ranks_in_flight /= 2;
   const int64_t channels_in_flight = kThreads * (kPairsInFlight<A> / ranks_in_flight);
   const int64_t load_rounds = ceil_div(args.layout.channels, channels_in_flight);
@@ -165,7 +165,7 @@ class MessageReceiver {
       if (has_arrived(header[0], epoch) && has_arrived(header[1], epoch)) {
         const peer::Tag peer_tag = peer::tag_from_header(header[0], header[1]);
         if (!tags_match(peer_tag, exchange.tag)) return fail(peer::kMismatch, rank, peer_tag);
-        // A message with the right tag is valid, unless its rank has abandoned this very exchange.
+        // The exchange of a peer that has abandoned it fails here too, although its message has arrived.
         if (abandoned_epoch == epoch) return fail(peer::kPeerAbandoned, rank);
         if (count_pair < 0 || count.unpack(epoch, packets)) break;
       }
@@ -179,7 +179,7 @@ class MessageReceiver {
   // merge(rank, pair, numbers) in the order of ranks, and then write(channel, numbers). The first loads are
   // in flight while all threads call wait_for_headers(), which returns whether all headers are those of this
   // exchange. Returns false after a fault. kRanks: ranks whose pairs are loaded together, for as many
-  // channels as kPairsInFlight allows. It is halved, down to 2, while half of it covers all ranks.
+  // channels as kPairsInFlight allows. kRanks is halved, down to 2, while half of it covers all ranks.
   template <int kRanks, class WaitForHeaders, class Merge, class Write>
   __device__ __forceinline__ bool receive_pairs(const WaitForHeaders& wait_for_headers, const Merge& merge,
                                                 const Write& write) const {
@@ -193,8 +193,7 @@ class MessageReceiver {
       report.fault = has_failed ? kAlreadyReported : peer::kPending;  // kPending: no fault yet
     __syncthreads();
     if (has_failed || !wait_for_headers()) return false;
-    // A kRanks below kPairsInFlight covers all ranks, so the loop over ranks has one turn, known at compile
-    // time.
+    // A kRanks that was halved covers all ranks, so the loop over ranks has one turn, known at compile time.
     const int ranks = kRanks < kPairsInFlight<A> ? kRanks : exchange.world;
     for (bool is_loaded = true; channel < range.end; channel += kThreads * kChannels) {
       double numbers[kChannels][2] = {};

@@ -20,7 +20,7 @@ namespace {
 // A: float or double, the type of the numbers.
 template <class A>
 struct ExchangeMergeParams {
-  Exchange group_exchange;  // arenas, tag, report; by this name KernelParams holds back the next kernel
+  Exchange group_exchange;  // arenas, tag, report; KernelParams finds this name, and delays the next kernel
   // This rank's moments [2C + 2] (mean[C], M2[C], the count as two numbers), or sums [2C] (first sums[C],
   // second sums[C]).
   const A* numbers;

@@ -18,11 +18,11 @@ using torch::stable::Tensor;
 Tensor cuda_exchange_merge(Tensor numbers, Tensor exchange);
 
 // Returns this rank's message to torch.distributed's all_gather (moments) or all_reduce (sums): the numbers,
-// and a tag by which ranks see that they are in the same exchange.
+// and a tag, by which ranks see that they are in the same exchange. all_reduce keeps the tags of all ranks.
 Tensor pack_message(Tensor numbers, Tensor exchange);
-// Merges the messages that all_gather has returned, or takes the sums from that of all_reduce. The result is
-// laid out as that of exchange_merge: sums begin with `numbers`. If the tag of a rank differs from ours, the
-// merged numbers are NaN, and the FaultReport has the first such rank.
+// Merges the messages that all_gather has returned, or takes the total from the one of all_reduce. The result
+// has the rows of exchange_merge's; for sums, `numbers` are the first. If the tag of a rank differs from this
+// rank's, the merged numbers are NaN, and the FaultReport has the first such rank.
 Tensor merge_messages(Tensor messages, Tensor numbers, Tensor exchange);
 
 // Allocates `bytes` bytes of zeros on a GPU. Returns the memory, and the handle by which another process

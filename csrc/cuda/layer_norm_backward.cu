@@ -1,8 +1,8 @@
 // layer_norm_backward: dx = invstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma, for each row; and
 // for each column sum dy and sum dy * xhat, the gradients of bias and weight.
 //
-// Memory:   reads x and dy once, or twice if rows take several passes (parts that fit into registers);
-//           writes dx, and two numbers per block and column. Bound by bandwidth.
+// Memory:   reads x and dy once; writes dx, and two numbers per block and column. Rows of several passes,
+//           which exceed the registers, are read twice and add to these numbers. Bound by bandwidth.
 // Mapping:  a team of threads takes a row, see layer_norm.cuh. A block takes rows until none is left. If rows
 //           take one pass, the weight is in shared memory, a thread keeps the sums of its columns, and at the
 //           end the block's teams add these sums. A second kernel adds the sums of all blocks.
@@ -19,14 +19,14 @@ struct LayerNormBackwardParams : LayerNormArgs {
   A* block_sums;  // [blocks][2][columns]: of dy and of dy * xhat; null: no sums are needed
 };
 
-// The two choices of columns per member (layer_norm.cuh) for an x of __half are equal. The second is 24 for
-// bfloat16, but 24 columns of __half would take more registers than a thread has if two blocks share a
-// multiprocessor.
+// Columns per member: the plan takes one of two choices (layer_norm.cuh). For an x of __half both are 16.
+// For bfloat16 the second is 24, but 24 columns of __half would take more registers than a thread has if two
+// blocks share a multiprocessor.
 template <>
 constexpr int kBackwardColumnChoices<__half>[2] = {16, 16};
 
-// T: type of x and dx. Y: type of dy. V: elements of a vector: as many as 16 bytes of the larger type hold,
-// or one. K: vectors of a row that a thread has in registers. A thread without a row takes part in
+// T: type of x and dx. Y: type of dy. V: elements of a vector: 1, or as many of the larger type as 16
+// bytes hold. K: vectors of a row that a thread has in registers. A thread without a row takes part in
 // sum_over_team too.
 //
 // Kept in one function: its parts would all need the vectors and sums in registers, and a split changes the

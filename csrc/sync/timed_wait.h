@@ -1,6 +1,6 @@
 // TimedWait: how a CPU thread waits for another process's store to shared memory. It spins for the
 // few microseconds that the other process needs if it is running. Then it yields its core, and then it
-// sleeps. The wait ends after a timeout, so that the caller can return to Python, which handles signals.
+// sleeps. The wait ends after a timeout: the caller returns to Python, which handles signals and waits again.
 #pragma once
 
 #include <sched.h>

@@ -1,6 +1,6 @@
 // bn_stats: mean and M2 (the sum of squared deviations from the mean) of each channel.
 //
-// Memory:   reads x once; writes two doubles per slice and channel.
+// Memory:   reads x once; writes two doubles per slice and channel, which csrc/cpu/batch_norm.cpp merges.
 // Mapping:  a task takes some channels in a slice (some rows or segments of planes), in the order of memory.
 // Numerics: x - pivot and its square are summed over at most 2048 elements of a channel's planes, or about
 //           128 rows; the pivot is the mean of the first of them (pivoted_moments.h). The moments are merged
@@ -14,8 +14,8 @@ namespace FASTVIT_ISA {  // setup.py compiles this file once per instruction set
 namespace {
 
 // T: storage type. A: accumulation type. Planes: a span is a plane of one channel (NCHW), and a unit is the
-// same segment of the planes of all channels. Rows: a span, and a unit, is a row of all channels
-// (channels_last, tokens).
+// same segment of the planes of all channels, at one outer index. Rows: a span, and a unit, is a row of all
+// channels (channels_last, tokens).
 template <class T, class A>
 struct BnStatsKernel {
   static constexpr int kRowsAtOnce = 4;
@@ -39,7 +39,7 @@ struct BnStatsKernel {
     const int64_t values_before_task = values_before_unit(args.layout, args.plan, task.first_unit);
     sum_planes<A>(
         args, &x, /*operand_count=*/1, task,
-        // A series is planes of consecutive channels, added to sums[first_sum], ...; is_first: sets the sums.
+        // Adds a series, a plane of each of several channels, to sums[first_sum], ...; is_first: sets them.
         [&](const CpuBnStatsParams&, const SpanSeries<T>& series, int first_sum, bool is_first,
             TermPair<A>* sums) {
           for (int k = first_sum; k < first_sum + series.spans; ++k) {
@@ -48,7 +48,7 @@ struct BnStatsKernel {
             sums[k].add(is_first, sum_deviations(values, series.length, pivots[k]));
           }
         },
-        // Merges sums[k], which are complete: those of a channel, over `count` values from `unit` on.
+        // sums[k] is complete: of `count` values of the channel, from `unit` on. Merges it into mean and m2.
         [&](int k, int64_t channel, const TermPair<A>& sums, int64_t unit, int64_t count) {
           const MeanM2 moments = moments_from_pivot_sums(pivots[k], 1 / double(count),
                                                          sum_lanes<A>(sums.first), sum_lanes<A>(sums.second));
@@ -63,7 +63,7 @@ struct BnStatsKernel {
     const int64_t first_unit = task.first_unit, end_unit = task.end_unit, first_channel = task.first_channel,
                   length = task.end_channel - first_channel;
     constexpr int64_t kMaxPivotRows = 8;  // a channel's pivot is the mean of the chunk's first rows
-    T buffer[kMaxSegmentLength];          // a copy of a row without unit stride; then rows come one by one
+    T buffer[kMaxSegmentLength];          // for a row without unit stride; then k is always 0
     const T* rows[kRowsAtOnce];
     alignas(64) A pivots[kMaxSegmentLength];
     RowSums<A, kRowsAtOnce> sums;
@@ -79,7 +79,7 @@ struct BnStatsKernel {
                [&](auto position, int k) { return TermPair<A>{position.load(rows[k]), Simd<A>{}}; });
       sums.for_each_channel(length, [&](int64_t c, A sum, A) { pivots[c] = sum / A(pivot_end - begin); });
       sums.sum(length, begin, end, x.has_unit_stride(length), load_row, [&](auto position, int k) {
-        if (k == 0) prefetcher.prefetch(position);  // for all rows[]
+        if (k == 0) prefetcher.prefetch(position);  // for all kRowsAtOnce
         return compute_deviation_terms<A>(position.load(rows[k]), position.load(pivots));
       });
       const double count = double(end - begin), inverse_count = 1 / count;
