@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExtraFields_Allocation
 
 __all__ = ["live_bytes", "peak_bytes"]
 
@@ -90,17 +89,20 @@ def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
     while parents:
         events += parents
         parents = [child for event in parents for child in event.children]
-    sizes: dict[int, int] = {}  # of the blocks that `work` has allocated and not freed, by address
-    changes = []
-    for event in sorted(events, key=lambda event: event.start_time_ns):
-        block = event.typed[1]
-        if not isinstance(block, _ExtraFields_Allocation) or block.device.type != "cpu":
+    events.sort(key=lambda event: event.start_time_ns)
+    blocks = [event.typed[1] for event in events if event.name == "[memory]"]
+    changes: list[int] = []
+    held: set[int] = set()  # the addresses of blocks that `work` has allocated and not freed
+    for block in blocks:
+        if block.device.type != "cpu":
             continue
         if block.alloc_size > 0:
-            sizes[block.ptr] = block.alloc_size
-            changes.append(block.alloc_size)
-        elif block.ptr in sizes:
-            changes.append(-sizes.pop(block.ptr))
+            held.add(block.ptr)
+        elif block.ptr in held:
+            held.remove(block.ptr)
+        else:
+            continue
+        changes.append(block.alloc_size)
     return changes, result
 
 
