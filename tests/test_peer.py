@@ -277,7 +277,8 @@ def test_opcheck_of_share():
 
 def test_bad_arguments():
     ranks = Ranks(2)
-    with pytest.raises(RuntimeError, match="is for 70 numbers, that is 35 packets; .* at most 34 packets"):
+    expected = "exchange is for 70 numbers, that is 35 packets; an even n > 0 and at most 34 packets expected"
+    with pytest.raises(RuntimeError, match=expected):
         ranks.begin(0, 0, torch.zeros(70))
     with pytest.raises(
         RuntimeError, match="numbers is Half .10.; moments .2C . 2,. or sums .1, 2C. expected"
