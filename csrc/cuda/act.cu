@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   constexpr int kBatchVectors = Operands::kCount > 3 ? kMaxBatchVectors / 2 : kMaxBatchVectors;
   const BlockWork work(args.plan, blockIdx.x);
   for_each_batch<kIsRows, V, kBatchVectors, Operands::kCount, WalkOrder::ascending>(
-      args.plan, work, args.x, [&]<class B>(const B& batch) {
+      args.plan, work, /*operand0=*/args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U], dy[kBackward ? B::U : 1], gate[kGated ? B::U : 1];
         batch.template load<kEvictFirst>(x, args.x, ActForwardOperandIndex::x);
         if constexpr (kBackward) batch.template load<kEvictFirst>(dy, args.dy, ActBackwardOperandIndex::dy);

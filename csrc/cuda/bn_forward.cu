@@ -72,11 +72,8 @@ __device__ __forceinline__ void update_and_save_all(const BnForwardArgs& args) {
 
 // T: storage type of x and y. V: elements of a vector, which is 16 bytes or one element.
 // kHasResidual: a residual is added before the activation.
-// kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
-// are short, such as 7x7, all planes of one image. A column is one element of each row. A block takes its
-// tile's columns in its slice's rows. A thread takes V of these columns, with the constants of each. If
-// false, a block walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B) at
-// a time: B::U vectors of each operand. A vector has B::V elements: V, or 1 at the ends of a unit.
+// kIsRows: a thread takes V columns of the rows of its slice, with the constants of each; otherwise a block
+// walks planes of one channel. B: type of a batch, B::U vectors of B::V elements. See walk.cuh.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor + kExtraBlocksOnSm90)
     bn_forward_kernel(const __grid_constant__ KernelParams<BnForwardParams> kernel_params) {

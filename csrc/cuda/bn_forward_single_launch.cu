@@ -21,6 +21,9 @@ struct BnForwardSingleLaunchParams : BnForwardArgs {
 };
 
 constexpr int kCachedX = 0;  // index of the cache's only operand
+// The operands to which a batch has offsets: x, y (and the residual).
+template <bool kHasResidual>
+constexpr int kOperands = kHasResidual ? 3 : 2;
 
 // Writes the count, as two numbers, to `saved`, and increments num_batches_tracked. One thread of the grid
 // calls it.
@@ -30,26 +33,43 @@ __device__ __forceinline__ void write_count(const BnForwardArgs& args, double co
   if (args.num_batches_tracked) ++*args.num_batches_tracked;
 }
 
+// The second walk: writes y, from the cached x.
+template <bool kIsRows, bool kHasResidual, class T, int V, class A>
+__device__ __forceinline__ void write_y_from_cache(SmemCache<T, V, /*kOperands=*/1>& cache,
+                                                   const BnForwardSingleLaunchParams<A>& args,
+                                                   const BlockWork& work,
+                                                   const ChannelAffine<A>* tile_affine) {
+  ChannelAffine<A> thread_affine[kIsRows ? V : 1];
+  load_thread_constants<kIsRows, V>(thread_affine, tile_affine, args.plan, work);
+  cache.rewind();
+  for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands<kHasResidual>, WalkOrder::ascending>(
+      args.plan, work, /*operand0=*/args.x, [&]<class B>(const B& batch) {
+        Vector<T, B::V> x[B::U], residual[kHasResidual ? B::U : 1];
+        if constexpr (kHasResidual)
+          batch.template load<kEvictFirst>(residual, args.residual, ForwardOperandIndex::residual);
+        cache.load(batch, kCachedX, x);
+        cache.advance(batch);
+        normalize_batch<kIsRows, kHasResidual>(args, batch, x, residual, thread_affine);
+        batch.store(x, args.y, ForwardOperandIndex::y);
+      });
+}
+
 // T: storage type of x and y. V: elements of a vector of 16 bytes.
 // kHasResidual: a residual is added before the activation.
-// kIsRows: if true, a block walks rows: all channels of one position (channels_last, tokens) or, where planes
-// are short, such as 7x7, all planes of one image. A column is one element of each row. A block takes its
-// tile's columns in its slice's rows. A thread takes V of these columns, with moments and constants of each.
-// If false, a block walks planes (NCHW), or segments of them, of one channel. A thread loads a batch (type B)
-// at a time: B::U vectors of each operand. A vector has B::V elements: V, or 1 at the ends of a unit.
+// kIsRows: a thread takes V columns of the rows of its slice, with moments and constants of each; otherwise a
+// block walks planes of one channel. B: type of a batch, B::U vectors of B::V elements. See walk.cuh.
 template <class T, bool kIsRows, int V, bool kHasResidual>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward_single_launch_kernel(
     const __grid_constant__ KernelParams<BnForwardSingleLaunchParams<Accumulation<T>>> kernel_params) {
   const auto& args = kernel_params.get_after_previous_kernel();  // waits for the stream's previous kernel
   using A = Accumulation<T>;
   using ThreadMoments = ChunkedMoments<T, kIsRows, V>;
-  constexpr int kOperands = kHasResidual ? 3 : 2;  // x, y (and the residual)
   const LaunchPlan& plan = args.plan;
   const BlockWork work(plan, blockIdx.x);
   FASTVIT_DYNAMIC_SHARED(cache_bytes);  // declares the launch's dynamic shared memory
   SmemCache<T, V, /*kOperands=*/1> cache(cache_bytes);
   ThreadMoments thread_moments(plan, work, args.x);
-  for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::ascending>(
+  for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands<kHasResidual>, WalkOrder::ascending>(
       plan, work, /*operand0=*/args.x, [&]<class B>(const B& batch) {
         Vector<T, B::V> x[B::U];
         batch.template load<kEvictFirst>(x, args.x, ForwardOperandIndex::x);
@@ -83,20 +103,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
       });
   if (blockIdx.x == 0 && threadIdx.x == 0) write_count<A>(args, count);
   __syncthreads();
-
-  ChannelAffine<A> thread_affine[kIsRows ? V : 1];
-  load_thread_constants<kIsRows, V>(thread_affine, tile_affine, plan, work);
-  cache.rewind();
-  for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands, WalkOrder::ascending>(
-      plan, work, /*operand0=*/args.x, [&]<class B>(const B& batch) {
-        Vector<T, B::V> x[B::U], residual[kHasResidual ? B::U : 1];
-        if constexpr (kHasResidual)
-          batch.template load<kEvictFirst>(residual, args.residual, ForwardOperandIndex::residual);
-        cache.load(batch, kCachedX, x);
-        cache.advance(batch);
-        normalize_batch<kIsRows, kHasResidual>(args, batch, x, residual, thread_affine);
-        batch.store(x, args.y, ForwardOperandIndex::y);
-      });
+  write_y_from_cache<kIsRows, kHasResidual>(cache, args, work, tile_affine);
 }
 
 // Returns false if a single launch is not possible. The caller then calls bn_stats and bn_forward.

@@ -14,6 +14,10 @@
 //   V  elements of a vector: 16 bytes, or one element
 //   U  vectors of a batch
 //   K  channels for which a thread has constants and sums: V for rows (one per column), 1 for planes
+//   B  the type of a batch: B::U vectors of each operand, of B::V elements: V, or 1 at the ends of a unit
+//   kIsRows  true: a block walks its tile's columns (a column is one element of each row) in the rows of its
+//            slice, and a thread takes V of them; false: a block walks the planes or segments of its slice,
+//            all of one channel
 #pragma once
 
 #include "plan.h"
