@@ -20,6 +20,13 @@
 
 namespace fastvit {
 
+#if defined(__CUDACC__)
+template <class V>
+FASTVIT_HOST_DEVICE V round_product(V product) {
+  return product;
+}
+#endif
+
 // Returns c0 + c1 t + c2 t^2 + ... for the coefficients c0, c1, c2, ..., by Horner's rule.
 template <class V, class Scalar>
 FASTVIT_HOST_DEVICE V polynomial(V, Scalar c0) {
@@ -172,7 +179,7 @@ struct CdfAndDensity {
 template <class V, class Scalar>
 FASTVIT_HOST_DEVICE CdfAndDensity<V> normal(V v, Scalar type_only) {
   const V density = Scalar(0.39894228040143267794) * fast_exp(v * v * Scalar(-0.5));
-  const V tail = density * mills_ratio(V(v < Scalar(0) ? -v : v), type_only);
+  const V tail = round_product(V(density * mills_ratio(V(v < Scalar(0) ? -v : v), type_only)));
   return {v < Scalar(0) ? tail : Scalar(1) - tail, density};
 }
 

@@ -14,6 +14,19 @@
 
 namespace fastvit {
 
+// Returns a product as it is rounded: the compiler cannot fuse it with a sum of which it is a term.
+template <class V>
+FASTVIT_FORCE_INLINE V round_product(V product) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(product));
+#elif defined(__x86_64__)
+  asm("" : "+x"(product));
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
+#endif
+  return product;
+}
+
 // The type of a vector's elements.
 template <class V>
 using ElementOf = std::remove_reference_t<decltype(V{}[0])>;
@@ -40,26 +53,21 @@ struct ExpConstants<double> {
   static constexpr int kFractionBits = 52, kExponentBias = 1023;
 };
 
-// Returns exp(v) - 1 for |v| <= ln 2 / 2, from the Taylor series.
+// Returns exp(v) - 1 for |v| <= ln 2 / 2, from the Taylor series. Its terms are added in pairs, which do not
+// wait for each other (Estrin's scheme): the processor has room for two or three vectors at a time, whose
+// speed is that of the longest chain of dependent instructions.
 template <class V>
 FASTVIT_FORCE_INLINE V expm1_near_0(V v) {
   using Scalar = ElementOf<V>;
-  V series{};  // Horner's rule with the coefficients 1/13!, ..., 1/8! (double only), 1/7!, ..., 1/2!
+  const V square = v * v, terms_2_3 = v * Scalar(1.0 / 6) + Scalar(0.5),
+          terms_4_5 = v * Scalar(1.0 / 120) + Scalar(1.0 / 24);
+  V terms_from_6 = v * Scalar(1.0 / 5040) + Scalar(1.0 / 720);
   if constexpr (sizeof(Scalar) == 8) {
-    series = series * v + 1.0 / 6227020800;
-    series = series * v + 1.0 / 479001600;
-    series = series * v + 1.0 / 39916800;
-    series = series * v + 1.0 / 3628800;
-    series = series * v + 1.0 / 362880;
-    series = series * v + 1.0 / 40320;
+    const V terms_8_9 = v * (1.0 / 362880) + 1.0 / 40320, terms_10_11 = v * (1.0 / 39916800) + 1.0 / 3628800,
+            terms_12_13 = v * (1.0 / 6227020800) + 1.0 / 479001600;
+    terms_from_6 += ((terms_12_13 * square + terms_10_11) * square + terms_8_9) * square;
   }
-  series = series * v + Scalar(1.0 / 5040);
-  series = series * v + Scalar(1.0 / 720);
-  series = series * v + Scalar(1.0 / 120);
-  series = series * v + Scalar(1.0 / 24);
-  series = series * v + Scalar(1.0 / 6);
-  series = series * v + Scalar(0.5);
-  return series * v * v + v;
+  return ((terms_from_6 * square + terms_4_5) * square + terms_2_3) * square + v;
 }
 
 // v = exponent * ln 2 + remainder, per lane.

@@ -55,7 +55,8 @@ struct ActKernel {
       // NonTemporalRange: the vectors that are stored past the caches, if a call has one large result.
       for_each_vector<A>(
           series.length, NonTemporalRange(series.stores_past_cache, result, series.length, kLanes<A>),
-          [&](auto position) { return compute(position, x, dy, gate, activation_param); },
+          [&](auto position)
+              FASTVIT_FORCE_INLINE_LAMBDA { return compute(position, x, dy, gate, activation_param); },
           [&](auto position, const ActResults<A>& results) {
             position.store(result, results.result);
             if (kIsBackward && dgate) position.store(dgate, results.dgate);
@@ -66,13 +67,12 @@ struct ActKernel {
   static void run(const CpuActParams& args) {
     const bool has_gate = args.gate;
     // A tensor that the call does not have is made too, without data. It is not walked.
-    const StridedOperand<T> x(args.x, args.layout, ActForwardOperandIndex::x),
-        dy(args.dy, args.layout, ActBackwardOperandIndex::dy),
-        gate(args.gate, args.layout,
-             kIsBackward ? ActBackwardOperandIndex::gate : ActForwardOperandIndex::gate);
-    const StridedOperand<T> y(args.y, args.layout, ActForwardOperandIndex::y),
-        dx(args.dx, args.layout, ActBackwardOperandIndex::dx),
-        dgate(args.dgate, args.layout, ActBackwardOperandIndex::dgate);
+    const StridedOperand<T> x(args.x, args, ActForwardOperandIndex::x),
+        dy(args.dy, args, ActBackwardOperandIndex::dy),
+        gate(args.gate, args, kIsBackward ? ActBackwardOperandIndex::gate : ActForwardOperandIndex::gate);
+    const StridedOperand<T> y(args.y, args, ActForwardOperandIndex::y),
+        dx(args.dx, args, ActBackwardOperandIndex::dx),
+        dgate(args.dgate, args, ActBackwardOperandIndex::dgate);
     const StridedOperand<T> forward_in[] = {x, gate}, backward_in[] = {x, dy, gate};
     const StridedOperand<T> out[] = {kIsBackward ? dx : y, dgate};
     for_each_span(args, kIsBackward ? backward_in : forward_in, /*in_count=*/1 + kIsBackward + has_gate, out,
