@@ -1,5 +1,6 @@
 """Every op against the float64 reference, in every layout, dtype and activation."""
 
+import functools
 import math
 import os
 import subprocess
@@ -342,7 +343,7 @@ def test_nan_and_infinity_stay_in_their_channel(layout, device):
         assert dx[:, 2].isnan().all() and not dx[:, finite].isnan().any()
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 181, 191), (9001, 16)])
+@pytest.mark.parametrize("shape", [(2, 1, 362, 191), (9001, 16)])
 def test_partial_results_of_several_tasks(shape, device):
     """Large enough for three slices; of two planes, the middle slice takes a part of each.
 
@@ -469,6 +470,54 @@ def test_results_larger_than_the_caches(sizes, dtype):
             continue
         halves = [call(*pair) for pair in zip(x.chunk(2), dy.chunk(2), strict=True)]
         assert torch.equal(call(x, dy), torch.cat(halves)), name
+
+
+def allocations(call):
+    """What `call` returns, and how often it allocated memory."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        result = call()
+    events = profile.profiler.kineto_results.events()
+    return result, sum(event.name() == "[memory]" and event.nbytes() > 0 for event in events)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or "FASTVIT_TEST_DEVICE" in os.environ, reason="kernels of the CPU"
+)
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("activation", ["leaky_relu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_that_stay_in_the_cache(dtype, activation, residual, request):
+    """An op that makes its own statistics walks 17 MiB and more tile by tile, with the bits of two ops."""
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(2)  # with more threads than channels there are no tiles
+    sizes = 4, 35, 181, 178 if dtype == torch.float32 else 356
+    x, dy, other = (torch.randn(sizes, generator=generator(seed)).to(dtype) for seed in range(3))
+    weight, bias = torch.linspace(-1.5, 1.5, 35), torch.linspace(-0.5, 0.5, 35)
+    given = {"weight": weight, "bias": bias, "residual": other if residual else None, "activation": activation}
+
+    def forward(moments=None, momentum=0.1):
+        running = {"running_mean": torch.zeros(35), "running_var": torch.ones(35)}
+        running["num_batches_tracked"] = torch.tensor(2)
+        results = ops.bn_forward(x, **given, **running, moments=moments, momentum=momentum)
+        return *results, *running.values()
+
+    for momentum in 0.1, None:
+        same(forward(momentum=momentum), forward(ops.bn_stats(x), momentum))
+    saved = forward()[1]
+    (sums,) = ops.bn_reduce(x, dy, saved, **given)
+    *gradients, local_sums = ops.bn_backward(x, dy, saved, **given)
+    same(gradients, ops.bn_backward(x, dy, saved, **given, global_sums=sums)[:2])
+    same([local_sums], [sums])
+    if activation == "leaky_relu" and not residual:
+        y = ops.bn_forward(x, **given, invertible=True)[0]
+        (sums,) = ops.bn_reduce(y, dy, saved, **given, from_output=True)
+        dx, _, local_sums = ops.bn_backward(y, dy, saved, **given, from_output=True)
+        wanted = ops.bn_backward(y, dy, saved, **given, from_output=True, global_sums=sums)[0]
+        same([dx, local_sums], [wanted, sums])
+    check_threads(lambda: ops.bn_backward(x, dy, saved, **given))
+    # y and saved, but no moments
+    assert allocations(lambda: ops.bn_forward(x, **given))[1] == 2
+    assert allocations(lambda: ops.bn_forward(x[:3], **given | {"residual": None}))[1] == 3
 
 
 @pytest.mark.slow

@@ -79,6 +79,7 @@ const KernelTable& kernel_table() {
 CpuPlan plan_cpu_work(const WalkLayout& layout) {
   const int64_t span_length = layout.is_rows ? layout.channels : layout.inner;
   CpuPlan plan{};
+  plan.numel = layout.numel(), plan.channels = layout.channels;
   const int64_t max_segments = std::max<int64_t>(1, ceil_div(span_length, kMaxSegmentLength));
   // Segments of equal length, rounded up to a multiple of 16, so that a segment's SIMD vectors are aligned if
   // its span is. The rounding may leave fewer segments.
@@ -92,7 +93,10 @@ CpuPlan plan_cpu_work(const WalkLayout& layout) {
   const int64_t max_tasks = std::clamp<int64_t>(ceil_div(layout.numel(), kMinTaskElements), 1, kMaxTasks);
   const int64_t max_slices =
       layout.values_per_channel() / (layout.is_rows ? kMinRowsPerSlice : kMinValuesPerSlice);
-  plan.slices = std::clamp<int64_t>(std::min({plan.units, max_tasks, max_slices}), 1, kMaxSlices);
+  // Slices of parts of planes would leave gaps in what a task reads.
+  plan.slice_step = !layout.is_rows && layout.outer * layout.channels >= max_tasks ? plan.segments : 1;
+  plan.slices =
+      std::clamp<int64_t>(std::min({plan.units / plan.slice_step, max_tasks, max_slices}), 1, kMaxSlices);
   const int64_t wanted_tasks = layout.is_rows ? std::min(max_tasks, kWantedRowTasks) : max_tasks;
   plan.tiles =
       std::clamp<int64_t>(ceil_div(wanted_tasks, plan.slices), 1, std::max<int64_t>(layout.channels, 1));

@@ -30,8 +30,16 @@ struct CpuPlan {
   // Number of units. With rows, a unit is a row. With planes, a unit is the same segment of the planes of all
   // channels, at one index of the outer dimensions.
   int64_t units;
-  int64_t slices;  // number of slices: a slice is a range of units, with a result per channel
-  int64_t tiles;   // number of tiles: a tile is a range of channels
+  int64_t slices;      // number of slices: a slice is a range of units, with a result per channel
+  int64_t slice_step;  // a slice begins at a multiple of so many units: at a whole plane, if there are enough
+  int64_t tiles;       // number of tiles: a tile is a range of channels
+  int64_t numel;       // elements of each tensor of the op
+  // The channels that a kernel processes: all of the op's, or one tile of them (cache_tiles.h). In a
+  // kernel's parameters, channel 0 of the layout and of all arrays is first_channel.
+  int64_t first_channel, channels;
+
+  // The first unit of a slice, and with slice == slices the end of the last one.
+  int64_t first_unit(int64_t slice) const { return units / slice_step * slice / slices * slice_step; }
 };
 
 CpuPlan plan_cpu_work(const WalkLayout& layout);
@@ -60,6 +68,8 @@ struct CpuBnBackwardParams : BnBackwardArgs {
   const void *scale = nullptr, *beta = nullptr, *inverse_gamma = nullptr;  // [C]; scale is gamma * invstd
   // Result of bn_reduce, [slices][2][C]: sum dv and sum dv * second_factor.
   double* slice_sums = nullptr;
+  // Null, or a result of bn_reduce: dv, which lies in memory as the input does.
+  void* dv = nullptr;
   // For bn_backward, [C]: dx = scale * (dv - mean_dv - slope * second_factor). slope * second_factor is xhat
   // * mean(dv * xhat), so slope is mean(dv * xhat), times invstd if second_factor is x - mean.
   const void *mean_dv = nullptr, *slope = nullptr;

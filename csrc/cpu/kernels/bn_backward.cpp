@@ -39,7 +39,7 @@ struct BnBackwardKernel {
         // NonTemporalRange: the vectors that are stored past the caches, if a call has one large result.
         for_each_vector<A>(
             series.length, NonTemporalRange(series.stores_past_cache, dx, series.length, kLanes<A>),
-            [&](auto position) {
+            [&](auto position) FASTVIT_FORCE_INLINE_LAMBDA {
               const auto [dv, second_factor] = constants.template evaluate<kFromOutput, ActFunction>(
                   position, input, dy, may_have_residual ? residual : nullptr);
               return Results<A>{constants.scale.load(position) *
@@ -60,12 +60,11 @@ struct BnBackwardKernel {
   }
 
   void run() const {
-    const WalkLayout& layout = args.layout;
-    const StridedOperand<T> in[] = {{args.input, layout, BackwardOperandIndex::input},
-                                    {args.dy, layout, BackwardOperandIndex::dy},
-                                    {args.residual, layout, BackwardOperandIndex::residual}};
-    const StridedOperand<T> out[] = {{args.dx, layout, BackwardOperandIndex::dx},
-                                     {args.dresidual, layout, BackwardOperandIndex::dresidual}};
+    const StridedOperand<T> in[] = {{args.input, args, BackwardOperandIndex::input},
+                                    {args.dy, args, BackwardOperandIndex::dy},
+                                    {args.residual, args, BackwardOperandIndex::residual}};
+    const StridedOperand<T> out[] = {{args.dx, args, BackwardOperandIndex::dx},
+                                     {args.dresidual, args, BackwardOperandIndex::dresidual}};
     for_each_span(args, in, /*in_count=*/args.residual ? 3 : 2, out, /*out_count=*/args.residual ? 2 : 1,
                   process_series);
   }

@@ -30,8 +30,9 @@ void process_series(const CpuBnForwardParams& args, const SpanSeries<T>& series)
       // NonTemporalRange: the vectors that are stored past the caches, if a call has one large result.
       for_each_vector<A>(
           series.length, NonTemporalRange(series.stores_past_cache, y, series.length, kLanes<A>),
-          [&](auto position) {
-            Simd<A> v = (position.load(x) - mean.load(position)) * scale.load(position) + beta.load(position);
+          [&](auto position) FASTVIT_FORCE_INLINE_LAMBDA {
+            Simd<A> v = multiply_add<A>(position.load(x) - mean.load(position), scale.load(position),
+                                        beta.load(position));
             if (may_have_residual && residual) v += position.load(residual);
             return ActivationFunction<kActivation>::forward(v, activation_param);
           },
@@ -47,9 +48,9 @@ void process_series(const CpuBnForwardParams& args, const SpanSeries<T>& series)
 
 template <class T, class A, bool kIsRows, Activation kActivation>
 inline void run_kernel(const CpuBnForwardParams& args) {
-  const StridedOperand<T> in[] = {{args.x, args.layout, ForwardOperandIndex::x},
-                                  {args.residual, args.layout, ForwardOperandIndex::residual}};
-  const StridedOperand<T> out[] = {{args.y, args.layout, ForwardOperandIndex::y}};
+  const StridedOperand<T> in[] = {{args.x, args, ForwardOperandIndex::x},
+                                  {args.residual, args, ForwardOperandIndex::residual}};
+  const StridedOperand<T> out[] = {{args.y, args, ForwardOperandIndex::y}};
   for_each_span(args, in, /*in_count=*/args.residual ? 2 : 1, out, /*out_count=*/1,
                 process_series<T, A, kIsRows, kActivation>);
 }

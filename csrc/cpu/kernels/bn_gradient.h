@@ -47,9 +47,9 @@ struct BnGradientConstants {
                            inverse_gamma.load(position), max_abs_xhat)};
     } else {
       const Simd<A> centered = input_values - mean.load(position);
-      Simd<A> v = centered * scale.load(position) + beta.load(position);
+      Simd<A> v = multiply_add<A>(centered, scale.load(position), beta.load(position));
       if (residual) v += position.load(residual);
-      return {ActFunction::backward(dy_values, v, activation_param), centered};
+      return {round_product(ActFunction::backward(dy_values, v, activation_param)), centered};
     }
   }
 };

@@ -1,12 +1,15 @@
 // bn_reduce: the sums of dv and of dv * second_factor per channel, where dv is the gradient of act's input.
 // second_factor is x - mean, or with from_output the xhat that is recovered from y (bn_gradient.h).
 //
-// Memory:   reads x (or y), dy (and the residual) once; writes two doubles per slice and channel.
+// Memory:   reads x (or y), dy (and the residual) once; writes two doubles per slice and channel, and dv if a
+//           caller needs it again, which must then lie in memory as x does.
 // Mapping:  a task takes some channels in a slice (some rows or segments of planes), in the order of memory.
 // Numerics: at most 2048 elements of a channel's planes, or about 128 rows, are summed in the accumulation
 //           type; their sums are added in double, in a fixed order.
 // Needs:    with from_output, an invertible activation, and the floored gamma, which is not 0.
 // Source:   arXiv:1712.02616, section 3.
+#include <type_traits>
+
 #include "bn_gradient.h"
 #include "sums.h"
 
@@ -25,9 +28,9 @@ using SumPlaneSeries = void (*)(const CpuBnBackwardParams& args, const SpanSerie
 template <class A, class T>
 void reduce_planes(const CpuBnBackwardParams& args, const Task& task, double* sum_dv,
                    double* sum_dv_times_factor, SumPlaneSeries<A, T> sum_series) {
-  const StridedOperand<T> in[] = {{args.input, args.layout, ReduceOperandIndex::input},
-                                  {args.dy, args.layout, ReduceOperandIndex::dy},
-                                  {args.residual, args.layout, ReduceOperandIndex::residual}};
+  const StridedOperand<T> in[] = {{args.input, args, ReduceOperandIndex::input},
+                                  {args.dy, args, ReduceOperandIndex::dy},
+                                  {args.residual, args, ReduceOperandIndex::residual}};
   sum_planes<A>(
       args, in, /*operand_count=*/args.residual ? 3 : 2, task, sum_series,
       [&](int /*k*/, int64_t channel, const TermPair<A>& sums, int64_t /*unit*/, int64_t /*count*/) {
@@ -42,20 +45,26 @@ template <class T, class A, bool kIsRows, bool kFromOutput, Activation kActivati
 struct BnReduceKernel {
   using ActFunction = ActivationFunction<kActivation>;
   const CpuBnBackwardParams& args;
-  const StridedOperand<T> input{args.input, args.layout, ReduceOperandIndex::input},
-      dy{args.dy, args.layout, ReduceOperandIndex::dy},
-      residual{args.residual, args.layout, ReduceOperandIndex::residual};
+  const StridedOperand<T> input{args.input, args, ReduceOperandIndex::input},
+      dy{args.dy, args, ReduceOperandIndex::dy}, residual{args.residual, args, ReduceOperandIndex::residual};
   using Constants = BnGradientConstants<A, kIsRows>;
 
   struct Spans {
     const T *input, *dy, *residual;  // residual: may be null
+    T* dv;                           // where dv is stored; may be null
   };
+  static constexpr bool kMayStoreDv = is_transcendental(kActivation) && std::is_same_v<T, A>;
+  // dv lies in memory as the input does. input_span: not a copy of it.
+  static T* find_dv(const CpuBnBackwardParams& args, const T* input_span) {
+    return args.dv ? static_cast<T*>(args.dv) + (input_span - static_cast<const T*>(args.input)) : nullptr;
+  }
   // position: of a vector in the spans.
   template <class Position>
   static FASTVIT_FORCE_INLINE TermPair<A> compute_terms(Position position, const Spans& spans,
                                                         const Constants& constants) {
     const auto [dv, second_factor] = constants.template evaluate<kFromOutput, ActFunction>(
         position, spans.input, spans.dy, spans.residual);
+    if (kMayStoreDv && spans.dv) position.store(spans.dv, dv);
     return {dv, dv * second_factor};
   }
 
@@ -63,8 +72,9 @@ struct BnReduceKernel {
                                bool is_first, TermPair<A>* sums) {
     for (int k = 0; k < series.spans; ++k) {
       const Constants constants(args, series.first_channel + k);
-      const Spans spans{series.in_span(0, k), series.in_span(1, k),
-                        args.residual ? series.in_span(2, k) : nullptr};
+      const T* const input = series.in_span(0, k);
+      const Spans spans{input, series.in_span(1, k), args.residual ? series.in_span(2, k) : nullptr,
+                        find_dv(args, input)};
       sums[first_sum + k].add(is_first, sum_span<A, /*kAccumulators=*/2>(series.length, [&](auto position) {
                                 return compute_terms(position, spans, constants);
                               }));
@@ -76,11 +86,13 @@ struct BnReduceKernel {
     T input[kMaxSegmentLength], dy[kMaxSegmentLength], residual[kFromOutput ? 1 : kMaxSegmentLength];
   };
   Spans gather_row(int64_t row, int64_t first_channel, int64_t length, Buffers& buffers) const {
-    return {input.gather(input.address(row, first_channel, /*inner=*/0), length, buffers.input),
+    const T* const input_row = input.address(row, first_channel, /*inner=*/0);
+    return {input.gather(input_row, length, buffers.input),
             dy.gather(dy.address(row, first_channel, /*inner=*/0), length, buffers.dy),
             args.residual
                 ? residual.gather(residual.address(row, first_channel, /*inner=*/0), length, buffers.residual)
-                : nullptr};
+                : nullptr,
+            find_dv(args, input_row)};
   }
 
   // sum_dv[c], sum_dv_times_factor[c]: of the task's channel c, which is channel first_channel + c.

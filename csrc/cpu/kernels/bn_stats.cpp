@@ -21,7 +21,7 @@ struct BnStatsKernel {
   static constexpr int kRowsAtOnce = 4;
 
   static void run(const CpuBnStatsParams& args) {
-    const StridedOperand<T> x(args.x, args.layout, ForwardOperandIndex::x);
+    const StridedOperand<T> x(args.x, args, ForwardOperandIndex::x);
     for_each_task(args.layout, args.plan, [&](const Task& task) {
       double* mean = args.slice_moments + task.slice * 2 * args.layout.channels;
       double* m2 = mean + args.layout.channels;

@@ -261,6 +261,25 @@ FASTVIT_FORCE_INLINE A sum_lanes(Simd<A> values) {
 #endif
 }
 
+// Returns a * b + c, with one rounding where the instruction set has such an instruction. For the expression
+// a * b + c the compiler would choose anew in each kernel, and kernels might disagree on a value near a kink.
+template <class A>
+FASTVIT_FORCE_INLINE Simd<A> multiply_add(Simd<A> a, Simd<A> b, Simd<A> c) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(A) == 4)
+    return Simd<A>(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+  else
+    return Simd<A>(_mm512_fmadd_pd(__m512d(a), __m512d(b), __m512d(c)));
+#elif defined(__FMA__)
+  if constexpr (sizeof(A) == 4)
+    return Simd<A>(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+  else
+    return Simd<A>(_mm256_fmadd_pd(__m256d(a), __m256d(b), __m256d(c)));
+#else
+  return a * b + c;
+#endif
+}
+
 // Positions of a vector in a span. position.load(span) and position.store(span, values) access the vector's
 // elements in a span that begins at `span`.
 //

@@ -31,12 +31,15 @@ struct StridedOperand {
   int64_t element_stride;  // between the elements of a span
   const WalkLayout* layout;
 
-  // operand_index: the tensor's place in layout.strides.
-  StridedOperand(const void* tensor_data, const WalkLayout& tensor_layout, int operand_index)
+  // args: a kernel's parameters. operand_index: the tensor's place in layout.strides.
+  template <class Args>
+  StridedOperand(const void* tensor_data, const Args& args, int operand_index)
       : data(static_cast<T*>(const_cast<void*>(tensor_data))),
-        strides(tensor_layout.strides[operand_index]),
-        element_stride(tensor_layout.is_rows ? strides.channel : strides.inner),
-        layout(&tensor_layout) {}
+        strides(args.layout.strides[operand_index]),
+        element_stride(args.layout.is_rows ? strides.channel : strides.inner),
+        layout(&args.layout) {
+    if (data) data += args.plan.first_channel * strides.channel;
+  }
 
   // The offset, in elements, of outer index n < layout->outer. The last outer dimension is the fastest.
   int64_t outer_offset(int64_t n) const {
@@ -102,7 +105,7 @@ void for_each_task(const WalkLayout& layout, const CpuPlan& plan, const RunTask&
   torch::stable::parallel_for(0, plan.slices * plan.tiles, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t slice = i / plan.tiles, tile = i % plan.tiles;
-      run_task(Task{slice, plan.units * slice / plan.slices, plan.units * (slice + 1) / plan.slices,
+      run_task(Task{slice, plan.first_unit(slice), plan.first_unit(slice + 1),
                     layout.channels * tile / plan.tiles, layout.channels * (tile + 1) / plan.tiles});
     }
   });
@@ -181,7 +184,7 @@ class SpanWalk {
     const WalkLayout& layout = args.layout;
     // Not stored past the caches: two results, whose alignments may differ, and a result that overwrites an
     // input, since its cache lines were read already.
-    stores_past_cache = needs_no_buffers && out_count == 1 && is_too_large_for_cache<T>(layout.numel());
+    stores_past_cache = needs_no_buffers && out_count == 1 && is_too_large_for_cache<T>(args.plan.numel);
     for (int i = 0; i < in_count; ++i) stores_past_cache = stores_past_cache && in[i].data != out[0].data;
     joins_spans = needs_no_buffers && args.plan.segments == 1 && (!layout.is_rows || layout.outer_dims == 1);
   }
