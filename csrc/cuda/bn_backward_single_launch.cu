@@ -1,9 +1,11 @@
-// bn_backward without given sums: the sums of bn_reduce and dx in a single launch, for tensors that fit into
-// the shared memory of all multiprocessors. The results are those of the two ops, bit by bit.
+// bn_backward without given sums: the sums of bn_reduce and dx in a single launch, for tensors of which a
+// tile (some channels) fits into the shared memory of all multiprocessors. The results are those of the two
+// ops, bit by bit.
 //
 // Memory:   reads x or y, dy (and the residual) once; writes dx (and dresidual) and 2C sums once.
-// Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h, and keeps
-//           its inputs in shared memory. The blocks of a tile wait for each other, so all must be resident.
+// Mapping:  a block has a tile and a slice (a share of its values), see plan.h, and keeps its inputs in shared
+//           memory. Then it takes another tile, if not all fit at once. The blocks of a tile wait for each
+//           other, so all must be resident.
 // Numerics: as bn_reduce and bn_backward.
 // Needs:    an input y (from_output) must come from bn_forward_inplace or bn_forward with invertible=True.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.
@@ -54,9 +56,9 @@ class GradientCache {
   __device__ __forceinline__ void rewind() { cache.rewind(); }
 };
 
-// Vectors of each operand that a thread has in flight: fewer with a residual, to save registers.
+// Vectors of each operand that a thread has in flight, as in bn_reduce.
 template <GradientVariant kVariant>
-constexpr int kBatchVectors = kVariant == GradientVariant::residual ? kMaxBatchVectors / 2 : kMaxBatchVectors;
+constexpr int kBatchVectors = batch_vectors_of_reduction(kVariant == GradientVariant::residual ? 3 : 2);
 // The operands to which a batch has offsets: input, dy, dx (and the residual, dresidual).
 template <GradientVariant kVariant>
 constexpr int kOperands = kVariant == GradientVariant::residual ? 5 : 3;
@@ -93,55 +95,56 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_backwar
   using A = Accumulation<T>;
   constexpr int kThreadChannels = kIsRows ? V : 1, kTileCapacity = kIsRows ? kMaxTileChannels : 1;
   const LaunchPlan& plan = args.plan;
-  const BlockWork work(plan, blockIdx.x);
   __shared__ GradientConstants<A, kVariant> tile_constants[kTileCapacity];
   __shared__ StatisticsCorrection<A> tile_corrections[kTileCapacity];  // dx = scale * (dv - correction)
-  const int64_t first_channel = work.first_channel(plan), C = plan.layout.channels;
-  for (int tile_channel = threadIdx.x; tile_channel < work.channels(plan); tile_channel += kThreads)
-    tile_constants[tile_channel] = GradientConstants<A, kVariant>::load(args, first_channel + tile_channel);
-  __syncthreads();
-  // |xhat| of n values is at most sqrt(n - 1). An xhat that is recovered from a rounded y is clamped to that.
-  const A max_abs_xhat = compute_max_abs_xhat<A, kVariant>(args);
-
-  FASTVIT_DYNAMIC_SHARED(cache_bytes);  // declares the launch's dynamic shared memory
-  GradientCache<T, V, kVariant> cache(cache_bytes);
-  KahanSums<A> thread_sums[kThreadChannels];
-  GradientConstants<A, kVariant> thread_constants[kThreadChannels];
-  load_thread_constants<kIsRows, V>(thread_constants, tile_constants, plan, work);
-  // The op that wrote dy usually wrote its end last, and the L2 cache still has it: the walk begins there.
-  for_each_batch<kIsRows, V, kBatchVectors<kVariant>, kOperands<kVariant>, WalkOrder::descending>(
-      plan, work, /*operand0=*/args.input, [&]<class B>(const B& batch) {
-        GradientInputs<T, kVariant, B> inputs;
-        inputs.template load<kEvictFirst, /*kResidualOperand=*/BackwardOperandIndex::residual>(batch, args);
-        cache.store(batch, inputs);
-        force_reload_from_shared();  // frees the registers of the inputs
-        accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, max_abs_xhat,
-                                    [&](int j) { return cache.load(batch.vector(j), j); });
-        cache.advance(batch);
-      });
-
   // Bytes, because a __shared__ array cannot have a constructor. After merge_block, the block's sums of a
   // channel of its tile are block_sums[tile_channel * stride].
   __shared__ __align__(16) unsigned char bytes[kThreads * kThreadChannels * sizeof(GradientSums<A>)];
   GradientSums<A>* block_sums = reinterpret_cast<GradientSums<A>*>(bytes);
-  const int stride = merge_block(block_sums, thread_sums, plan, work);
-  A* const local_sums = static_cast<A*>(args.local_sums);
-  merge_slices</*kAllBlocksGetTotals=*/true>(
-      block_sums, stride, args.slice_results, plan, work, [&](int64_t c, GradientSums<A> channel_sums) {
-        // If the input is x, the second sum is of dv * (x - mean); invstd makes it the sum of dv * xhat.
-        if (kVariant != GradientVariant::from_output)
-          channel_sums.dv_times_second_factor *= load_saved_invstd<A>(args, c);
-        tile_corrections[c - first_channel] =
-            StatisticsCorrection<A>::template from_sums<kVariant>(args, c, channel_sums);
-        if (work.slice == 0) {
-          local_sums[c] = channel_sums.dv;
-          local_sums[C + c] = channel_sums.dv_times_second_factor;
-        }
-      });
-  __syncthreads();
-  // The constants are read again, so that they take no registers between the walks.
-  load_thread_constants<kIsRows, V>(thread_constants, tile_constants, plan, work);
-  write_gradients_from_cache<kIsRows>(cache, args, work, thread_constants, tile_corrections, max_abs_xhat);
+  FASTVIT_DYNAMIC_SHARED(cache_bytes);  // declares the launch's dynamic shared memory
+  // |xhat| of n values is at most sqrt(n - 1). An xhat that is recovered from a rounded y is clamped to that.
+  const A max_abs_xhat = compute_max_abs_xhat<A, kVariant>(args);
+  for (BlockWork work(plan, blockIdx.x); work.tile < plan.tiles; work.tile += plan.tiles_at_once) {
+    const int64_t first_channel = work.first_channel(plan), C = plan.layout.channels;
+    for (int tile_channel = threadIdx.x; tile_channel < work.channels(plan); tile_channel += kThreads)
+      tile_constants[tile_channel] = GradientConstants<A, kVariant>::load(args, first_channel + tile_channel);
+    __syncthreads();
+    GradientCache<T, V, kVariant> cache(cache_bytes);
+    KahanSums<A> thread_sums[kThreadChannels];
+    GradientConstants<A, kVariant> thread_constants[kThreadChannels];
+    load_thread_constants<kIsRows, V>(thread_constants, tile_constants, plan, work);
+    // The op that wrote dy usually wrote its end last, and the L2 cache still has it: the walk begins there.
+    for_each_batch<kIsRows, V, kBatchVectors<kVariant>, kOperands<kVariant>, WalkOrder::descending>(
+        plan, work, /*operand0=*/args.input, [&]<class B>(const B& batch) {
+          GradientInputs<T, kVariant, B> inputs;
+          inputs.template load<kEvictFirst, /*kResidualOperand=*/BackwardOperandIndex::residual>(batch, args);
+          cache.store(batch, inputs);
+          force_reload_from_shared();  // frees the registers of the inputs
+          accumulate_sums<T, kIsRows>(thread_sums, batch, thread_constants, args, max_abs_xhat,
+                                      [&](int j) { return cache.load(batch.vector(j), j); });
+          cache.advance(batch);
+        });
+
+    const int stride = merge_block(block_sums, thread_sums, plan, work);
+    A* const local_sums = static_cast<A*>(args.local_sums);
+    merge_slices</*kAllBlocksGetTotals=*/true>(
+        block_sums, stride, args.slice_results, plan, work, [&](int64_t c, GradientSums<A> channel_sums) {
+          // If the input is x, the second sum is of dv * (x - mean); invstd makes it the sum of dv * xhat.
+          if (kVariant != GradientVariant::from_output)
+            channel_sums.dv_times_second_factor *= load_saved_invstd<A>(args, c);
+          tile_corrections[c - first_channel] =
+              StatisticsCorrection<A>::template from_sums<kVariant>(args, c, channel_sums);
+          if (work.slice == 0) {
+            local_sums[c] = channel_sums.dv;
+            local_sums[C + c] = channel_sums.dv_times_second_factor;
+          }
+        });
+    __syncthreads();
+    // The constants are read again, so that they take no registers between the walks.
+    load_thread_constants<kIsRows, V>(thread_constants, tile_constants, plan, work);
+    __syncthreads();  // the next tile's constants overwrite these
+    write_gradients_from_cache<kIsRows>(cache, args, work, thread_constants, tile_corrections, max_abs_xhat);
+  }
 }
 
 // Returns false, without a launch, where a single launch is not possible. The caller then calls bn_reduce and

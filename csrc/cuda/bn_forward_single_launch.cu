@@ -1,10 +1,11 @@
 // bn_forward and bn_forward_inplace without given moments: the moments of bn_stats and y in a single launch,
-// for a tensor that fits into the shared memory of all multiprocessors. The results are those of the two ops,
-// bit by bit.
+// for a tensor of which a tile (some channels) fits into the shared memory of all multiprocessors. The
+// results are those of the two ops, bit by bit.
 //
 // Memory:   reads x (and the residual) once; writes y once, to a new tensor or over x, and `saved`.
-// Mapping:  a block has a tile (some channels) and a slice (a share of their values), see plan.h, and keeps
-//           its x in shared memory. The blocks of a tile wait for each other, so all must be resident.
+// Mapping:  a block has a tile and a slice (a share of its values), see plan.h, and keeps its x in shared
+//           memory. Then it takes another tile, if not all fit at once. The blocks of a tile wait for each
+//           other, so all must be resident.
 // Numerics: as bn_stats and bn_forward.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167; in place: arXiv:1712.02616.
 #include "chunked_moments.cuh"
@@ -65,45 +66,49 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_forward
   using A = Accumulation<T>;
   using ThreadMoments = ChunkedMoments<T, kIsRows, V>;
   const LaunchPlan& plan = args.plan;
-  const BlockWork work(plan, blockIdx.x);
   FASTVIT_DYNAMIC_SHARED(cache_bytes);  // declares the launch's dynamic shared memory
-  SmemCache<T, V, /*kOperands=*/1> cache(cache_bytes);
-  ThreadMoments thread_moments(plan, work, args.x);
-  for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands<kHasResidual>, WalkOrder::ascending>(
-      plan, work, /*operand0=*/args.x, [&]<class B>(const B& batch) {
-        Vector<T, B::V> x[B::U];
-        batch.template load<kEvictFirst>(x, args.x, ForwardOperandIndex::x);
-        cache.store(batch, kCachedX, x);
-        cache.advance(batch);
-        thread_moments.add(batch, x);
-      });
-
   // After finish() a thread's means are relative to the channel's pivot, its first value in memory. A pivot
   // must be read before the blocks wait for each other: afterwards another block may overwrite x with y.
   __shared__ A pivots[ThreadMoments::kTileCapacity];
   __shared__ ChannelAffine<A> tile_affine[ThreadMoments::kTileCapacity];
-  const int64_t first_channel = work.first_channel(plan);
   // Bytes: a __shared__ array cannot have a constructor. merge_block leaves results at tile_channel * stride.
   __shared__ __align__(
       16) unsigned char bytes[kThreads * ThreadMoments::kThreadChannels * sizeof(PartialMoments<A>)];
   PartialMoments<A>* block_moments = reinterpret_cast<PartialMoments<A>*>(bytes);
-  thread_moments.finish(pivots, plan, work);
-  const int stride = merge_block(block_moments, thread_moments.moments, plan, work);
   const double count = args.layout.values_per_channel();
-  merge_slices</*kAllBlocksGetTotals=*/true>(
-      block_moments, stride, args.slice_results, plan, work,
-      [&](int64_t c, const PartialMoments<A>& channel_moments) {
-        const Moments<A> moments{count, pivots[c - first_channel] + channel_moments.mean, channel_moments.m2};
-        const auto mean_invstd = MeanInvstd<A>::from_moments(moments, args.eps);
-        tile_affine[c - first_channel] = ChannelAffine<A>::load(args, c, mean_invstd);
-        if (work.slice == 0) {
-          update_running_stats(args, c, moments, args.momentum);
-          mean_invstd.save(args, c);
-        }
-      });
   if (blockIdx.x == 0 && threadIdx.x == 0) write_count<A>(args, count);
-  __syncthreads();
-  write_y_from_cache<kIsRows, kHasResidual>(cache, args, work, tile_affine);
+  for (BlockWork work(plan, blockIdx.x); work.tile < plan.tiles; work.tile += plan.tiles_at_once) {
+    SmemCache<T, V, /*kOperands=*/1> cache(cache_bytes);
+    ThreadMoments thread_moments(plan, work, args.x);
+    for_each_batch<kIsRows, V, kMaxBatchVectors, kOperands<kHasResidual>, WalkOrder::ascending>(
+        plan, work, /*operand0=*/args.x, [&]<class B>(const B& batch) {
+          Vector<T, B::V> x[B::U];
+          batch.template load<kEvictFirst>(x, args.x, ForwardOperandIndex::x);
+          cache.store(batch, kCachedX, x);
+          cache.advance(batch);
+          thread_moments.add(batch, x);
+        });
+
+    thread_moments.finish(pivots, plan, work);
+    const int stride = merge_block(block_moments, thread_moments.moments, plan, work);
+    const int64_t first_channel = work.first_channel(plan);
+    merge_slices</*kAllBlocksGetTotals=*/true>(
+        block_moments, stride, args.slice_results, plan, work,
+        [&](int64_t c, const PartialMoments<A>& channel_moments) {
+          const Moments<A> moments{count, pivots[c - first_channel] + channel_moments.mean,
+                                   channel_moments.m2};
+          const auto mean_invstd = MeanInvstd<A>::from_moments(moments, args.eps);
+          tile_affine[c - first_channel] = ChannelAffine<A>::load(args, c, mean_invstd);
+          if (work.slice == 0) {
+            update_running_stats(args, c, moments, args.momentum);
+            mean_invstd.save(args, c);
+          }
+        });
+    // Between this barrier and those of the next tile's merge_block no shared array changes but the cache, in
+    // which a thread has places of its own, and the pivots, which have been read.
+    __syncthreads();
+    write_y_from_cache<kIsRows, kHasResidual>(cache, args, work, tile_affine);
+  }
 }
 
 // Returns false if a single launch is not possible. The caller then calls bn_stats and bn_forward.

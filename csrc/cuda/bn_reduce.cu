@@ -32,8 +32,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) bn_reduce_
   constexpr bool kHasResidual = kVariant == GradientVariant::residual;
   constexpr int kOperands = kHasResidual ? 3 : 2;  // input, dy (and the residual)
   constexpr int kThreadChannels = kIsRows ? V : 1;
-  // Vectors of each operand that a thread has in flight: fewer with a residual, to save registers.
-  constexpr int kBatchVectors = kHasResidual ? kMaxBatchVectors / 2 : kMaxBatchVectors;
+  constexpr int kBatchVectors = batch_vectors_of_reduction(kOperands);
   const BlockWork work(args.plan, gridDim.x - 1 - blockIdx.x);  // in reverse, as the walk
   __shared__ GradientConstants<A, kVariant> tile_constants[kIsRows ? kMaxTileChannels : 1];
   const int channels = work.channels(args.plan);

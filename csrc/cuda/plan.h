@@ -12,7 +12,8 @@
 //           so that loads can be 16 bytes wide. A channel then has `inner` columns (columns_per_channel).
 // An operand is a tensor that the kernel reads or writes. A vector is what one load moves: 16 bytes, or one
 // element. A batch is the vectors that a thread has in flight, at most kMaxBatchVectors of each operand.
-// Blocks that are resident at the same time are a wave.
+// Blocks that are resident at the same time are a wave. The blocks of a single launch may walk several tiles
+// in turn, in rounds of tiles_at_once tiles, so that only the values of these must fit into shared memory.
 #pragma once
 
 #include <algorithm>
@@ -26,6 +27,10 @@ namespace fastvit {
 constexpr int kThreads = 256;                // threads of a block, in every kernel
 constexpr int kBlocksPerMultiprocessor = 2;  // usual launch bound; leaves 128 registers for a thread
 constexpr int kMaxBatchVectors = 4;          // vectors of each operand that a thread has in flight
+// The same in a reduction of so many operands: fewer of three, to save registers.
+constexpr int batch_vectors_of_reduction(int operands) {
+  return operands > 2 ? kMaxBatchVectors / 2 : kMaxBatchVectors;
+}
 // A reduction of more tiles has one slice per tile, and merges none. Merging takes counters in global memory,
 // of which a stream has a fixed number (launch_memory.h).
 constexpr int kMaxMergedTiles = 4096;
@@ -67,6 +72,9 @@ struct LaunchPlan {
   int columns_per_channel = 1;   // 1, or `inner` if planes are folded into rows
   int tile_channels = 1;         // channels of a tile; the last tile may have fewer
   unsigned tiles = 1, slices = 1;
+  // Tiles that the blocks of a launch walk at the same time. A block then goes on to the tile that is this
+  // many further. It equals `tiles`, but in a single launch of several rounds.
+  unsigned tiles_at_once = 1;
   int64_t columns = 1;                       // elements of a row
   int64_t segment_length = 1, segments = 1;  // elements of a plane's segment; segments of a plane
   int64_t units = 0;                         // units of a tile: the sum over its slices
@@ -74,7 +82,7 @@ struct LaunchPlan {
   // keeps. With 0 the op cannot be a single launch.
   int vectors_in_shared = 0;
 
-  int64_t blocks() const { return int64_t(tiles) * slices; }
+  int64_t blocks() const { return int64_t(tiles_at_once) * slices; }
 };
 
 struct LaunchPlanner {
@@ -88,27 +96,44 @@ struct LaunchPlanner {
   int min_waves = 1;
   int vector_width = 16 / element_size;  // elements of a vector of 16 bytes
 
-  // Plans a single launch, whose blocks keep their values of the reduced operands in shared memory. In the
-  // result vectors_in_shared is 0 if these values do not fit, if vectors do not have 16 bytes, or if the op
-  // has no reduction; plan() completes a plan with 0.
+  // Plans a single launch, whose blocks keep their values of the reduced operands in shared memory: all tiles
+  // at once if they fit, else in the fewest rounds. In the result vectors_in_shared is 0 if the values of one
+  // tile do not fit, if vectors do not have 16 bytes, or if the op has no reduction; plan() completes a plan
+  // with 0.
   LaunchPlan plan_single_launch() const {
     LaunchPlan plan = choose_walk();
+    plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(layout.channels, plan.tile_channels)));
+    plan.tiles_at_once = plan.tiles;
     // Shared memory for one vector of each reduced operand in each thread.
     const int64_t bytes_per_vector = int64_t(reduced_operands) * kThreads * 16;
     if (bytes_per_vector == 0 || !plan.is_vectorized || bytes_per_vector > limits.smem_cache_bytes)
       return plan;
-    choose_slices(plan, int64_t(limits.multiprocessors) * limits.single_launch_blocks, /*max_waves=*/1);
-    const int64_t vectors = places_per_thread(plan);
-    plan.vectors_in_shared = vectors * bytes_per_vector <= limits.smem_cache_bytes ? int(vectors) : 0;
+    const int64_t max_vectors = limits.smem_cache_bytes / bytes_per_vector,
+                  resident_blocks = int64_t(limits.multiprocessors) * limits.single_launch_blocks;
+    // Several rounds are at least so many that their values fit, and that a tile has two blocks: a tile for
+    // which one block has room needs no rounds.
+    const int64_t tiles = plan.tiles,
+                  min_rounds = std::max(
+                      ceil_div(layout.numel(), resident_blocks * kThreads * max_vectors * vector_width),
+                      ceil_div(2 * tiles, resident_blocks));
+    for (int64_t rounds = 1; rounds <= tiles;) {
+      plan.tiles_at_once = unsigned(ceil_div(tiles, rounds));
+      choose_slices(plan, resident_blocks, /*max_waves=*/1);
+      const int64_t vectors = places_per_thread(plan);
+      if (vectors <= max_vectors) plan.vectors_in_shared = int(vectors);
+      if (vectors <= max_vectors || plan.tiles_at_once == 1 || tiles > kMaxMergedTiles) break;
+      rounds = std::max(min_rounds, ceil_div(tiles, plan.tiles_at_once - 1));  // one tile less, or fewer
+    }
     return plan;
   }
 
-  // Plans a launch that keeps no values in shared memory. The plan equals that of plan_single_launch() if a
-  // single launch is possible, so that an op gives the same bits in a single launch and in several.
+  // Plans a launch that keeps no values in shared memory. It divides the values as plan_single_launch() does
+  // if a single launch is possible, so that an op gives the same bits in a single launch and in several.
   // blocks_per_multiprocessor(plan) returns how many blocks of the plan's kernel are resident on a
   // multiprocessor.
   LaunchPlan plan(const auto& blocks_per_multiprocessor) const {
     LaunchPlan plan = plan_single_launch();
+    plan.tiles_at_once = plan.tiles;
     if (plan.vectors_in_shared == 0)
       choose_slices(plan, limits.multiprocessors * std::max<int64_t>(1, blocks_per_multiprocessor(plan)),
                     kMaxWaves);
@@ -197,12 +222,13 @@ struct LaunchPlanner {
 
   int elements_per_vector(const LaunchPlan& plan) const { return plan.is_vectorized ? vector_width : 1; }
 
-  // The places for vectors of each operand in a thread's walk, in batches of kMaxBatchVectors.
+  // The places for vectors of each operand in a thread's walk, in whole batches.
   int64_t places_per_thread(const LaunchPlan& plan) const {
-    const int64_t teams = int64_t(plan.slices) * plan.teams;
-    if (plan.is_rows) return ceil_div(plan.units, teams * kMaxBatchVectors) * kMaxBatchVectors;
+    const int64_t teams = int64_t(plan.slices) * plan.teams,
+                  batch_vectors = batch_vectors_of_reduction(reduced_operands);
+    if (plan.is_rows) return ceil_div(plan.units, teams * batch_vectors) * batch_vectors;
     const int64_t vectors = ceil_div(plan.segment_length, elements_per_vector(plan)),
-                  batches = ceil_div(vectors, int64_t(plan.team_size) * kMaxBatchVectors);
+                  batches = ceil_div(vectors, int64_t(plan.team_size) * batch_vectors);
     const bool units_are_aligned = all_operands([&](const Strides& strides, uintptr_t address) {
       return address % 16 == 0 && strides.channel % vector_width == 0 &&
              strides.outer[0] % vector_width == 0 && layout.inner % vector_width == 0;
@@ -210,30 +236,31 @@ struct LaunchPlanner {
     // Elements before the first and after the last whole vector of a unit are walked one by one.
     const int64_t single_elements =
         plan.is_vectorized && !units_are_aligned ? ceil_div(2 * (vector_width - 1), plan.team_size) : 0;
-    return ceil_div(plan.units, teams) * (batches * kMaxBatchVectors + single_elements);
+    return ceil_div(plan.units, teams) * (batches * batch_vectors + single_elements);
   }
 
-  // The share of the places for vectors that hold data. The blocks that an incomplete last wave lacks count
-  // as blocks without data.
+  // The share of the places for vectors that hold data of the tiles at once. The blocks that an incomplete
+  // last wave lacks count as blocks without data.
   double filled_fraction(const LaunchPlan& plan, int64_t resident_blocks) const {
     const int64_t places =
         ceil_div(plan.blocks(), resident_blocks) * resident_blocks * kThreads * places_per_thread(plan);
-    return double(layout.numel()) / std::max(1.0, double(places) * elements_per_vector(plan));
+    const double values = double(layout.numel()) * (double(plan.tiles_at_once) / plan.tiles);
+    return values / std::max(1.0, double(places) * elements_per_vector(plan));
   }
 
-  // Sets teams, tiles and units. Sets slices to as many as fit into `waves` waves of blocks, but so few that
-  // each team has a batch of rows, a plane or a segment in its slice.
+  // Sets teams and units. Sets slices to as many as fit into `waves` waves of blocks, but so few that each
+  // team has a batch of rows, a plane or a segment in its slice.
   void set_slices(LaunchPlan& plan, int64_t resident_blocks, int waves) const {
     plan.teams = kThreads / plan.team_size;
-    plan.tiles = unsigned(std::max<int64_t>(1, ceil_div(layout.channels, plan.tile_channels)));
     plan.units = plan.is_rows ? layout.outer : layout.outer * plan.segments;
     const int64_t min_units =
                       int64_t(plan.teams) * (plan.is_rows ? kMaxBatchVectors : 1),  // units of a slice
         max_slices = ceil_div(plan.units, min_units);
     const bool has_one_slice = max_slices == 0 || (reduced_operands && plan.tiles > kMaxMergedTiles);
-    plan.slices = has_one_slice
-                      ? 1
-                      : unsigned(std::clamp<int64_t>(waves * resident_blocks / plan.tiles, 1, max_slices));
+    plan.slices =
+        has_one_slice
+            ? 1
+            : unsigned(std::clamp<int64_t>(waves * resident_blocks / plan.tiles_at_once, 1, max_slices));
   }
 
   // Chooses the segments of a plane, and the team size whose batches have the fewest empty places. For
@@ -241,12 +268,12 @@ struct LaunchPlanner {
   // batch of each of 32 members, but a tenth of the 1024 places of 256 members. A team accesses whole lines
   // of memory, since a line takes longer if two warps write a part of it each. A plane is divided into
   // segments if it is longer than kMaxBatchesPerSegment batches of all threads, or if there are two resident
-  // blocks or more for each plane; then a segment has a vector or more for each thread.
+  // blocks or more for each plane of the tiles at once; then a segment has a vector or more for each thread.
   void choose_segments_and_team(LaunchPlan& plan, int64_t resident_blocks) const {
     const int64_t vectors_per_plane = ceil_div(layout.inner, elements_per_vector(plan));
     const int64_t segments_by_length =
         ceil_div(vectors_per_plane, kThreads * kMaxBatchVectors * kMaxBatchesPerSegment);
-    const int64_t planes = layout.outer * layout.channels,
+    const int64_t planes = layout.outer * plan.tiles_at_once,
                   segments_by_blocks =
                       std::min(vectors_per_plane / kThreads, resident_blocks / std::max<int64_t>(1, planes));
     const int64_t vectors = ceil_div(vectors_per_plane, std::max(segments_by_length, segments_by_blocks));

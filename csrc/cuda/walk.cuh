@@ -99,14 +99,15 @@ __device__ __forceinline__ void compute_outer_offsets(const WalkLayout& layout, 
 }
 
 // This block's tile (some channels) and slice (a share of their values), and this thread's team and its place
-// in the team. Threads of an incomplete last team have team == plan.teams and no work.
+// in the team. Threads of an incomplete last team have team == plan.teams and no work. The tile is the block's
+// first: in a single launch of several rounds it then takes every tiles_at_once-th, with the same slice.
 struct BlockWork {
   unsigned tile, slice;
   int member, team;
 
   __device__ __forceinline__ BlockWork(const LaunchPlan& plan, unsigned block) {
-    slice = block / plan.tiles;
-    tile = block - slice * plan.tiles;
+    slice = block / plan.tiles_at_once;
+    tile = block - slice * plan.tiles_at_once;
     team = int(threadIdx.x) / plan.team_size;
     member = int(threadIdx.x) - team * plan.team_size;
   }

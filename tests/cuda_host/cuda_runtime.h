@@ -99,6 +99,7 @@ struct Config {           // set from the test
   int shared_per_sm = 228 << 10;  // bytes of shared memory, which limit co-resident blocks too
   bool capturing = false;         // the result of cudaStreamIsCapturing
   bool built = true;              // the kernels have code for the device
+  bool checks_races = true;       // in the race build; without, it only counts bytes, and is faster
   bool cooperative = true;        // cudaDevAttrCooperativeLaunch
   uint64_t stream = 0;            // the current stream
   int resident = 0;       // > 0: blocks that a device holds at most, of all streams; 0: a few of each grid
@@ -114,6 +115,8 @@ uint64_t blocks();       // of the latest launch
 uint64_t globaltimer();  // nanoseconds; jumps ahead when all threads only wait
 void wait_for_previous_kernel();
 void let_next_kernel_begin();
+// Bytes of global memory that kernels have read and written so far, in the race build; zeros in others.
+std::pair<uint64_t, uint64_t> bytes();
 cudaError_t launch(const cudaLaunchConfig_t&, const void* fn, std::function<void()> thread_body);
 void enqueue(cudaStream_t, std::function<void()> host_op);
 void* dynamic_shared();

@@ -114,9 +114,9 @@ void step(Block& b) {  // run one ready thread of b until it waits, polls or exi
   load(&b);
   cur = &t, ++n_steps;
   threadIdx = t.tid, blockIdx = b.id, blockDim = b.g->block, gridDim = b.g->grid;
-  race::running(t.race_id, b.g->tls, b.g->tls_size);
+  race::running(t.race_id, b.g->tls, b.g->tls_size, b.dyn, b.g->smem);
   switch_fiber(main_fiber, t.f);
-  race::running(-1, nullptr, 0);
+  race::running(-1, nullptr, 0, nullptr, 0);
   cur = nullptr;
   if (!error.empty()) throw std::runtime_error(error);
   if (t.st == St::ready) {  // polled or gave up its turn
@@ -263,6 +263,9 @@ uint64_t& memsets() {
   return so_far;
 }
 
+std::pair<uint64_t, uint64_t> bytes() {
+  return race::bytes();
+}
 uint64_t blocks() {
   return n_blocks;
 }

@@ -31,6 +31,7 @@ struct Thread {
   Shared base;
   uint32_t own = 0;
   int dev = 0, block = 0;
+  bool has_waited = false;  // for the previous kernel
 };
 struct Cell {
   uint32_t id[3], clk[3], pc[3];
@@ -53,7 +54,8 @@ std::map<std::pair<int, void*>, Stream> streams;
 uint64_t page_no = ~0ull;
 Cell* page = nullptr;
 int me = -1;
-uintptr_t stack_lo = 0, tls_lo = 0, tls_size = 0, pc_base = 0;
+uintptr_t stack_lo = 0, tls_lo = 0, tls_size = 0, dynamic_lo = 0, dynamic_size = 0, pc_base = 0;
+uint64_t bytes_read = 0, bytes_written = 0;
 std::vector<Loc> sites;
 std::vector<std::string> block_name;
 std::vector<uintptr_t> stack_of;
@@ -97,9 +99,20 @@ uint32_t site_of(Loc at) {  // of an atomic; a plain access has only its pc
   if (i == sites.end()) i = sites.insert(i, at);
   return kAtomic | uint32_t(i - sites.begin());
 }
+// Whether p is neither in shared memory nor in a variable that is a register on a GPU.
+bool is_global(uintptr_t p) {
+  for (const auto* index : {&threadIdx, &blockIdx})
+    if (p - (uintptr_t)index < sizeof *index) return false;
+  for (const auto* size : {&blockDim, &gridDim})
+    if (p - (uintptr_t)size < sizeof *size) return false;
+  return p - tls_lo >= tls_size && p - dynamic_lo >= dynamic_size;
+}
 void access(uintptr_t p, size_t n, bool write, bool atomic, uint32_t my_pc) {
   if (me < 0 || p - stack_lo < stack_size) return;
   Thread& t = th[me];
+  // Before it waits, a thread only reads where the engine keeps the kernel.
+  if (t.has_waited && is_global(p)) (write ? bytes_written : bytes_read) += n;
+  if (!config().checks_races) return;
   uint64_t k = key(p);
   const uint32_t self = uint32_t(me);
   for (size_t b = 0; b < n; ++b, ++k) {
@@ -164,6 +177,7 @@ int thread_begin(int base, int index, int lin, const std::string& block, char* s
   return id;
 }
 void block_end(const int* ids, int n, int dev, void* stream) {
+  if (!config().checks_races) return;
   join(ids, n);
   join_into(streams[{dev, stream}].ending, *th[ids[0]].base);
   for (int i = 0; i < n; ++i) th[ids[i]].base.reset();
@@ -174,6 +188,7 @@ void grid_end(int dev, void* stream) {
 }
 void wait(int id, int dev, void* stream) {
   const Stream& s = streams[{dev, stream}];
+  th[id].has_waited = true;
   if (th[id].base == s.early) {
     th[id].base = s.waited;
     return;
@@ -182,11 +197,16 @@ void wait(int id, int dev, void* stream) {
   join_into(*c, *s.waited);
   th[id].base = c;
 }
-void running(int id, char* tls, size_t n) {
+void running(int id, char* tls, size_t n, char* dynamic, size_t dynamic_n) {
   me = id, tls_lo = (uintptr_t)tls, tls_size = n;
+  dynamic_lo = (uintptr_t)dynamic, dynamic_size = dynamic ? dynamic_n : 0;
   stack_lo = id < 0 ? 0 : stack_of[id];
 }
+std::pair<uint64_t, uint64_t> bytes() {
+  return {bytes_read, bytes_written};
+}
 void join(const int* ids, int n) {
+  if (!config().checks_races) return;
   auto c = std::make_shared<Clock>(*th[ids[0]].base);
   const Clock* last = th[ids[0]].base.get();
   for (int i = 0; i < n; ++i)
@@ -199,6 +219,7 @@ void join(const int* ids, int n) {
 }
 void atomic(int id, const void* p, bool write, bool rmw, int order, int scope, size_t size, Loc at) {
   access((uintptr_t)p, size, write, true, site_of(at));
+  if (!config().checks_races) return;
   Thread& t = th[id];
   auto& s = flags[key((uintptr_t)p)];
   if ((!write || rmw) && order & acquire) {

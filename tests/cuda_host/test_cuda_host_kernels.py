@@ -28,12 +28,20 @@ SHAPES = {
     "rows_c3": lambda r: r(7, 3, 17, 19).contiguous(memory_format=torch.channels_last),
     "wide_rows": lambda r: r(70, 520),
 }
+# Of these, 6 multiprocessors with 160 KB of shared memory each hold a few tiles at once, and not all of them.
+SHAPES_OF_ROUNDS = {
+    "planes": lambda r: r(12, 7, 48, 48),
+    "unaligned_planes": lambda r: r(9, 7, 41, 41),
+    "folded_planes": lambda r: r(90, 56, 7, 7),
+    "rows_of_tiles": lambda r: r(20, 200, 9, 9).contiguous(memory_format=torch.channels_last),
+}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def tensor(shape, dtype, seed):
     g = torch.Generator().manual_seed(seed)
-    return SHAPES[shape](lambda *s: torch.randn(*s, generator=g) * 2 + 3).to(dtype)
+    make = (SHAPES | SHAPES_OF_ROUNDS)[shape]
+    return make(lambda *s: torch.randn(*s, generator=g) * 2 + 3).to(dtype)
 
 
 def assert_same(got, want):
@@ -154,6 +162,66 @@ def test_single_launches(engine, shape, sm_count, dtype, residual):
         assert_same(step(x, dy, weight, bias, added), (moments, *want))
     vectors = shape not in ("short_odd_planes", "rows_c3")
     assert kernels == [1, 1] if sm_count == 108 and vectors else all(n <= 2 for n in kernels)
+
+
+def device_of_rounds(engine) -> None:
+    engine.config.sm_count, engine.config.shared_per_sm = 6, 160 << 10
+
+
+def tiles_of_rounds(engine, x: torch.Tensor, operands: int, reduced_operands: int) -> tuple[int, int]:
+    """The tiles of an op's single launch on device_of_rounds, and how many of them are walked at once."""
+    smem = (160 << 10) // 2 - (32 << 10)  # as LaunchContext has it
+    found = engine.plan(x.shape, x.stride(), 1, x.itemsize, operands, reduced_operands, 6, 2, smem)
+    return found["tiles"], found["tiles_at_once"]
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["in_place", "residual"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES_OF_ROUNDS)
+def test_single_launches_of_several_rounds(engine, shape, dtype, residual):
+    """Tensors larger than all shared memory, tile by tile: one launch, with the bits of the two ops."""
+    device_of_rounds(engine)
+    x, dy, weight, bias, added = inputs(shape, dtype)
+    added = added if residual else None
+    tiles, at_once = tiles_of_rounds(engine, x, 2 + residual, 1)
+    assert 1 < at_once < tiles and tiles % at_once, "the forward's last round is to be incomplete"
+    tiles, at_once = tiles_of_rounds(engine, x, 3 + 2 * residual, 2 + residual)
+    assert 0 < at_once < tiles
+    _, *want = step(x, dy, weight, bias, added)
+    for engine.config.capturing, engine.config.seed in ((False, 0), (True, 1), (False, 2)):
+        got, kernels = single_launch_step(engine, x, dy, weight, bias, added)
+        assert kernels == [1, 1]
+        assert_same(got, want)
+
+
+@pytest.mark.skipif(os.environ.get("FASTVIT_CUDA_HOST") != "race", reason="only the race build counts bytes")
+@pytest.mark.parametrize("residual", [False, True], ids=["in_place", "residual"])
+@pytest.mark.parametrize("shape", SHAPES_OF_ROUNDS)
+def test_rounds_read_global_memory_once(engine, shape, residual):
+    """Two launches read again what the first reduces. Parameters and results of slices are few bytes."""
+    device_of_rounds(engine)
+    engine.config.checks_races = False
+    x, dy, weight, bias, added = inputs(shape, torch.float32)
+    options, running = arguments(weight, bias)
+    for engine.config.shared_per_sm, launches in ((160 << 10, 1), (0, 2)):
+
+        def passes(op, *args, launches=launches, **kwargs):
+            before, launched = engine.bytes(), engine.launches()
+            result = op(*args, **kwargs)
+            assert engine.launches() - launched == launches
+            read, written = ((b - a) / x.nbytes for a, b in zip(before, engine.bytes(), strict=True))
+            assert 0 <= read % 1 < 0.02 * read and 0 <= written % 1 < 0.02 * written
+            return int(read), int(written), result
+
+        if residual:
+            *forward, (_, saved) = passes(ops.bn_forward, x, **options, **running, residual=added)
+            *backward, _ = passes(ops.bn_backward, x, dy, saved, **options, residual=added)
+            assert forward == [launches + 1, 1] and backward == [3 * launches, 2]
+        else:
+            y = x.clone()
+            *forward, saved = passes(ops.bn_forward_inplace, y, **options, **running)
+            *backward, _ = passes(ops.bn_backward, y, dy, saved, **options, from_output=True)
+            assert forward == [launches, 1] and backward == [2 * launches, 1]
 
 
 @pytest.mark.parametrize("shape", ["long_planes", "rows"])
