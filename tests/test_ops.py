@@ -493,7 +493,12 @@ def test_tiles_that_stay_in_the_cache(dtype, activation, residual, request):
     sizes = 4, 35, 181, 178 if dtype == torch.float32 else 356
     x, dy, other = (torch.randn(sizes, generator=generator(seed)).to(dtype) for seed in range(3))
     weight, bias = torch.linspace(-1.5, 1.5, 35), torch.linspace(-0.5, 0.5, 35)
-    given = {"weight": weight, "bias": bias, "residual": other if residual else None, "activation": activation}
+    given = {
+        "weight": weight,
+        "bias": bias,
+        "residual": other if residual else None,
+        "activation": activation,
+    }
 
     def forward(moments=None, momentum=0.1):
         running = {"running_mean": torch.zeros(35), "running_var": torch.ones(35)}
