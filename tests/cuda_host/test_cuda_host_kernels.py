@@ -195,14 +195,17 @@ def test_single_launches_of_several_rounds(engine, shape, dtype, residual):
 
 
 @pytest.mark.skipif(os.environ.get("FASTVIT_CUDA_HOST") != "race", reason="only the race build counts bytes")
-@pytest.mark.parametrize("residual", [False, True], ids=["in_place", "residual"])
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
 @pytest.mark.parametrize("shape", SHAPES_OF_ROUNDS)
 def test_rounds_read_global_memory_once(engine, shape, residual):
     """Two launches read again what the first reduces. Parameters and results of slices are few bytes."""
     device_of_rounds(engine)
     engine.config.checks_races = False
     x, dy, weight, bias, added = inputs(shape, torch.float32)
+    added = added if residual else None
     options, running = arguments(weight, bias)
+    # With rows a channel has 1620 values here, and up to 8 slices, each with a result and parameters.
+    limit = 0.03 if shape == "rows_of_tiles" else 0.02
     for engine.config.shared_per_sm, launches in ((160 << 10, 1), (0, 2)):
 
         def passes(op, *args, launches=launches, **kwargs):
@@ -210,18 +213,13 @@ def test_rounds_read_global_memory_once(engine, shape, residual):
             result = op(*args, **kwargs)
             assert engine.launches() - launched == launches
             read, written = ((b - a) / x.nbytes for a, b in zip(before, engine.bytes(), strict=True))
-            assert 0 <= read % 1 < 0.02 * read and 0 <= written % 1 < 0.02 * written
+            assert 0 <= read % 1 < limit * read and 0 <= written % 1 < 0.02 * written
             return int(read), int(written), result
 
-        if residual:
-            *forward, (_, saved) = passes(ops.bn_forward, x, **options, **running, residual=added)
-            *backward, _ = passes(ops.bn_backward, x, dy, saved, **options, residual=added)
-            assert forward == [launches + 1, 1] and backward == [3 * launches, 2]
-        else:
-            y = x.clone()
-            *forward, saved = passes(ops.bn_forward_inplace, y, **options, **running)
-            *backward, _ = passes(ops.bn_backward, y, dy, saved, **options, from_output=True)
-            assert forward == [launches, 1] and backward == [2 * launches, 1]
+        *forward, (_, saved) = passes(ops.bn_forward, x, **options, **running, residual=added)
+        *backward, _ = passes(ops.bn_backward, x, dy, saved, **options, residual=added)
+        assert forward == [launches + residual, 1]
+        assert backward == [(2 + residual) * launches, 1 + residual]
 
 
 @pytest.mark.parametrize("shape", ["long_planes", "rows"])
