@@ -28,7 +28,7 @@ constexpr int kThreads = 256;                // threads of a block, in every ker
 constexpr int kBlocksPerMultiprocessor = 2;  // usual launch bound; leaves 128 registers for a thread
 constexpr int kMaxBatchVectors = 4;          // vectors of each operand that a thread has in flight
 // The same in a reduction of so many operands: fewer of three, to save registers.
-constexpr int batch_vectors_of_reduction(int operands) {
+FASTVIT_HOST_DEVICE constexpr int batch_vectors_of_reduction(int operands) {
   return operands > 2 ? kMaxBatchVectors / 2 : kMaxBatchVectors;
 }
 // A reduction of more tiles has one slice per tile, and merges none. Merging takes counters in global memory,
