@@ -1,11 +1,10 @@
-// bn_backward without given sums: the sums of bn_reduce and dx in a single launch, for tensors of which a
-// tile (some channels) fits into the shared memory of all multiprocessors. The results are those of the two
-// ops, bit by bit.
+// bn_backward without given sums: bn_reduce's sums and dx in a single launch, with the bits of the two ops,
+// for tensors of which a tile (some channels) fits into the shared memory of all multiprocessors.
 //
 // Memory:   reads x or y, dy (and the residual) once; writes dx (and dresidual) and 2C sums once.
-// Mapping:  a block has a tile and a slice (a share of its values), see plan.h, and keeps its inputs in shared
-//           memory. Then it takes another tile, if not all fit at once. The blocks of a tile wait for each
-//           other, so all must be resident.
+// Mapping:  a block has a tile and a slice (a share of its values), see plan.h, and keeps its inputs in
+//           shared memory. Then it takes another tile, if not all fit at once. The blocks of a tile wait for
+//           each other, so all must be resident.
 // Numerics: as bn_reduce and bn_backward.
 // Needs:    an input y (from_output) must come from bn_forward_inplace or bn_forward with invertible=True.
 // Source:   Ioffe and Szegedy, arXiv:1502.03167, section 3; in place: arXiv:1712.02616, section 3.

@@ -99,8 +99,8 @@ __device__ __forceinline__ void compute_outer_offsets(const WalkLayout& layout, 
 }
 
 // This block's tile (some channels) and slice (a share of their values), and this thread's team and its place
-// in the team. Threads of an incomplete last team have team == plan.teams and no work. The tile is the block's
-// first: in a single launch of several rounds it then takes every tiles_at_once-th, with the same slice.
+// in the team. Threads of an incomplete last team have team == plan.teams and no work. The tile is the
+// block's first: in a single launch of several rounds it then takes every tiles_at_once-th tile.
 struct BlockWork {
   unsigned tile, slice;
   int member, team;
