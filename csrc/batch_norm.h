@@ -133,8 +133,8 @@ void bn_stats(const BnStatsArgs& args);
 void bn_forward(const BnForwardArgs& args);
 void bn_reduce(const BnBackwardArgs& args);
 void bn_backward(const BnBackwardArgs& args);
-// The op and its reduction (moments of x, or sums) in one kernel launch, or on a CPU tile by tile.
-// Each returns false, with nothing done, if the backend has no such launch for these arguments.
+// Each runs the op and its reduction (moments of x, or sums) in one kernel launch, or on a CPU tile by tile,
+// and returns true; or does nothing and returns false, if the backend cannot for these arguments.
 bool bn_forward_single_launch(const BnForwardArgs& args);
 bool bn_backward_single_launch(const BnBackwardArgs& args);
 }  // namespace backend

@@ -21,6 +21,7 @@
 namespace fastvit {
 
 #if defined(__CUDACC__)
+// CUDA kernels store no value for another kernel to compute with, so the compiler may fuse the product.
 template <class V>
 FASTVIT_HOST_DEVICE V round_product(V product) {
   return product;
@@ -179,6 +180,7 @@ struct CdfAndDensity {
 template <class V, class Scalar>
 FASTVIT_HOST_DEVICE CdfAndDensity<V> normal(V v, Scalar type_only) {
   const V density = Scalar(0.39894228040143267794) * fast_exp(v * v * Scalar(-0.5));
+  // Rounded, so that the cdf has the same bits in every kernel.
   const V tail = round_product(V(density * mills_ratio(V(v < Scalar(0) ? -v : v), type_only)));
   return {v < Scalar(0) ? tail : Scalar(1) - tail, density};
 }

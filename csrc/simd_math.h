@@ -14,7 +14,8 @@
 
 namespace fastvit {
 
-// Returns a product as it is rounded: the compiler cannot fuse it with a sum of which it is a term.
+// Returns a product as it is rounded: on x86-64 and aarch64 the compiler cannot fuse it with a sum of which
+// it is a term. V: a scalar, or a vector no wider than a register.
 template <class V>
 FASTVIT_FORCE_INLINE V round_product(V product) {
 #if defined(__AVX512F__)
@@ -53,9 +54,9 @@ struct ExpConstants<double> {
   static constexpr int kFractionBits = 52, kExponentBias = 1023;
 };
 
-// Returns exp(v) - 1 for |v| <= ln 2 / 2, from the Taylor series. Its terms are added in pairs, which do not
-// wait for each other (Estrin's scheme): the processor has room for two or three vectors at a time, whose
-// speed is that of the longest chain of dependent instructions.
+// Returns exp(v) - 1 for |v| <= ln 2 / 2, from the Taylor series. Its terms are computed in pairs, which do
+// not wait for each other, and the pairs are summed by Horner's rule in v^2. The chain of dependent
+// instructions is half as long as that of all terms, and its length decides the speed.
 template <class V>
 FASTVIT_FORCE_INLINE V expm1_near_0(V v) {
   using Scalar = ElementOf<V>;

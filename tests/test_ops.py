@@ -513,8 +513,16 @@ def test_tiles_that_stay_in_the_cache(dtype, activation, residual, request):
     *gradients, local_sums = ops.bn_backward(x, dy, saved, **given)
     same(gradients, ops.bn_backward(x, dy, saved, **given, global_sums=sums)[:2])
     same([local_sums], [sums])
-    if activation == "leaky_relu" and not residual:
-        y = ops.bn_forward(x, **given, invertible=True)[0]
+    if residual:  # of other strides
+        given["residual"] = other.contiguous(memory_format=torch.channels_last)
+        (sums,) = ops.bn_reduce(x, dy, saved, **given)
+        *gradients, local_sums = ops.bn_backward(x, dy, saved, **given)
+        same(gradients, ops.bn_backward(x, dy, saved, **given, global_sums=sums)[:2])
+        same([local_sums], [sums])
+    elif activation == "leaky_relu":
+        y, _ = ops.bn_forward(x, **given, invertible=True)
+        overwritten = x.clone()
+        same([ops.bn_forward_inplace(overwritten, **given), overwritten], [saved, y])
         (sums,) = ops.bn_reduce(y, dy, saved, **given, from_output=True)
         dx, _, local_sums = ops.bn_backward(y, dy, saved, **given, from_output=True)
         wanted = ops.bn_backward(y, dy, saved, **given, from_output=True, global_sums=sums)[0]

@@ -16,6 +16,7 @@
 #include "../sync/cpu_exchange.h"
 #include "cache_tiles.h"
 #include "channel_vector.h"
+#include "kernel_table.h"
 
 namespace fastvit {
 namespace {
@@ -81,7 +82,7 @@ struct BackwardConstants {
       // floored gamma; scale takes gamma itself.
       inverse_gamma[i] = A(1 / floored_gamma(args, c, args.from_output));
     }
-    params.saved = saved + plan.first_channel;
+    params.mean = saved + plan.first_channel;
     // No |xhat| of `count` values is larger than sqrt(count - 1).
     params.max_abs_xhat = std::sqrt(std::max(unpack_count(saved + 2 * C) - 1, 0.0));
     params.scale = scale.data(), params.beta = beta.data(), params.inverse_gamma = inverse_gamma.data();
@@ -109,8 +110,8 @@ void compute_moments(const BnStatsArgs& args, const CpuPlan& plan) {
 }
 
 // Normalizes by saved_in, which is the `saved` of an earlier forward, else by moments, else by the running
-// statistics. Writes mean and invstd to args.saved, but not the count. new_share: of the moments in the
-// running statistics.
+// statistics. Writes mean and invstd to args.saved, but not the count. new_share: the share of the moments in
+// the new running statistics.
 template <class A>
 void normalize(const BnForwardArgs& args, const CpuPlan& plan, double count, double new_share) {
   const int64_t C = args.layout.channels;
@@ -182,28 +183,33 @@ void compute_gradients(const BnBackwardArgs& args, const CpuPlan& plan) {
   kernel_table().bn_backward(constants.params);
 }
 
-// Whether the first pass of a backward stores dv for the second pass, in dresidual or in the memory of dx.
-// For a transcendental activation that takes less time than computing dv again. It must be possible to store
-// dv without a rounding, and in the order in which the input lies in memory.
-bool keeps_dv(const BnBackwardArgs& args) {
-  if (!is_transcendental(args.activation) || args.from_output || accumulation_type(args.dtype) != args.dtype)
-    return false;
+// Returns where the first pass of a backward stores dv for the second pass: in dresidual, or without a
+// residual in dx. For a transcendental activation that takes less time than computing dv again, unless
+// tensors leave the caches and dx has to be written twice. Returns null where dv is not stored: it must be
+// storable without a rounding, and lie in memory as the input does, without gaps in a span. Of an input y
+// the second pass would still compute the inverse.
+void* find_place_of_dv(const BnBackwardArgs& args, const CacheTiles& tiles) {
+  constexpr int64_t kMaxCachedBytes = 32 << 20;  // of a result, as in kernels/spans.h
+  const int64_t bytes = args.layout.numel() * (args.dtype == ScalarType::Double ? 8 : 4);
+  if (!is_transcendental(args.activation) || args.from_output ||
+      accumulation_type(args.dtype) != args.dtype ||
+      !(args.dresidual || tiles.count > 1 || bytes < kMaxCachedBytes))
+    return nullptr;
   using Index = BackwardOperandIndex;
   const Strides &input = args.layout.strides[Index::input],
                 &dv = args.layout.strides[args.dresidual ? Index::dresidual : Index::dx];
-  return (args.layout.is_rows ? input.channel : input.inner) == 1 && input.channel == dv.channel &&
-         input.inner == dv.inner && std::equal(input.outer, input.outer + kMaxOuterDims, dv.outer);
+  const bool lies_as_input = (args.layout.is_rows ? input.channel : input.inner) == 1 &&
+                             input.channel == dv.channel && input.inner == dv.inner &&
+                             std::equal(input.outer, input.outer + kMaxOuterDims, dv.outer);
+  return !lies_as_input ? nullptr : args.dresidual ? args.dresidual : args.dx;
 }
 
-// bn_reduce and bn_backward.
+// Does what bn_reduce and bn_backward do, for the plan's channels. dv: null, or find_place_of_dv.
 template <class A>
-void compute_sums_and_gradients(const BnBackwardArgs& args, const CpuPlan& plan) {
+void compute_sums_and_gradients(const BnBackwardArgs& args, const CpuPlan& plan, void* dv) {
   using Index = BackwardOperandIndex;
   const Strides* const strides = args.layout.strides;
-  void* const dv = !keeps_dv(args) ? nullptr : args.dresidual ? args.dresidual : args.dx;
-  BnBackwardArgs reduce_args = args;
-  reduce_args.layout.strides[ReduceOperandIndex::input] = strides[Index::input];
-  reduce_args.layout.strides[ReduceOperandIndex::dy] = strides[Index::dy];
+  BnBackwardArgs reduce_args = args;  // input and dy have the same indices in both ops
   reduce_args.layout.strides[ReduceOperandIndex::residual] = strides[Index::residual];
   compute_sums<A>(reduce_args, plan, dv);
 
@@ -248,8 +254,8 @@ void backend::bn_forward(const BnForwardArgs& args) {
   });
 }
 
-// On a CPU a "single launch" makes both passes over one tile of channels after another. A tile has the slices
-// of the whole call, so the moments have the bits of bn_stats.
+// On a CPU a "single launch" makes both passes over one cache tile after another. A tile has the slices of
+// the whole call, so the moments have the bits of bn_stats.
 bool backend::bn_forward_single_launch(const BnForwardArgs& args) {
   const CacheTiles tiles(args.layout, args.dtype, /*reduced_operands=*/1);
   if (tiles.count == 1) return false;
@@ -285,12 +291,14 @@ void backend::bn_backward(const BnBackwardArgs& args) {
                         [&]<class A>() { compute_gradients<A>(args, plan_cpu_work(args.layout)); });
 }
 
-// The same for the sums and the gradients, also if there is one tile.
+// Makes both passes over one cache tile after another. A single tile gains too, if the first pass stores dv.
 bool backend::bn_backward_single_launch(const BnBackwardArgs& args) {
   if (args.layout.numel() == 0) return false;
   const CacheTiles tiles(args.layout, args.dtype, /*reduced_operands=*/args.residual ? 3 : 2);
+  void* const dv = find_place_of_dv(args, tiles);
+  if (tiles.count == 1 && !dv) return false;
   dispatch_accumulation(args.dtype, [&]<class A>() {
-    tiles.for_each([&](const CpuPlan& plan) { compute_sums_and_gradients<A>(args, plan); });
+    tiles.for_each([&](const CpuPlan& plan) { compute_sums_and_gradients<A>(args, plan, dv); });
   });
   return true;
 }

@@ -1,9 +1,9 @@
 // CacheTiles divides the channels of an op that makes two passes over its tensors: one for the statistics or
-// the sums, and one for the result. The op makes both passes over a tile (some channels) before it takes the
-// next tile, so that the second pass finds the tile's values in the caches.
+// the sums, and one for the result. The op makes both passes over a cache tile (some channels) before it
+// takes the next one, so that the second pass finds the tile's values in the caches.
 //
 // Only planes (NCHW) are divided. In a row (channels_last, tokens) the channels of a tile would be a part of
-// the row, and rows would be read in pieces.
+// the row. Reading rows in pieces takes about three times as long.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -19,7 +19,7 @@ namespace fastvit {
 struct CacheTiles {
   // What the first pass over a tile reads: about as much as a core has in L2 and its share of L3.
   static constexpr int64_t kTileBytes = 4 << 20;
-  // A call whose first pass reads no more than this is one tile. All of it stays in the caches.
+  // A call whose first pass reads no more than this is one tile: most of it stays in the caches anyway.
   static constexpr int64_t kMaxUndividedBytes = 4 * kTileBytes;
   // The adjacent planes of a tile, at one outer index, have at least as many bytes. Shorter runs are read at
   // less than the memory's speed, and tiles would cost more than they gain.
@@ -34,18 +34,20 @@ struct CacheTiles {
                       dtype, []<class T>() { return int64_t(sizeof(T)); }),
                   plane_bytes = layout.inner * element_size,
                   channel_bytes = layout.outer * plane_bytes * reduced_operands;
-    if (layout.is_rows || channel_bytes * layout.channels <= kMaxUndividedBytes ||
+    const bool planes_are_adjacent = !layout.is_rows && layout.strides[0].channel == layout.inner;
+    if (!planes_are_adjacent || channel_bytes * layout.channels <= kMaxUndividedBytes ||
         channel_bytes > 2 * kTileBytes)
       return;
-    const int64_t tile_channels = std::max<int64_t>(1, kTileBytes / channel_bytes);
-    if (tile_channels * plane_bytes < kMinRunBytes) return;
     // Every thread takes as many tiles as the others.
-    const int64_t threads = torch::stable::get_num_threads(),
+    const int64_t tile_channels = std::max<int64_t>(1, kTileBytes / channel_bytes),
+                  threads = torch::stable::get_num_threads(),
                   tiles = ceil_div(layout.channels, tile_channels * threads) * threads;
-    if (tiles <= layout.channels) count = tiles;
+    // channels / tiles: of the smallest tile; 0 if there are more tiles than channels.
+    if (layout.channels / tiles * plane_bytes >= kMinRunBytes) count = tiles;
   }
 
-  // Calls process(plan) with the plan of every tile, in parallel. It has the slices of the call's plan.
+  // Calls process(plan) with the plan of every tile, in parallel. A tile's plan has the slices of the call's.
+  // A parallel_for of a kernel within runs in the thread that took the tile.
   template <class Process>
   void for_each(const Process& process) const {
     if (count == 1) return process(plan);

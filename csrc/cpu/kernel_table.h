@@ -20,9 +20,9 @@ namespace fastvit {
 // stack.
 constexpr int64_t kMaxSegmentLength = 2048;
 
-// The division of a call's work. It depends only on the layout, so results do not depend on the number of
-// threads. A reduction has slices * tiles tasks: a task sums a tile (some channels) over a slice (some
-// units).
+// The division of a call's work. Segments, units and slices depend only on the layout, and no result depends
+// on the tiles, so results do not depend on the number of threads. A reduction has slices * tiles tasks: a
+// task sums a tile (some channels) over a slice (some units).
 struct CpuPlan {
   int64_t segments;        // number of segments into which a span is divided
   int64_t segment_length;  // elements of a segment; the last segment of a span may be shorter
@@ -34,8 +34,9 @@ struct CpuPlan {
   int64_t slice_step;  // a slice begins at a multiple of so many units: at a whole plane, if there are enough
   int64_t tiles;       // number of tiles: a tile is a range of channels
   int64_t numel;       // elements of each tensor of the op
-  // The channels that a kernel processes: all of the op's, or one tile of them (cache_tiles.h). In a
-  // kernel's parameters, channel 0 of the layout and of all arrays is first_channel.
+  // The channels that a kernel processes: all of the op's, or a cache tile of them (cache_tiles.h). Channel 0
+  // of the kernel's layout, and of the arrays that a Cpu*Params struct adds, is first_channel. A kernel reads
+  // no other array with a number per channel.
   int64_t first_channel, channels;
 
   // The first unit of a slice, and with slice == slices the end of the last one.
@@ -52,12 +53,13 @@ constexpr int64_t kMaxSlices = 64;
 
 struct CpuBnStatsParams : BnStatsArgs {
   CpuPlan plan;
-  double* slice_moments;  // result, [slices][2][C]: mean and M2, the sum of squared deviations from the mean
+  // Result, [slices][2][plan.channels]: mean and M2, the sum of squared deviations from the mean.
+  double* slice_moments;
 };
 
 struct CpuBnForwardParams : BnForwardArgs {
   CpuPlan plan;
-  const void *mean, *scale, *beta;  // [C]; scale is gamma * invstd
+  const void *mean, *scale, *beta;  // [plan.channels]; scale is gamma * invstd
 };
 
 // For bn_reduce and bn_backward. dv is the gradient of the activation's input. bn_reduce multiplies dv by
@@ -65,13 +67,15 @@ struct CpuBnForwardParams : BnForwardArgs {
 struct CpuBnBackwardParams : BnBackwardArgs {
   CpuPlan plan = {};
   double max_abs_xhat = 0;  // the largest possible |xhat|, to which a recovered xhat is clamped
-  const void *scale = nullptr, *beta = nullptr, *inverse_gamma = nullptr;  // [C]; scale is gamma * invstd
-  // Result of bn_reduce, [slices][2][C]: sum dv and sum dv * second_factor.
+  // [plan.channels]; scale is gamma * invstd.
+  const void *mean = nullptr, *scale = nullptr, *beta = nullptr, *inverse_gamma = nullptr;
+  // Result of bn_reduce, [slices][2][plan.channels]: sum dv and sum dv * second_factor.
   double* slice_sums = nullptr;
   // Null, or a result of bn_reduce: dv, which lies in memory as the input does.
   void* dv = nullptr;
-  // For bn_backward, [C]: dx = scale * (dv - mean_dv - slope * second_factor). slope * second_factor is xhat
-  // * mean(dv * xhat), so slope is mean(dv * xhat), times invstd if second_factor is x - mean.
+  // For bn_backward, [plan.channels]: dx = scale * (dv - mean_dv - slope * second_factor). slope *
+  // second_factor is xhat * mean(dv * xhat), so slope is mean(dv * xhat), times invstd if second_factor is x
+  // - mean.
   const void *mean_dv = nullptr, *slope = nullptr;
 };
 

@@ -3,7 +3,8 @@
 //
 //   from x  second_factor = x - mean, which is xhat / invstd. v = second_factor * scale + beta (+ residual),
 //           bit for bit as in the forward pass, so that v is on the same side of a kink of act.
-//           dv = dy * act'(v).
+//           dv = dy * act'(v). It is rounded before it is added to anything, so that bn_reduce, which may
+//           store it, and bn_backward have the same bits.
 //   from y  second_factor = xhat, recovered from y. dv = dy * act'(v), computed from y.
 //
 // Rows are layouts with the channel as fastest dimension (channels_last, tokens); planes are others (NCHW).
@@ -28,7 +29,7 @@ struct BnGradientConstants {
   A activation_param;
 
   BnGradientConstants(const CpuBnBackwardParams& args, int64_t first_channel)
-      : mean(args.saved, first_channel),  // saved begins with the means
+      : mean(args.mean, first_channel),
         scale(args.scale, first_channel),
         beta(args.beta, first_channel),
         inverse_gamma(args.inverse_gamma, first_channel),

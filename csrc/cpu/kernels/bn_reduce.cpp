@@ -1,8 +1,8 @@
 // bn_reduce: the sums of dv and of dv * second_factor per channel, where dv is the gradient of act's input.
 // second_factor is x - mean, or with from_output the xhat that is recovered from y (bn_gradient.h).
 //
-// Memory:   reads x (or y), dy (and the residual) once; writes two doubles per slice and channel, and dv if a
-//           caller needs it again, which must then lie in memory as x does.
+// Memory:   reads x (or y), dy (and the residual) once; writes two doubles per slice and channel, and dv to
+//           args.dv if that is not null. dv lies in memory as x does.
 // Mapping:  a task takes some channels in a slice (some rows or segments of planes), in the order of memory.
 // Numerics: at most 2048 elements of a channel's planes, or about 128 rows, are summed in the accumulation
 //           type; their sums are added in double, in a fixed order.
@@ -54,7 +54,7 @@ struct BnReduceKernel {
     T* dv;                           // where dv is stored; may be null
   };
   static constexpr bool kMayStoreDv = is_transcendental(kActivation) && std::is_same_v<T, A>;
-  // dv lies in memory as the input does. input_span: not a copy of it.
+  // dv lies in memory as the input does. input_span: its address in the input, not that of a gathered copy.
   static T* find_dv(const CpuBnBackwardParams& args, const T* input_span) {
     return args.dv ? static_cast<T*>(args.dv) + (input_span - static_cast<const T*>(args.input)) : nullptr;
   }

@@ -18,7 +18,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../../host_device.h"
+#include "../../simd_math.h"
 
 #if !defined(FASTVIT_ISA)
 #define FASTVIT_ISA baseline
@@ -261,8 +261,9 @@ FASTVIT_FORCE_INLINE A sum_lanes(Simd<A> values) {
 #endif
 }
 
-// Returns a * b + c, with one rounding where the instruction set has such an instruction. For the expression
-// a * b + c the compiler would choose anew in each kernel, and kernels might disagree on a value near a kink.
+// Returns a * b + c, with one rounding where AVX2 or AVX-512 has an instruction for it, else always with two.
+// For the expression a * b + c the compiler would choose anew in each kernel, and kernels might disagree on a
+// value near a kink.
 template <class A>
 FASTVIT_FORCE_INLINE Simd<A> multiply_add(Simd<A> a, Simd<A> b, Simd<A> c) {
 #if defined(__AVX512F__)
@@ -270,13 +271,13 @@ FASTVIT_FORCE_INLINE Simd<A> multiply_add(Simd<A> a, Simd<A> b, Simd<A> c) {
     return Simd<A>(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
   else
     return Simd<A>(_mm512_fmadd_pd(__m512d(a), __m512d(b), __m512d(c)));
-#elif defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__)
   if constexpr (sizeof(A) == 4)
     return Simd<A>(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
   else
     return Simd<A>(_mm256_fmadd_pd(__m256d(a), __m256d(b), __m256d(c)));
 #else
-  return a * b + c;
+  return round_product(Simd<A>(a * b)) + c;
 #endif
 }
 
