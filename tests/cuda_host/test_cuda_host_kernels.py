@@ -194,6 +194,32 @@ def test_single_launches_of_several_rounds(engine, shape, dtype, residual):
         assert_same(got, want)
 
 
+@pytest.mark.parametrize(
+    "shape, channel_dim, channels_last, rounds",  # of forward, backward, and backward with a residual
+    [
+        ((128, 256, 56, 56), 1, False, (13, 32, 43)),
+        ((128, 1024, 14, 14), 1, False, (4, 8, 10)),
+        ((128, 1024, 14, 14), 1, True, (3, 8, 8)),
+        ((128, 197, 768), 2, False, (2, 6, 6)),
+        ((256, 197, 768), 2, False, (6, 0, 0)),
+        ((32, 197, 768), 2, False, (1, 2, 2)),
+        ((16, 256, 28, 28), 1, True, (1, 1, 1)),
+        ((128, 256, 56, 56), 1, True, (0, 0, 0)),
+        ((256, 64, 112, 112), 1, False, (22, 64, 0)),
+    ],
+)
+def test_rounds_of_the_benchmarks_shapes(engine, shape, channel_dim, channels_last, rounds):
+    """The table in docs/benchmarks.md, in bf16, on 132 multiprocessors of 228 KiB. 0: two launches."""
+    x = torch.empty(shape, device="meta")
+    x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+    smem = (228 << 10) // 2 - (32 << 10)  # as LaunchContext has it
+    found = []
+    for operands, reduced_operands in (2, 1), (3, 2), (5, 3):
+        plan = engine.plan(x.shape, x.stride(), channel_dim, 2, operands, reduced_operands, 132, 2, smem)
+        found.append(-(-plan["tiles"] // plan["tiles_at_once"]) if plan["tiles_at_once"] else 0)
+    assert tuple(found) == rounds
+
+
 @pytest.mark.skipif(os.environ.get("FASTVIT_CUDA_HOST") != "race", reason="only the race build counts bytes")
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
 @pytest.mark.parametrize("shape", SHAPES_OF_ROUNDS)
