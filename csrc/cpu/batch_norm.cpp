@@ -189,11 +189,10 @@ void compute_gradients(const BnBackwardArgs& args, const CpuPlan& plan) {
 // storable without a rounding, and lie in memory as the input does, without gaps in a span. Of an input y
 // the second pass would still compute the inverse.
 void* find_place_of_dv(const BnBackwardArgs& args, const CacheTiles& tiles) {
-  constexpr int64_t kMaxCachedBytes = 32 << 20;  // of a result, as in kernels/spans.h
   const int64_t bytes = args.layout.numel() * (args.dtype == ScalarType::Double ? 8 : 4);
   if (!is_transcendental(args.activation) || args.from_output ||
       accumulation_type(args.dtype) != args.dtype ||
-      !(args.dresidual || tiles.count > 1 || bytes < kMaxCachedBytes))
+      !(args.dresidual || tiles.count > 1 || bytes < kMinBytesPastCache))
     return nullptr;
   using Index = BackwardOperandIndex;
   const Strides &input = args.layout.strides[Index::input],

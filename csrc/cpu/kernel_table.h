@@ -47,6 +47,8 @@ CpuPlan plan_cpu_work(const WalkLayout& layout);
 
 constexpr int64_t kMinTaskElements = 1 << 16;  // for fewer elements a task is not worth its start
 constexpr int64_t kMaxSlices = 64;
+// A result of 32 MiB or more has left the caches when the next pass or op reads it.
+constexpr int64_t kMinBytesPastCache = 32 << 20;
 
 // Each kernel's parameters: the op's checked arguments, and what the op's O(C) part adds. Arrays that are
 // `const void*` or `void*` hold the accumulation type: double for tensors of double, else float.
