@@ -28,10 +28,10 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from . import joint_graph, recompute_rules
-from .joint_graph import MARK, ScopeOptions, scope_options
+from .joint_graph import SCOPE_META_KEY, ScopeOptions, scope_options
 from .policy import Policy, RecomputeLevel
 
-_FLAG = "_fastvit_compiled"
+_OPTIONS_ATTRIBUTE = "_fastvit_compiled"
 _OWN_REFERENCES = 3  # the module, a local variable, and the argument of getrefcount
 _MARGIN = 0.95  # the partitioner counts no padding and no views, and exceeds its budget by some percent
 # For each graph with an open scope: the nodes that it had before, and how many scopes are open.
@@ -58,13 +58,15 @@ def enable(module: nn.Module, policy: Policy) -> None:
 
 def set_options(module: nn.Module, policy: Policy) -> None:
     """Sets what compiled code reads of the policy of a module."""
-    # Set through `__dict__`: an OptimizedModule forwards `setattr` to the module that it wraps.
-    module.__dict__[_FLAG] = policy.level >= RecomputeLevel.MATMULS, policy.weight_casts, policy.share
+    options = ScopeOptions(policy.level >= RecomputeLevel.MATMULS, policy.weight_casts, policy.kept_fraction)
+    # Set through `__dict__`: an OptimizedModule forwards `setattr` to the module that it wraps. A plain tuple
+    # is a constant to Dynamo, and loads from any pickle.
+    module.__dict__[_OPTIONS_ATTRIBUTE] = tuple(options)
 
 
 def disable(module: nn.Module) -> None:
     """Undoes `enable`, but leaves the announcing pre-hook in place."""
-    if module.__dict__.pop(_FLAG, None) is not None:
+    if module.__dict__.pop(_OPTIONS_ATTRIBUTE, None) is not None:
         _change_modules_type(module, dict)
     _compiled_modules.discard(module)
 
@@ -105,7 +107,7 @@ def end_traced_scope(module: nn.Module) -> None:
     """Ends the scope of a module, while Dynamo traces: marks the ops since `begin_traced_scope`."""
     from torch._dynamo.comptime import comptime
 
-    options = getattr(module, _FLAG)  # noqa: F841  # `_end` reads the local variable
+    options = getattr(module, _OPTIONS_ATTRIBUTE)  # noqa: F841  # `_end` reads the local variable
     comptime(_end)
 
 
@@ -140,16 +142,16 @@ def _options_of_compiled_module(variables: dict[str, object]) -> ScopeOptions | 
     for name, value in variables.items():
         module = value[0] if type(value) is tuple and value else value  # *args of a decorated forward
         code = getattr(module.forward, "__code__", None) if isinstance(module, nn.Module) else None
-        if code is not None and name == code.co_varnames[0] and hasattr(module, _FLAG):
+        if code is not None and name == code.co_varnames[0] and hasattr(module, _OPTIONS_ATTRIBUTE):
             assert isinstance(module, nn.Module)
             _compiled_modules.add(module)
-            return getattr(module, _FLAG)
+            return getattr(module, _OPTIONS_ATTRIBUTE)
     return None
 
 
 def _mark(nodes: list[Node], options: ScopeOptions) -> None:
     for node in nodes:
-        node.meta["custom"] = {MARK: options, **node.meta.get("custom", {})}
+        node.meta["custom"] = {SCOPE_META_KEY: options, **node.meta.get("custom", {})}
 
 
 class _ScopeBackend:
@@ -167,7 +169,7 @@ class _ScopeBackend:
             _mark(list(top.graph.nodes), self.options)
         graphs = [module.graph for module in top.modules() if isinstance(module, GraphModule)]
         options = {node: scope_options(node) for graph in graphs for node in graph.nodes}
-        share = min((found[2] for found in options.values() if found), default=1.0)
+        share = min((found.kept_fraction for found in options.values() if found), default=1.0)
         marks = [f"{node.name} {found}" for node, found in options.items()]
         marks += [
             torch.compiler.config.cache_key_tag,

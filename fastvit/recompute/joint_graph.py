@@ -9,7 +9,7 @@ known, so concatenations are recomputed too where several take the same tensors.
 from __future__ import annotations
 
 import operator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
@@ -18,8 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .recompute_rules import cheap_ops
 
-MARK = "fastvit"
-ScopeOptions = tuple[bool, bool, float]  # products, weight_casts and share of a policy
+SCOPE_META_KEY = "fastvit"
 
 _MOST_SUMS = 4  # recomputed sums in a row
 _aten = torch.ops.aten
@@ -37,9 +36,18 @@ _POOLS = {_aten.max_pool2d_with_indices, _aten.avg_pool2d}
 _CHEAP = (cheap_ops() | _FUNCTIONAL) - _SIDE_EFFECTS - _POOLS
 
 
+class ScopeOptions(NamedTuple):
+    """What compiled code reads of a policy."""
+
+    matmuls: bool
+    weight_casts: bool
+    kept_fraction: float
+
+
 def scope_options(node: Node) -> ScopeOptions | None:
-    """The options of the scope in which an op was; None outside of scopes."""
-    return node.meta.get("custom", {}).get(MARK)
+    """Returns the options of the scope in which an op was; None outside of scopes."""
+    options = node.meta.get("custom", {}).get(SCOPE_META_KEY)
+    return None if options is None else ScopeOptions(*options)
 
 
 def tag_recompute(graph: Graph) -> None:
@@ -90,16 +98,15 @@ def _count(node: Node, sums: dict[Node, int], is_read: set[Node]) -> int | None:
     op, target, options = _packet(node), cast(Any, node.target), scope_options(node)
     if options is None:
         return None
-    products, weight_casts, _ = options
     bases = [_base(one) for one in node.all_input_nodes]
     if op in _PRODUCTS:
         rows, columns = cast(Node, node.args[-1]).meta["val"].shape
         is_known = isinstance(rows, int) and isinstance(columns, int)
-        if not products or not is_known or rows > columns:  # as in a scope
+        if not options.matmuls or not is_known or rows > columns:  # as in a scope
             return None
     elif op not in _CHEAP and (op is None or torch.Tag.pointwise not in target.tags):  # a loop that fuses
         return None
-    if op in _CASTS and bases[0].op == "placeholder" and not weight_casts:
+    if op in _CASTS and bases[0].op == "placeholder" and not options.weight_casts:
         return None
     count = 0
     for base in bases:

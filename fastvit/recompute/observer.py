@@ -33,7 +33,7 @@ class SavedMemory:
 
     Attributes:
         saved: for each of them, its annotation, and the function that unpacks it.
-        reason: why it is kept, or the ops that rebuild it.
+        reason: why it is kept, or the ops that recompute it.
         kept: bytes that stay in memory, of which other decisions do not count any.
         freed: bytes that do not.
         site: whose output is recomputed, or that makes the mask; None where it is kept.
@@ -43,10 +43,10 @@ class SavedMemory:
 
     saved: list[tuple[Any, Callable[[], Tensor]]]
     reason: str
-    kept: int
-    freed: int
+    kept_bytes: int
+    freed_bytes: int
     site: OpSite | None = None
-    forget: Callable[[], None] = lambda: None
+    clear_cached_outputs: Callable[[], None] = lambda: None
     is_mask: bool = False
 
 
@@ -97,12 +97,12 @@ class SavedTensorObserver:
         every = ((reference(), *rest) for reference, *rest in self._seen)
         return [SeenTensor(packed, *rest) for packed, *rest in every if packed is not None]
 
-    def decisions(self, besides: Iterable[Tensor] = ()) -> list[SavedMemory]:
+    def saved_memory(self, exclude: Iterable[Tensor] = ()) -> list[SavedMemory]:
         """Returns an entry for each storage or recipe of the saved tensors that are alive.
 
-        Storages of the tensors `besides` are left out.
+        Storages of the tensors `exclude` are left out.
         """
-        others = {0, *map(storage_id, besides)}
+        others = {0, *map(storage_id, exclude)}
         groups = self._group_by_memory(others)
         kept = {key for key in groups if isinstance(key, int)}
         counted, found = kept | others, []
@@ -171,5 +171,5 @@ def _reason_of(node_name: str) -> str:
     if level == RecomputeLevel.CHEAP:
         return f"an input of {op} is not kept"
     if level == RecomputeLevel.MATMULS:
-        return f"the result of {op}: rebuilt with products=True, where it is no narrower than its input"
-    return f"the result of {op}, which is not repeated"
+        return f"the result of {op}: recomputed with matmuls=True, where it is no narrower than its input"
+    return f"the result of {op}, which is not recomputed"

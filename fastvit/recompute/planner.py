@@ -74,7 +74,7 @@ class RecomputePlanner:
     ):
         self.policy, self.rules, self.tracker, self.keeps_bases = policy, rules, tracker, keeps_bases
         self._unused_recipes = unused_recipes
-        self._has_selection = policy.sites is not None or bool(policy.skip)
+        self._has_selection = policy.only_sites is not None or bool(policy.skip)
         self._waiting: dict[OutputInfo, list[PackedTensor]] = {}
         for packed in pending:
             assert packed.info is not None
@@ -143,7 +143,7 @@ class RecomputePlanner:
         if math.prod(info.as_strided_args.size) * pending.tensor.element_size() < MIN_RECOMPUTE_BYTES:
             raise NotRecomputable(f"it has less than {MIN_RECOMPUTE_BYTES} bytes")
         policy = self.policy
-        keeps_block_io = policy.sites is None and policy.level == RecomputeLevel.EVERY_OP
+        keeps_block_io = policy.only_sites is None and policy.level == RecomputeLevel.EVERY_OP
         is_block_io = info.is_block_io and keeps_block_io
         if is_block_io and self._unused_recipes is None:
             raise NotRecomputable(_BLOCK_IO)
@@ -178,7 +178,7 @@ class RecomputePlanner:
         policy, max_depth = self.policy, _MAX_DEPTH[self.policy.level]
         if reason := policy.reason_to_keep(info.site):
             raise NotRecomputable(reason)
-        if policy.sites is not None:
+        if policy.only_sites is not None:
             return
         if recipe.depth >= max_depth:
             raise NotRecomputable(f"its recipe goes through more than {max_depth} recomputed tensors")

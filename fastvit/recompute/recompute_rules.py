@@ -48,7 +48,7 @@ def _binary_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCa
 def _sum_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]:
     def rule(reader: NodeReader) -> OpCall:
         if reader.policy.level == RecomputeLevel.MATMULS and _is_residual(reader):
-            raise NotRecomputable("the sum is kept instead of repeating the product that is its term")
+            raise NotRecomputable("the sum is kept, so that the matmul that is its term is not recomputed")
         reader.require_rules()
         alpha = reader.attribute("alpha")
         if reader.edges[1][0] is None and (number := reader.call_args().scalar) is not None:
@@ -139,7 +139,7 @@ def _to_copy_rule(reader: NodeReader) -> OpCall:
     is_bias = is_leaf and reader.num_ops_from_target and producer.variable.dim() <= 1
     is_weight = is_leaf and not is_bias
     if is_weight and not (reader.policy.weight_casts and type(producer.variable) is Parameter):
-        raise NotRecomputable("the cast of a weight, which is not cast again without weight_casts=True")
+        raise NotRecomputable("the cast of a weight: recomputed with recompute_weight_casts=True")
     return _cast_to(output.dtype), (reader.graph_operand(0),)
 
 

@@ -39,7 +39,7 @@ class Value:
         operands: what its op reads, of the values that may be recomputed.
         pinned_bytes: of tensors that a recipe holds and no op has saved, such as a mask of attention.
         mask_bytes: of the bit mask that stays in place of it; 0 where it is recomputed.
-        moved: bytes that its op reads and writes.
+        bytes_moved: bytes that its op reads and writes.
         flops: of its matrix product, in `dtype`.
         level: the lowest one that repeats its op.
         owner: what the observer annotated when it was saved first.
@@ -53,7 +53,7 @@ class Value:
     operands: list[Value] = field(default_factory=list)
     pinned_bytes: int = 0
     mask_bytes: int = 0
-    moved: int = 0
+    bytes_moved: int = 0
     flops: int = 0
     dtype: torch.dtype | None = None
     level: RecomputeLevel = RecomputeLevel.CHEAP
@@ -95,18 +95,18 @@ class StepRecord:
 
 
 def record_step(
-    observer: SavedTensorObserver, results: Iterable[Tensor], besides: Iterable[Tensor] = ()
+    observer: SavedTensorObserver, results: Iterable[Tensor], exclude: Iterable[Tensor] = ()
 ) -> StepRecord:
     """Returns the record of a forward that has just ended, and whose graph is alive.
 
     Args:
         observer: of the forward, whose policy recomputes all that can be.
         results: of the forward.
-        besides: tensors whose memory does not count, such as parameters.
+        exclude: tensors whose memory does not count, such as parameters.
     """
     results, first = list(results), observer.first_time
     length = max(observer.next_time() - first, 1)
-    builder = _Builder(first, {0, *map(storage_id, besides)})
+    builder = _Builder(first, {0, *map(storage_id, exclude)})
     seen = observer.seen_tensors()
     for recipe in (
         *observer.unused_recipes,
@@ -162,7 +162,7 @@ class _Builder:
             pinned_bytes=sum(
                 one.nbytes for one in pins if one is not None and storage_id(one) not in self._others
             ),
-            moved=max(moved, 0),
+            bytes_moved=max(moved, 0),
             flops=max(flops, 0),
             dtype=recipe.dtype,
             level=RecomputeLevel.EVERY_OP if pins else level,
@@ -187,7 +187,7 @@ class _Builder:
             value = Value(state.storage_nbytes, one.created - self._first, "packed by hooks around the scope")
             if isinstance(state.replacement, BitMask):
                 value.mask_bytes, value.name = state.replacement.packed.nbytes, state.replacement.reason
-                value.site, value.moved = packed.mask_site, value.nbytes
+                value.site, value.bytes_moved = packed.mask_site, value.nbytes
             self._of_memory[id(packed)] = value
         if not value.uses:
             value.owner = one.annotation
