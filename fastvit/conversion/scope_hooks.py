@@ -73,7 +73,7 @@ def add_scope_hooks(
         _register_first(module, hook, with_kwargs=True)
         if isinstance(module, nn.TransformerEncoderLayer):
             _register_first(module, EncoderLayerHook(), with_kwargs=False)
-        dynamo_hooks.enable(module, policy)
+        dynamo_hooks.enable_traced_scopes(module, policy)
     return model
 
 
@@ -117,7 +117,7 @@ def _remove_hooks(model: nn.Module) -> None:
         for key in [key for key, hook in every if is_own_hook(hook)]:
             for name in _HOOK_DICTIONARIES:
                 getattr(module, name).pop(key, None)
-        dynamo_hooks.disable(module)
+        dynamo_hooks.disable_traced_scopes(module)
 
 
 def revert(model: Model) -> Model:

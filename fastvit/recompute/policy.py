@@ -30,10 +30,10 @@ class Policy:
     """What a scope recomputes.
 
     Args:
-        level: which ops a scope may recompute. Without `only_sites` the highest one keeps inputs and outputs of
-            blocks.
+        level: which ops a scope may recompute. The highest level keeps inputs and outputs of blocks, unless
+            `only_sites` are given.
         weight_casts: recompute autocast's copies of weights too.
-        only_sites: recompute only the outputs of these op calls; None for all.
+        only_sites: the op calls whose outputs are recomputed; None for all.
         skip: keep the outputs of ops with these skip keys.
         kept_fraction: fraction of the kept bytes that a budget leaves. Compiled code uses it. 0 if unknown.
     """

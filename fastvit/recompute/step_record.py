@@ -106,7 +106,7 @@ def record_step(
     """
     results, first = list(results), observer.first_time
     length = max(observer.next_time() - first, 1)
-    builder = _Builder(first, {0, *map(storage_id, exclude)})
+    builder = _ValueBuilder(first, {0, *map(storage_id, exclude)})
     seen = observer.seen_tensors()
     for recipe in (
         *observer.unused_recipes,
@@ -127,7 +127,7 @@ def _nbytes_of_storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if storage_id(tensor) and not tensor.is_nested else 0
 
 
-class _Builder:
+class _ValueBuilder:
     """Makes values of recipes and of packed tensors.
 
     Args:
@@ -136,31 +136,33 @@ class _Builder:
     """
 
     def __init__(self, first: int, others: set[int]):
-        self._first, self._others = first, others
-        self._of_info: dict[OutputInfo, Value] = {}
-        self._of_memory: dict[int, Value] = {}  # by the storage, or the packed tensor
-        self._operands: list[tuple[Value, list[OutputInfo]]] = []
+        self._first, self._excluded_storages = first, others
+        self._value_of_info: dict[OutputInfo, Value] = {}
+        self._value_of_memory: dict[int, Value] = {}  # by the storage, or the packed tensor
+        self._operand_infos: list[tuple[Value, list[OutputInfo]]] = []
 
     def add_recipe(self, recipe: Recipe) -> None:
-        if recipe.info not in self._of_info:
-            for one in recipe.in_topological_order(skip=lambda one: one.info in self._of_info):
+        if recipe.info not in self._value_of_info:
+            for one in recipe.in_topological_order(skip=lambda one: one.info in self._value_of_info):
                 self._add_op(one)
 
     def _add_op(self, recipe: Recipe) -> None:
         info, moved, flops = recipe.info, recipe.bytes_moved, recipe.flops
-        for inner in recipe.inner:
+        for inner in recipe.operand_recipes:
             if inner.info.as_strided_args is None:  # whose costs the recipe's have
                 moved, flops = moved - inner.bytes_moved, flops - inner.flops
         bases = [base_of(operand) for operand in recipe.operands]
         pins = [base.tensor for base in bases if isinstance(base, PinnedTensor) and not base.is_copy]
         level = RECOMPUTE_RULES.get(info.node_name, (RecomputeLevel.EVERY_OP, None))[0]
         value = Value(
-            recipe.size,
-            recipe.time - self._first,
+            recipe.nbytes,
+            recipe.sequence_nr - self._first,
             display_op_name(info.node_name),
             info.site,
             pinned_bytes=sum(
-                one.nbytes for one in pins if one is not None and storage_id(one) not in self._others
+                one.nbytes
+                for one in pins
+                if one is not None and storage_id(one) not in self._excluded_storages
             ),
             bytes_moved=max(moved, 0),
             flops=max(flops, 0),
@@ -168,27 +170,27 @@ class _Builder:
             level=RecomputeLevel.EVERY_OP if pins else level,
         )
         read = [base for base in bases if isinstance(base, (Recipe, PackedTensor))]
-        self._operands.append((value, [base.info for base in read if base.info is not None]))
-        self._of_info[info] = value
+        self._operand_infos.append((value, [base.info for base in read if base.info is not None]))
+        self._value_of_info[info] = value
 
     def add_saved(self, one: SeenTensor) -> None:
         packed, state = one.packed, one.packed.state
-        value = self._of_info.get(packed.info) if packed.info is not None else None
+        value = self._value_of_info.get(packed.info) if packed.info is not None else None
         if value is None and isinstance(state, Kept):
-            if (key := storage_id(state.tensor)) in self._others:
+            if (key := storage_id(state.tensor)) in self._excluded_storages:
                 return
-            value = self._of_memory.get(key)
+            value = self._value_of_memory.get(key)
             if value is None:
                 name = display_op_name(packed.info.node_name) if packed.info is not None else packed.reason
                 value = Value(_nbytes_of_storage(state.tensor), one.created - self._first, name)
-                self._of_memory[key] = value
+                self._value_of_memory[key] = value
         elif value is None:
             assert not isinstance(state, (Kept, Recomputed))
             value = Value(state.storage_nbytes, one.created - self._first, "packed by hooks around the scope")
             if isinstance(state.replacement, BitMask):
                 value.mask_bytes, value.name = state.replacement.packed.nbytes, state.replacement.reason
                 value.site, value.bytes_moved = packed.mask_site, value.nbytes
-            self._of_memory[id(packed)] = value
+            self._value_of_memory[id(packed)] = value
         if not value.uses:
             value.owner = one.annotation
         value.created = min(value.created, one.created - self._first)
@@ -196,12 +198,12 @@ class _Builder:
 
     def saved_storages(self) -> set[int]:
         """Returns those of the saved tensors that have no recipe."""
-        return {*self._of_memory}
+        return {*self._value_of_memory}
 
     def finish(self) -> list[Value]:
-        for value, infos in self._operands:
-            value.operands = [self._of_info[info] for info in infos if info in self._of_info]
-        every = [*self._of_info.values(), *self._of_memory.values()]
+        for value, infos in self._operand_infos:
+            value.operands = [self._value_of_info[info] for info in infos if info in self._value_of_info]
+        every = [*self._value_of_info.values(), *self._value_of_memory.values()]
         for value in every:
             value.created = max(value.created, 0)  # an input of the model
             value.uses.sort()
