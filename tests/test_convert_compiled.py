@@ -184,7 +184,9 @@ def test_budget():
 def test_a_budget_in_bytes_without_inputs_is_refused():
     torch._dynamo.reset()
     model = convert(Net(), budget="1 MiB")
-    with pytest.raises(Exception, match="in compiled code a budget in bytes needs example_inputs"):
+    with pytest.raises(
+        Exception, match="convert: compiled code cannot meet a budget in bytes without example_inputs"
+    ):
         torch.compile(model, backend="aot_eager")(torch.randn(4, 64, 64))
 
 

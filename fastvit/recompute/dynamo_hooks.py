@@ -1,4 +1,4 @@
-"""What a recompute scope does under torch.compile, where there is no graph of autograd to read.
+"""Recompute scopes under torch.compile, where there is no graph of autograd to read.
 
 Dynamo records ops in a graph. `begin_traced_scope` and `end_traced_scope` run while it does
 (torch._dynamo.comptime), and mark the ops between them. AOTAutograd carries the marks to the joint graph of
@@ -33,10 +33,9 @@ from .policy import Policy, RecomputeLevel
 
 _OPTIONS_ATTRIBUTE = "_fastvit_compiled"
 _OWN_REFERENCES = 3  # the module, a local variable, and the argument of getrefcount
-_BUDGET_MARGIN = (
-    0.95  # the partitioner counts no padding and no views, and exceeds its budget by some percent
-)
-# For each graph with an open scope: the nodes that it had before, and how many scopes are open.
+# The partitioner counts no padding and no views, and exceeds its budget by some percent.
+_BUDGET_MARGIN = 0.95
+# For each graph with an open scope: the names of the nodes before it, and how many scopes are open.
 _open_scopes: weakref.WeakKeyDictionary[Graph, tuple[set[str], int]] = weakref.WeakKeyDictionary()
 # Modules whose forward is compiled, or what remains of it after a graph break.
 _compiled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -46,10 +45,11 @@ def enable_traced_scopes(module: nn.Module, policy: Policy) -> None:
     """Prepares a module whose hooks call `begin_traced_scope` and `end_traced_scope`.
 
     Code that Dynamo compiled for a module without hooks would run for this one, because Dynamo does not guard
-    on hooks. It guards on the type of the dictionary of submodules, so another one takes its place, if nobody
-    else holds the dictionary: it then stays, and such code may keep more for backward. And Dynamo does not
-    trace the hooks of the module that is compiled itself, so one of its submodules gets a hook that announces
-    it.
+    on hooks. Dynamo guards on the type of the dictionary of submodules, so a dictionary of another type takes
+    its place. If others hold the dictionary, it stays, and such code may keep more for backward.
+
+    Dynamo does not trace the hooks of the module that is compiled itself, so a hook of one of its submodules
+    announces that module.
     """
     set_options(module, policy)
     _change_modules_type(module, OrderedDict)
@@ -59,7 +59,7 @@ def enable_traced_scopes(module: nn.Module, policy: Policy) -> None:
 
 
 def set_options(module: nn.Module, policy: Policy) -> None:
-    """Sets what compiled code reads of the policy of a module."""
+    """Stores on a module what compiled code reads of its policy."""
     options = ScopeOptions(policy.level >= RecomputeLevel.MATMULS, policy.weight_casts, policy.kept_fraction)
     # Set through `__dict__`: an OptimizedModule forwards `setattr` to the module that it wraps. A plain tuple
     # is a constant to Dynamo, and loads from any pickle.
@@ -92,6 +92,7 @@ def _first_parametrized_submodule(module: nn.Module) -> nn.Module | None:
 
 
 def announce_compiled_module(module: nn.Module, arguments: tuple) -> None:
+    """Wraps Dynamo's backend as a forward pre-hook, while Dynamo traces."""
     if torch.compiler.is_compiling():
         from torch._dynamo.comptime import comptime
 
@@ -115,32 +116,36 @@ def end_traced_scope(module: nn.Module) -> None:
 
 def _on_scope_begin(context) -> None:
     graph = context.graph()
-    before, count = _open_scopes.get(graph) or ({node.name for node in graph.nodes}, 0)
-    _open_scopes[graph] = before, count + 1
+    names_before, count = _open_scopes.get(graph) or ({node.name for node in graph.nodes}, 0)
+    _open_scopes[graph] = names_before, count + 1
 
 
 def _on_scope_end(context) -> None:
     graph = context.graph()
-    before, count = _open_scopes.pop(graph, (set(), 0))
-    if count > 1:  # the outer scope marks the ops
-        _open_scopes[graph] = before, count - 1
-    if count != 1:  # 0 where the graph began inside the scope
+    names_before, count = _open_scopes.pop(graph, (set(), 0))
+    if count > 1:  # the scope around this one marks the ops
+        _open_scopes[graph] = names_before, count - 1
+    if count != 1:  # the count is 0 if the graph began inside the scope
         return
     options = context.get_local("options").as_python_constant()
-    _mark_nodes([node for node in graph.nodes if node.name not in before], options)
+    _mark_nodes([node for node in graph.nodes if node.name not in names_before], options)
     _wrap_backend(context)
 
 
 def _wrap_backend(context) -> None:
-    """Lets the pass see the graph that is being traced."""
+    """Wraps Dynamo's backend so that the joint-graph pass runs for the graph that is being traced."""
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     if not isinstance(output.compiler_fn, _ScopeBackend):
         output.compiler_fn = _ScopeBackend(output.compiler_fn)
     output.compiler_fn.options = _options_of_compiled_module(output.root_tx.f_locals)
 
 
-def _options_of_compiled_module(variables: dict[str, object]) -> ScopeOptions | None:
-    """The options of the module whose forward is compiled, also in the rest of it after a graph break."""
+def _options_of_compiled_module(variables: dict[str, object]) -> tuple | None:
+    """Returns the options of the module whose forward is compiled, also after a graph break in the forward.
+
+    Args:
+        variables: the local variables of the outermost frame that Dynamo traces.
+    """
     for name, value in variables.items():
         module = value[0] if type(value) is tuple and value else value  # *args of a decorated forward
         code = getattr(module.forward, "__code__", None) if isinstance(module, nn.Module) else None
@@ -151,47 +156,55 @@ def _options_of_compiled_module(variables: dict[str, object]) -> ScopeOptions | 
     return None
 
 
-def _mark_nodes(nodes: list[Node], options: ScopeOptions) -> None:
+def _mark_nodes(nodes: list[Node], options: tuple) -> None:
+    """Marks nodes with the options of their scope. An inner scope has marked its nodes already."""
     for node in nodes:
         node.meta["custom"] = {SCOPE_META_KEY: options, **node.meta.get("custom", {})}
 
 
 class _ScopeBackend:
-    """The backend of one graph, with the pass."""
+    """The backend of one graph, which runs the pass on the joint graph of that graph."""
 
     def __init__(self, backend: Callable):
         self.backend = backend
-        self.options: ScopeOptions | None = None  # of ops without a mark
+        self.options: tuple | None = None  # options of the ops without a mark
         functools.update_wrapper(self, backend, updated=())
 
-    def __call__(self, top: GraphModule, inputs: list) -> Callable:
+    def __call__(self, graph_module: GraphModule, inputs: list) -> Callable:
         from torch._functorch import config
 
         if self.options is not None:
-            _mark_nodes(list(top.graph.nodes), self.options)
-        graphs = [module.graph for module in top.modules() if isinstance(module, GraphModule)]
+            _mark_nodes(list(graph_module.graph.nodes), self.options)
+        graphs = [module.graph for module in graph_module.modules() if isinstance(module, GraphModule)]
         options = {node: scope_options(node) for graph in graphs for node in graph.nodes}
-        share = min((found.kept_fraction for found in options.values() if found), default=1.0)
-        marks = [f"{node.name} {found}" for node, found in options.items()]
-        marks += [
-            torch.compiler.config.cache_key_tag,
-            *map(inspect.getsource, (joint_graph, recompute_rules)),
-        ]
-        key = hashlib.sha256("\n".join(marks).encode()).hexdigest()
-        passes = functools.partial(_joint_graph_pass, config.joint_custom_pass)
-        if share == 0:
-            raise ValueError("convert: in compiled code a budget in bytes needs example_inputs")
-        changed = (
-            {"activation_memory_budget": share * _BUDGET_MARGIN}
-            if share < 1
-            else {"joint_custom_pass": passes}
-        )
-        with config.patch(changed), torch.compiler.config.patch(cache_key_tag=key):  # type: ignore[attr-defined]
-            return self.backend(top, inputs)
+        kept_fraction = min((found.kept_fraction for found in options.values() if found), default=1.0)
+        if kept_fraction == 0:
+            raise ValueError(
+                "convert: compiled code cannot meet a budget in bytes without example_inputs; pass them, or "
+                "a share of the bytes as the budget"
+            )
+        changes: dict[str, object] = {
+            "joint_custom_pass": functools.partial(_joint_graph_pass, config.joint_custom_pass)
+        }
+        if kept_fraction < 1:
+            changes = {"activation_memory_budget": kept_fraction * _BUDGET_MARGIN}
+        key = torch.compiler.config.patch(cache_key_tag=_cache_key(options))  # type: ignore[attr-defined]
+        with config.patch(changes), key:  # type: ignore[attr-defined]
+            return self.backend(graph_module, inputs)
 
 
-def _joint_graph_pass(configured: Callable | None, joint_module: GraphModule, inputs: object) -> GraphModule:
-    if configured is not None:
-        joint_module = configured(joint_module, inputs)
+def _cache_key(options: dict[Node, ScopeOptions | None]) -> str:
+    """Returns a key for torch's caches: graphs with the same ops and other marks have another result."""
+    parts = [f"{node.name} {found}" for node, found in options.items()]
+    parts += [torch.compiler.config.cache_key_tag, *map(inspect.getsource, (joint_graph, recompute_rules))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _joint_graph_pass(
+    configured_pass: Callable | None, joint_module: GraphModule, inputs: object
+) -> GraphModule:
+    """Runs the pass that the user has configured, and tags ops after it."""
+    if configured_pass is not None:
+        joint_module = configured_pass(joint_module, inputs)
     joint_graph.tag_recompute(joint_module.graph)
     return joint_module

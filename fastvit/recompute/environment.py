@@ -1,7 +1,7 @@
 """The settings of torch under which an op ran, and under which its recipe runs.
 
-Autocast is none of them: a recipe repeats the op after autocast's casts, and runs without autocast. Neither
-are the settings that choose a kernel of attention or BatchNorm, since a recipe names the kernel.
+Autocast is no such setting: a recipe computes the op after autocast's casts, and runs without autocast. The
+settings that choose a kernel of attention or BatchNorm are none either, because a recipe names the kernel.
 """
 
 from __future__ import annotations

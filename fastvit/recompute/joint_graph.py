@@ -1,9 +1,9 @@
-"""Decides in the joint graph of forward and backward what torch's partitioner recomputes.
+"""Tags ops in the joint graph of forward and backward for torch's partitioner: recompute, or save.
 
-The ops with a cheap rule (recompute_rules.py), and pointwise ops, are recomputed where the tensors that they
-take are saved for the backward anyway. Residual sums of others are saved. Products, convolutions, attention
-and random ops get no tag: the partitioner saves their results. In contrast to a scope the whole graph is
-known, so concatenations are recomputed too where several take the same tensors.
+The ops with a cheap rule (recompute_rules.py), and pointwise ops, are recomputed if their inputs are saved
+for the backward anyway. Other sums are saved. Matmuls, convolutions, attention and random ops get no tag, so
+the partitioner saves their outputs. In contrast to a scope the whole graph is known, so concatenations are
+recomputed too if several of them take the same tensors.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .recompute_rules import cheap_op_packets
 
 SCOPE_META_KEY = "fastvit"
 
-_MAX_CHAINED_SUMS = 4  # recomputed sums in a row
+_MAX_CHAINED_SUMS = 4  # recomputed sums, each a term of the next
 _aten = torch.ops.aten
 _CAST_PACKETS = {_aten._to_copy, torch.ops.prims.convert_element_type}
 _CONCATS = {_aten.cat, _aten.stack}
 _SUM_PACKETS = {_aten.add, _aten.sub}
 _MATMUL_PACKETS = {_aten.mm, _aten.addmm}
-_JOINT_GRAPH_FORMS = {  # the forms of ops with rules that this graph has
+_JOINT_GRAPH_FORMS = {  # ops with rules have these forms in a joint graph
     *(_aten._native_batch_norm_legit_functional, _aten._native_batch_norm_legit_no_training),
     *(_aten._batch_norm_with_update_functional, torch.ops.prims.convert_element_type),
 }
 _SIDE_EFFECTS = {_aten.native_dropout, _aten.native_batch_norm, _aten.cudnn_batch_norm}
-# A compiler fuses a pooling with the ops before it, and repeats them for each window: 1.4x a step's time.
+# A compiler fuses a pooling with the ops before it, and computes these for each window: 1.4x a step's time.
 _POOL_PACKETS = {_aten.max_pool2d_with_indices, _aten.avg_pool2d}
 _CHEAP_PACKETS = (cheap_op_packets() | _JOINT_GRAPH_FORMS) - _SIDE_EFFECTS - _POOL_PACKETS
 
@@ -51,77 +51,89 @@ def scope_options(node: Node) -> ScopeOptions | None:
 
 
 def tag_recompute(graph: Graph) -> None:
-    """Tags the ops of a joint graph that the partitioner is to recompute, or not to."""
-    forward = _find_forward_nodes(graph)
-    is_read: set[Node] = set()  # by the backward, itself or a view of it
-    for node in reversed(graph.nodes):
-        for user in node.users:
-            if user.op != "output" and (user not in forward or (_is_view(user) and user in is_read)):
-                is_read.add(node)
-    sums: dict[Node, int] = {}  # of each op that may be recomputed: the recomputed sums on the way to it
+    """Tags the ops of a joint graph that the partitioner has to recompute, and sums that it has to save."""
+    forward_nodes = _find_forward_nodes(graph)
+    read_in_backward = _find_nodes_read_in_backward(graph, forward_nodes)
+    chained_sums: dict[Node, int] = {}  # of each op that may be recomputed; see `_count_chained_sums`
     for node in graph.nodes:
-        if node in forward and "recompute" not in node.meta and scope_options(node) is not None:
-            count = _count(node, sums, is_read)
+        if node in forward_nodes and "recompute" not in node.meta and scope_options(node) is not None:
+            count = _count_chained_sums(node, chained_sums, read_in_backward)
             if count is not None:
-                sums[node] = count
-            elif (
-                _overload_packet(node) in _SUM_PACKETS
-            ):  # or its terms would be saved, and all earlier sums repeated
+                chained_sums[node] = count
+            elif _overload_packet(node) in _SUM_PACKETS:
+                # Otherwise the partitioner would save the terms, and recompute all earlier sums.
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     needed: set[Node] = set()
     for node in reversed(graph.nodes):
-        if node in sums and (node in is_read or not needed.isdisjoint(node.users)):
+        if node in chained_sums and (node in read_in_backward or not needed.isdisjoint(node.users)):
             needed.add(node)
             if not _is_view(node):
                 node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
 
 
 def _find_forward_nodes(graph: Graph) -> set[Node]:
-    """The nodes that the results of the forward, and what it writes, are made of."""
-    behind: set[Node] = set()  # the gradients of the results
+    """Returns the nodes on which the results of the forward, and what the forward writes, depend."""
+    backward_nodes: set[Node] = set()
     for node in graph.nodes:
-        is_gradient = node.op == "placeholder" and "tangents" in node.name
-        if is_gradient or not behind.isdisjoint(node.all_input_nodes):
-            behind.add(node)
+        is_gradient_of_result = node.op == "placeholder" and "tangents" in node.name
+        if is_gradient_of_result or not backward_nodes.isdisjoint(node.all_input_nodes):
+            backward_nodes.add(node)
     results = set(graph.output_node().all_input_nodes)
-    forward = {node for node in graph.nodes if node not in behind and (node in results or _is_mutable(node))}
+    forward_nodes = {
+        node for node in graph.nodes if node not in backward_nodes and (node in results or _is_mutable(node))
+    }
     for node in reversed(graph.nodes):
-        if node in forward:
-            forward.update(node.all_input_nodes)
-    return forward
+        if node in forward_nodes:
+            forward_nodes.update(node.all_input_nodes)
+    return forward_nodes
 
 
-def _count(node: Node, sums: dict[Node, int], is_read: set[Node]) -> int | None:
-    """The recomputed sums on the way to this op, and it; None where it is not recomputed."""
+def _find_nodes_read_in_backward(graph: Graph, forward_nodes: set[Node]) -> set[Node]:
+    """Returns the nodes that the backward reads, directly or through a view."""
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        for user in node.users:
+            is_read = user not in forward_nodes or (_is_view(user) and user in found)
+            if is_read and user.op != "output":
+                found.add(node)
+    return found
+
+
+def _count_chained_sums(node: Node, chained_sums: dict[Node, int], read_in_backward: set[Node]) -> int | None:
+    """Returns the number of recomputed sums on the longest way to the output of an op, this op included.
+
+    Returns None if the op is not recomputed.
+    """
     from torch._functorch.partitioners import _size_of
 
     if _is_view(node) or node.target is operator.getitem:
-        return sums.get(node.all_input_nodes[0])
-    op, target, options = _overload_packet(node), cast(Any, node.target), scope_options(node)
-    if options is None:
+        return chained_sums.get(node.all_input_nodes[0])
+    if not _has_cheap_op(node):
         return None
-    bases = [_view_base(one) for one in node.all_input_nodes]
-    if op in _MATMUL_PACKETS:
-        rows, columns = cast(Node, node.args[-1]).meta["val"].shape
-        is_known = isinstance(rows, int) and isinstance(columns, int)
-        if not options.matmuls or not is_known or rows > columns:  # as in a scope
-            return None
-    elif op not in _CHEAP_PACKETS and (
-        op is None or torch.Tag.pointwise not in target.tags
-    ):  # a loop that fuses
-        return None
-    if op in _CAST_PACKETS and bases[0].op == "placeholder" and not options.weight_casts:
-        return None
-    count = 0
-    for base in bases:
-        if base in sums and not (op in _SUM_PACKETS and _overload_packet(base) in _MATMUL_PACKETS):
-            count = max(count, sums[base])
-        elif base not in is_read and base.op not in ("placeholder", "get_attr"):
-            # It would be saved for this op, which frees nothing, except where a list shares it with others.
+    op, count = _overload_packet(node), 0
+    for base in map(_view_base, node.all_input_nodes):
+        if base in chained_sums and not (op in _SUM_PACKETS and _overload_packet(base) in _MATMUL_PACKETS):
+            count = max(count, chained_sums[base])
+        elif base not in read_in_backward and base.op not in ("placeholder", "get_attr"):
+            # The base would be saved for this op alone, which frees nothing. But a list may share the base.
             if 2 * _size_of(base) >= _size_of(node) and not (op in _CONCATS and len(base.users) > 1):
                 return None
     count += op in _SUM_PACKETS
     return count if count <= _MAX_CHAINED_SUMS else None
+
+
+def _has_cheap_op(node: Node) -> bool:
+    """Returns whether the options of the scope in which an op was let the op be recomputed."""
+    op, target, options = _overload_packet(node), cast(Any, node.target), scope_options(node)
+    if options is None or op is None:
+        return False
+    if op in _MATMUL_PACKETS:
+        rows, columns = cast(Node, node.args[-1]).meta["val"].shape
+        is_known = isinstance(rows, int) and isinstance(columns, int)
+        return options.matmuls and is_known and rows <= columns  # no narrower than the input, as in a scope
+    if op in _CAST_PACKETS and _view_base(node.all_input_nodes[0]).op == "placeholder":
+        return options.weight_casts
+    return op in _CHEAP_PACKETS or torch.Tag.pointwise in target.tags  # a pointwise op fuses into a loop
 
 
 def _overload_packet(node: Node) -> object:
@@ -134,7 +146,7 @@ def _is_mutable(node: Node) -> bool:
 
 def _is_view(node: Node) -> bool:
     if node.target is operator.getitem:
-        return _is_view(node.all_input_nodes[0])  # of a split
+        return _is_view(node.all_input_nodes[0])  # the node takes one view of a split
     target = node.target
     return isinstance(target, OpOverload) and (target.is_view or target is _aten._unsafe_view.default)
 

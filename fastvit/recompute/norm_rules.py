@@ -1,6 +1,6 @@
-"""Normalisations that are repeated, from the input and the statistics that the op has saved.
+"""Rules of normalisations, which are recomputed from the input and the statistics that the op has saved.
 
-The eps, and a bias without gradient, are those of the call (call_observer.py). Running statistics are never
+The eps, and a bias without gradient, come from the call (call_observer.py). Running statistics are never
 written.
 """
 
@@ -68,7 +68,7 @@ def _batch_norm_op_call(reader: NodeReader, eps: float, norm: Callable[..., Tens
 
 
 def _cudnn_batch_norm(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor, training: bool, eps: float):
-    """Also in evaluation, which has other roundings than torch's own kernel."""
+    """Runs cuDNN's kernel in evaluation too, because its roundings are not those of torch's own kernel."""
     running_mean, running_var = (None, None) if training else (mean, var)
     return torch.cudnn_batch_norm(x, w, b, running_mean, running_var, training, 0.0, eps)[0]
 
@@ -84,15 +84,15 @@ def _native_batch_norm(
 def _batch_norm_from_statistics(
     x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
 ) -> Tensor:
-    """BatchNorm from its saved mean and 1 / sqrt(var + eps), in one pass over x where that has the same bits.
+    """Recomputes BatchNorm from its saved mean and 1 / sqrt(var + eps), in one pass over x if possible.
 
     torch's CPU kernel for dense tensors computes x * scale + (bias - mean * scale) with scale = weight *
     invstd, in training as in evaluation. With `scale` for a weight, a variance of 1 and an eps of 0 the
-    evaluation computes the same numbers. Elsewhere the statistics are computed again.
+    evaluation computes the same bits. For other tensors the statistics are recomputed too.
     """
     if x.is_cuda:
         return torch.batch_norm_elemt(x, w, b, mean, invstd, eps)
-    # In half precision the product would be rounded.
+    # In half precision `scale` would be rounded.
     is_full_precision = mean.dtype in (torch.float32, torch.float64) and (w is None or w.dtype == mean.dtype)
     if x.device.type == "cpu" and is_full_precision and _is_dense(x):
         scale = invstd if w is None else invstd * w
@@ -110,7 +110,7 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def sync_batch_norm_rule(reader: NodeReader) -> OpCall:
-    """torch.nn.SyncBatchNorm, from the statistics of all ranks, which it saves."""
+    """Recomputes torch.nn.SyncBatchNorm from the statistics of all ranks, which it saves."""
     saved = [one.data for one in reader.node._raw_saved_tensors]
     x, weight, mean, invstd, *_ = map(reader.packed_operand, saved)
     bias = getattr(saved[3], "bias", None)

@@ -1,9 +1,9 @@
 """`RecomputePlanner` goes once over the pending tensors of a scope, in the order of autograd's graph.
 
-It chooses for each: keep it, or recompute it by a recipe. Recipes are found by walking the graph from an
-output to the inputs of its op, and are shared by all that read the output. A node has the op's name, the
+It chooses for each: keep it, or recompute it by a recipe. It builds a recipe by walking the graph from an
+output to the inputs of its op. All consumers of the output share the recipe. A node has the op's name, the
 tensors that the op saved, and edges to the nodes that made its inputs. The same op on the same memory layout
-gives the same bits. recompute_rules.py lists the ops that are repeated. Views are followed to their base.
+gives the same bits. recompute_rules.py lists the ops that are recomputed. Views are followed to their base.
 
 The graph lacks the value of padding, and inputs without gradient that the op did not save. A tensor that
 depends on one of these is kept, unless call_observer.py has stored it.
@@ -38,12 +38,13 @@ OpCall = tuple[Callable[..., Tensor], tuple[Operand, ...]]  # a function and its
 Rule = Callable[[NodeReader], OpCall]
 Rules = Mapping[str, tuple[RecomputeLevel, Rule]]  # the lowest level that uses a rule, by the name of a node
 
-# Most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast matrix
-# products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
-# residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
-# made of the one before, move 5 more each.
+# A recipe moves at most so many bytes for each byte of the tensor. In half precision and under autocast,
+# matmuls are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
+# residual sum and a cast 11, a rotary embedding and a cast 26. In float32, each one of a chain of residual
+# sums of BatchNorms moves 5 more.
 _MAX_BYTES_MOVED_PER_BYTE, _MAX_BYTES_MOVED_PER_BYTE_IN_HALF = 24, 10
-# Most recomputed tensors on the way to one that is kept. The sites of a budget cut the way themselves.
+# The longest chain of recomputed tensors between an output and kept tensors. A budget's sites limit chains
+# themselves.
 _MAX_RECOMPUTE_DEPTH = {
     RecomputeLevel.CHEAP: 4,
     RecomputeLevel.MATMULS: 4,
@@ -55,12 +56,13 @@ _MAX_UNSAVED_OPS = 40  # consecutive ops whose outputs no op has saved
 
 
 class RecomputePlanner:
-    """Plans `pending` tensors.
+    """Plans pending tensors: keep, or recompute.
 
     Args:
-        keeps_bases: a kept view holds its base, of which recipes may take the rest.
-        unused_recipes: takes the recipes of what is kept all the same; None if nobody looks at them, and at
-            the reasons why tensors are kept. Then no recipe is built for an output that the policy keeps.
+        keeps_bases: whether a kept view holds its whole base, so that recipes may read the rest of the base.
+        unused_recipes: a list to which the plan adds the recipes of tensors that are kept all the same. None
+            if nobody reads these recipes and the reasons why tensors are kept: then no recipe is built for an
+            output that the policy keeps.
     """
 
     def __init__(
@@ -79,16 +81,17 @@ class RecomputePlanner:
         for packed in pending:
             assert packed.info is not None
             self._unplanned.setdefault(packed.info, []).append(packed)
-        self._without_recipe: set[OutputInfo] = set()
+        self._without_recipe: set[OutputInfo] = set()  # outputs for which no recipe was found
         self._unsharded_recipes: set[Recipe] = (
             set()
         )  # those that read no parameter that FSDP has sharded again
-        self._new_recipes: list[Recipe] = []  # held, so that none is built twice
+        self._new_recipes: list[Recipe] = []  # references, so that no recipe is built twice
 
     def plan(self) -> None:
+        """Plans all pending tensors."""
         # autograd numbers the nodes of a thread in the order of the calls, so the producers of a node's
-        # inputs have lower numbers. But an op in place that saves a copy of its input makes the copy's node
-        # second.
+        # inputs have lower numbers. An exception is an op in place that saves a copy of its input: it creates
+        # the node of the copy afterwards.
         for info in sorted(
             self._unplanned, key=lambda info: _pending_state(self._unplanned[info]).producer._sequence_nr()
         ):
@@ -96,9 +99,9 @@ class RecomputePlanner:
 
     def plan_output(self, info: OutputInfo) -> None:
         """Plans the tensors of one output, unless they are planned already."""
-        if (every := self._unplanned.pop(info, None)) is None:
+        if (packed_tensors := self._unplanned.pop(info, None)) is None:
             return
-        pending = _pending_state(every)
+        pending = _pending_state(packed_tensors)
         if info.as_strided_args is None:
             info.as_strided_args = pending.base or AsStridedArgs.of(pending.tensor)
         recipe = None
@@ -106,7 +109,7 @@ class RecomputePlanner:
             recipe = self._choose_recipe(info, pending)
         except NotRecomputable as reason:
             info.reason = str(reason)
-        for packed in every:
+        for packed in packed_tensors:
             self._plan_tensor(packed, info, recipe)
 
     def _plan_tensor(self, packed: PackedTensor, info: OutputInfo, recipe: Recipe | None) -> None:
@@ -117,7 +120,7 @@ class RecomputePlanner:
         info.packed_tensors.append(packed)
         # The values of a conjugate or negative view differ from those in memory.
         is_plain = state.base is None or not (tensor.is_neg() or tensor.is_conj())
-        # Hooks around the scope may return another layout, as save_on_cpu does, but of a contiguous tensor.
+        # Hooks around the scope, as of save_on_cpu, may return a tensor that is not contiguous in another layout.
         is_plain = is_plain and (self.keeps_bases or tensor.is_contiguous())
         if recipe is None or not is_plain or packed.is_excluded:
             packed.holds_base = state.base is None or (is_plain and self.keeps_bases)
@@ -134,10 +137,10 @@ class RecomputePlanner:
         packed.state = Recomputed(recipe, view)
 
     def _choose_recipe(self, info: OutputInfo, pending: Pending) -> Recipe | None:
-        """Returns the recipe of an output; None where it is kept.
+        """Returns the recipe of an output; None if the output is kept.
 
         Raises:
-            NotRecomputable: it is kept for this reason.
+            NotRecomputable: the output is kept, for this reason.
         """
         if not info.is_content_known:
             return None
@@ -167,9 +170,9 @@ class RecomputePlanner:
         return recipe
 
     def _is_kept_by_policy(self, info: OutputInfo, producer) -> bool:
-        """Returns whether the policy keeps an output whatever its recipe: by its site, or as a weight's cast.
+        """Returns whether the policy keeps an output whatever its recipe.
 
-        Casts of weights are a third of what ops save under autocast.
+        The output may be the cast of a weight: under autocast these are a third of the saved tensors.
         """
         if self._has_selection and self.policy.reason_to_keep(info.site):
             return True
@@ -209,16 +212,16 @@ class RecomputePlanner:
         """Returns an operand for the output of `node`: the packed tensor that keeps it, or a recipe.
 
         Raises:
-            NotRecomputable: there is neither.
+            NotRecomputable: the output is not kept, and has no recipe.
         """
         info = OutputInfo.find(node)
         if info is None:
-            if self.find_rule(node.name()) is None:  # no op has saved it, and nothing is to be stored of it
+            if self.find_rule(node.name()) is None:  # no op has saved the output, so it needs no OutputInfo
                 raise NotRecomputable
             info = OutputInfo.of_node(node)
         if not info.is_content_known:
             raise NotRecomputable("it was written to in ways that the graph does not show")
-        if info in self._unplanned:  # then it is planned first, and whether it is kept is known
+        if info in self._unplanned:  # the plan of this output says whether it is kept
             self.plan_output(info)
         if (packed := self._find_kept(info)) is not None:
             state = packed.state
@@ -249,7 +252,7 @@ class RecomputePlanner:
         """Returns `operand` if it is as it was when an op saved or pinned it.
 
         Raises:
-            NotRecomputable: it was written to, or FSDP has sharded it.
+            NotRecomputable: the operand was written to, or FSDP has sharded it.
         """
         if not self._is_intact(operand):
             raise NotRecomputable("an input was written to")
@@ -266,12 +269,12 @@ class RecomputePlanner:
         """Returns `recipe`, which may be of another block, if its operands are available.
 
         Raises:
-            NotRecomputable: FSDP has sharded a parameter that it reads, and gathers it too late for a
-                consumer outside of that block.
+            NotRecomputable: the recipe reads a parameter that FSDP has sharded, and that FSDP gathers too
+                late for a consumer outside of that block.
         """
         if recipe not in self._unsharded_recipes:
-            every = recipe.in_topological_order()
-            if any(operand.is_sharded_now() for one in every for operand in one.kept_operands()):
+            recipes = recipe.in_topological_order()
+            if any(operand.is_sharded_now() for one in recipes for operand in one.kept_operands()):
                 raise NotRecomputable(REASON_SHARDED)
             self._unsharded_recipes.add(recipe)
         return recipe
@@ -280,14 +283,14 @@ class RecomputePlanner:
         """Returns a new recipe for the output of `node`.
 
         Raises:
-            NotRecomputable: there is none; this plan does not look for it again.
+            NotRecomputable: there is none. This plan does not look for a recipe of the output again.
         """
         rule = self.find_rule(node.name())
         try:
             if rule is None:
                 raise NotRecomputable
             output = node._input_metadata[0]
-            if output.is_cpp_nested_tensor:  # it has no shape
+            if output.is_cpp_nested_tensor:  # a nested tensor has no shape
                 raise NotRecomputable("it is nested")
             reader = NodeReader(node, self, info, num_ops_from_target, output)
             recipe = Recipe(info, *rule(reader), reader.environment)
@@ -310,7 +313,7 @@ class RecomputePlanner:
         return self._find_kept(OutputInfo.of_node(node)) is None
 
 
-def _pending_state(every: list[PackedTensor]) -> Pending:
-    state = every[0].state
+def _pending_state(packed_tensors: list[PackedTensor]) -> Pending:
+    state = packed_tensors[0].state
     assert type(state) is Pending
     return state

@@ -1,7 +1,7 @@
-"""The ops that are repeated to rebuild a tensor: a table by the names of autograd's nodes.
+"""`RECOMPUTE_RULES` has a rule for each kind of op that is recomputed, by the names of autograd's nodes.
 
-A rule reads a node and returns a function and its arguments: the same op on the same memory layout, for the
-same bits. A rule raises `NotRecomputable` where the node lacks an argument.
+A rule reads a node and returns a function and its operands: the same op on the same memory layout, for the
+same bits. A rule raises `NotRecomputable` if the node lacks an argument.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 
 
 def _unary_rule(function: Callable[..., Tensor], *options: str, saves_input: bool = True) -> Rule:
-    """An op of one tensor, and of options that its node has under these names."""
+    """Returns the rule of an op of one tensor, and of options that its node has under these names."""
 
     def rule(reader: NodeReader) -> OpCall:
         operand = reader.operand("self", 0) if saves_input else reader.graph_operand(0)
@@ -94,7 +94,7 @@ def _native_dropout_rule(reader: NodeReader) -> OpCall:
     reader.call_args()  # raises unless the call was in training; the node of an evaluation looks the same
     mask, output = reader.saved_operand("result1"), reader.metadata
     on_gpu = output.device.type == "cuda"
-    if not on_gpu and output.dtype.itemsize == 2:  # where some versions round the scale
+    if not on_gpu and output.dtype.itemsize == 2:  # some versions of torch round the scale
         raise NotRecomputable
     keep = 1 - reader.attribute("p")
     if on_gpu and output.dtype is not torch.float64:
@@ -145,7 +145,7 @@ def _to_copy_rule(reader: NodeReader) -> OpCall:
     return _make_cast(output.dtype), (reader.graph_operand(0),)
 
 
-@cache  # one function for thousands of recipes
+@cache  # thousands of recipes share one function
 def _make_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda t: t.to(dtype, copy=True)
 
@@ -161,9 +161,9 @@ def _unsafe_view_rule(reader: NodeReader) -> OpCall:
     rule, level = reader.planner.find_rule(producer.name()), reader.planner.level_of(producer.name())
     if rule is not None and level is not RecomputeLevel.CHEAP:
         inner = reader.reader_of(producer)
-        product, arguments = rule(inner)
+        matmul, operands = rule(inner)
         reader.flops, reader.environment = inner.flops, inner.environment
-        return lambda *tensors: product(*tensors).view(shape), arguments
+        return lambda *tensors: matmul(*tensors).view(shape), operands
     raise NotRecomputable
 
 
@@ -186,7 +186,7 @@ def _mm_rule(reader: NodeReader) -> OpCall:
 def _require_no_narrowing(reader: NodeReader, weight: str) -> None:
     """Raises NotRecomputable for a matmul whose output is narrower than its input: too much arithmetic.
 
-    A budget may ask for it.
+    A budget may choose it all the same.
     """
     shape = reader.attribute(f"{weight}_sym_sizes")
     if shape[0] > shape[1] and reader.policy.level < RecomputeLevel.EVERY_OP:
@@ -256,7 +256,7 @@ def _copy_slices_rule(reader: NodeReader) -> OpCall:
         write(view)
         return memory
 
-    # The op has saved a copy of the view: it is an operand if there is nothing else in the base.
+    # The op has saved a copy of the view. The copy is the operand if the view covers its whole base.
     if copy is not None and math.prod(size) == math.prod(base.size):
         return written, (reader.packed_operand(copy),)
     copy = None
@@ -335,12 +335,12 @@ _CHEAP_RULES: dict[str, Rule] = {
 
 
 def cheap_op_packets() -> set[OpOverloadPacket]:
-    """The ops that the cheap rules repeat: `FusedRmsNormBackward0` is the node of `aten._fused_rms_norm`."""
+    """Returns the ops of the cheap rules: `FusedRmsNormBackward0` is the node of `aten._fused_rms_norm`."""
     words = (
         re.sub("(?<=[a-zD])(?=[A-Z])", "_", name.partition("Backward")[0]).lower() for name in _CHEAP_RULES
     )
     ops = (getattr(_aten, name, None) or getattr(_aten, f"_{name}", None) for name in words)
-    return {op for op in ops if op is not None}  # layers in Python are no ops
+    return {op for op in ops if op is not None}  # layers in Python are no ops, and are left out
 
 
 _MATMUL_RULES: dict[str, Rule] = {"AddmmBackward0": _addmm_rule, "MmBackward0": _mm_rule}
@@ -350,7 +350,7 @@ _EVERY_OP_RULES: dict[str, Rule] = {
     "BmmBackward0": _bmm_rule,
     "IndexBackward0": _index_rule,
     "SoftmaxBackward0": _softmax_rule(torch.softmax),
-    "SafeSoftmaxBackward0": _softmax_rule(_aten._safe_softmax),  # of attention with a mask
+    "SafeSoftmaxBackward0": _softmax_rule(_aten._safe_softmax),  # attention with a mask calls it
     "ScaledDotProductFlashAttentionForCpuBackward0": _attention_rule(
         _aten._scaled_dot_product_flash_attention_for_cpu, "attn_mask"
     ),

@@ -1,12 +1,12 @@
 """A `Scope` owns the saved-tensor hooks and the call observer of one recompute scope.
 
 The pack hook returns a `PackedTensor` for every saved tensor and adds it to the pending list. It plans
-nothing. At the end of a block, or after so many pending tensors, one plan over them (planner.py) chooses what
-is kept, recomputed or replaced by a mask. By then all that the block saves is known: queries and keys are
+nothing. At the end of a block, or after MAX_PENDING tensors, a plan of all of them (planner.py) chooses which
+are kept, recomputed or replaced by a mask. The plan knows all that the block saves: queries and keys are
 saved before the values with which they share memory.
 
-What a recipe reads is taken when the op runs: the pack hook pins small tensors, and the call observer those
-that the op does not save. No tensor is kept only for a recipe, except pinned copies and masks. Pending
+Operands of recipes are taken when the op runs: the pack hook pins small tensors, and the call observer pins
+those that the op does not save. No tensor is kept only for a recipe, except pinned copies and masks. Pending
 tensors are referred to weakly: a scope holds no tensors.
 
 After Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
@@ -54,7 +54,7 @@ _peek_functorch_transform = torch._C._functorch.peek_interpreter_stack
 _WeakTensorRef = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 _count_function_modes = torch._C._len_torch_function_stack
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
-MAX_PENDING = 512  # tensors without a plan
+MAX_PENDING = 512  # tensors that wait for a plan
 
 Hooks = tuple[Callable, Callable]
 
@@ -65,10 +65,10 @@ def current_saved_tensor_hooks() -> Hooks | None:
 
 
 class Scope:
-    """One open scope."""
+    """Owns the saved-tensor hooks and the call observer from `enter` to `leave`."""
 
     policy: Policy
-    block: str  # whose forward runs
+    block: str  # the block whose forward runs
 
     def __init__(
         self, saved_tensor_observer: SavedTensorObserver | None, close_dead_scopes: Callable[[], None]
@@ -78,25 +78,26 @@ class Scope:
         self._pinned: WeakList[PackedTensor] = WeakList()
         self._call_observer = CallObserver(self)
         self._write_tracker = self._call_observer.tracker
-        self._num_outputs = 0  # that were packed
+        self._num_outputs = 0  # packed tensors that are outputs of nodes
         self._outer_hooks: Hooks | None = None  # hooks around this scope, through which kept tensors go
         self._pending: WeakList[PackedTensor] = WeakList()
-        self._site_counts: dict[str, dict[str, int]] = defaultdict(dict)  # of a block, by the name of a node
+        self._site_counts: dict[str, dict[str, int]] = defaultdict(dict)  # for each block, by node name
         self._saved_tensor_observer = saved_tensor_observer
 
     def enter(self) -> None:
+        """Installs the saved-tensor hooks and the call observer."""
         self._outer_hooks = current_saved_tensor_hooks()
         _autograd._push_saved_tensors_default_hooks(self.pack, unpack_hook)
         self._call_observer.push_below()
 
     def remove_observer(self) -> bool:
-        """Takes the call observer off. Returns False inside of a call: try again after it."""
+        """Removes the call observer. Returns False inside of an observed call: try again after the call."""
         return self._call_observer.remove()
 
     def leave(self) -> None:
-        """Removes the hooks, wherever they lie: an exception may have left others above them.
+        """Removes the scope's hooks, wherever they lie: an exception may have left other hooks above them.
 
-        Where something has popped the scope's hooks in place of its own, those are removed.
+        Removes the hooks around the scope if their owner has popped the scope's hooks in place of them.
         """
         self._is_open = False
         for packed in self._pinned:  # recipes hold the pins that they read
@@ -105,14 +106,14 @@ class Scope:
         self._call_observer.drop_pins()
         with torch._C.DisableTorchFunction():
             self._write_tracker.close()
-        every = []
+        stack = []
         while (hooks := current_saved_tensor_hooks()) is not None:
-            every.append(hooks)
+            stack.append(hooks)
             _autograd._pop_saved_tensors_default_hooks()
-        stale = next((one for one in every if one[0] == self.pack), self._outer_hooks)
-        if stale in every:
-            every.remove(stale)
-        for hooks in reversed(every):
+        stale = next((hooks for hooks in stack if hooks[0] == self.pack), self._outer_hooks)
+        if stale in stack:
+            stack.remove(stale)
+        for hooks in reversed(stack):
             _autograd._push_saved_tensors_default_hooks(*hooks)
 
     def check_open(self) -> None:
@@ -131,6 +132,7 @@ class Scope:
             _autograd._push_saved_tensors_default_hooks(self.pack, unpack_hook)
 
     def enter_block(self, policy: Policy, block: str) -> None:
+        """Sets the policy, and the block whose forward runs, and counts the op calls of the block anew."""
         self.policy, self.block = policy, block
         self._site_counts[block].clear()
 
@@ -145,10 +147,9 @@ class Scope:
                             OutputInfo.of_node(node).is_block_io = True
 
     def pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
-        """The pack hook."""
-        if (
-            _count_function_modes() or type(tensor) is not Tensor
-        ):  # they would intercept every attribute access below
+        """Packs a tensor that an op saves; autograd's pack hook."""
+        if _count_function_modes() or type(tensor) is not Tensor:
+            # Modes and subclasses would intercept every attribute access below.
             with torch._C.DisableTorchFunction():
                 return self._pack(tensor)
         return self._pack(tensor)
@@ -161,7 +162,9 @@ class Scope:
             if calls.shape_only_size is not None and calls.shape_only_size == tensor.size():
                 return PackedShape(tensor)
             self._num_outputs += 1
-            if not self._num_outputs % 4:  # the search takes time, so it is not for each tensor
+            if (
+                not self._num_outputs % 4
+            ):  # the search takes time, so the scope does not search for each tensor
                 self._close_dead_scopes()  # a dead scope would pack what other models save
             packed = self._pack_output(tensor, node)
             packed.environment = current_environment(tensor.is_cuda)
@@ -175,21 +178,16 @@ class Scope:
 
     def _pack_leaf(self, tensor: Tensor) -> PackedTensor:
         """Packs a tensor without a node, and pins it for recipes if it is small."""
-        packed = PackedTensor(
-            Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version), _REASON_NO_PRODUCER
-        )
-        p = self._call_observer.running_dropout_p
+        calls, held = self._call_observer, tensor if tensor.is_leaf else tensor.detach()
+        packed = PackedTensor(Kept(held, tensor._version), _REASON_NO_PRODUCER)
+        p = calls.running_dropout_p
         if p is not None and type(tensor) is Tensor and self._may_pack_dropout_mask(packed, tensor):
             # The mask is packed instead of drawn again: drawing random numbers takes ten times as long.
             packed.replace_tensor(masks.dropout_bit_mask(tensor, p))
-        elif (
-            self._call_observer.biases
-            and (bias := self._call_observer.biases.pop(storage_id(tensor), None)) is not None
-        ):
+        elif calls.biases and (bias := calls.biases.pop(storage_id(tensor), None)) is not None:
             packed.bias = bias
         elif is_small(tensor):
-            needed = self._call_observer.pinned_operand
-            if needed is ... or needed is tensor:
+            if calls.pinned_operand is ... or calls.pinned_operand is tensor:
                 packed.pin = PinnedTensor(tensor, copies=True)
                 self._pinned.append(packed)
         else:  # every op whose settings matter saves a larger tensor too
@@ -201,7 +199,7 @@ class Scope:
         return tensor.nbytes >= MIN_RECOMPUTE_BYTES and not self.policy.reason_to_keep(packed.mask_site)
 
     def _pack_output(self, tensor: Tensor, node: Any) -> PackedTensor:
-        """Packs an output of a node, or a view of one. Without a plan where it is kept for certain."""
+        """Packs an output of a node, or a view of one; adds it to the pending list if it may be recomputed."""
         if len(self._pending) >= MAX_PENDING:
             self.plan_pending()
         base = tensor._base
@@ -210,7 +208,7 @@ class Scope:
         if producer is None:  # a view of a leaf, such as a transposed weight
             held = tensor if node.name() in VIEW_RULES else tensor.detach()
             return PackedTensor(Kept(held, version), _REASON_NO_PRODUCER)
-        # An op's output refers to its node, and that to what is packed: only detached it makes no cycle.
+        # An op's output refers to its node, and the node to what is packed. A detached tensor makes no cycle.
         held = tensor.detach()
         if not self._is_open:
             return PackedTensor(Kept(held, version))
@@ -222,28 +220,29 @@ class Scope:
         is_half_precision = output.element_size() == 2 or _is_autocast_enabled()
         pending = Pending(held, version, producer, self.block, is_half_precision)
         pending.base = None if base is None else AsStridedArgs.of(base)
-        packed = PackedTensor(pending)
+        return self._add_pending(pending, tensor)
+
+    def _add_pending(self, pending: Pending, tensor: Tensor) -> PackedTensor:
+        """Adds a tensor to the pending list, and pins what its recipe may need later."""
+        packed, producer, calls = PackedTensor(pending), pending.producer, self._call_observer
         packed.source_address, packed.source_reference = tensor._cdata, _WeakTensorRef(tensor)
         if self.policy.weight_casts and producer.name() == "ToCopyBackward0":
             self._pin_weight(producer)
         self._pending.append(packed)
-        if self._call_observer.in_place_copies is not None and producer.name() == "CloneBackward0":
-            self._call_observer.in_place_copies.append(packed)
+        if calls.in_place_copies is not None and producer.name() == "CloneBackward0":
+            calls.in_place_copies.append(packed)
         return packed
 
     def _reason_to_keep(self, tensor: Tensor, node: Any, base: Tensor, producer: Any) -> str:
-        """Returns why an output is kept for certain; empty where the planner is to look."""
+        """Returns why an output is kept without a plan; empty if the planner may look for a recipe."""
         if tensor.is_nested or base.is_nested:
             return "it is nested"
-        # The graph shows neither which of several outputs this is, nor a cast of the memory.
+        # The graph does not tell other outputs, and views of another dtype, from the first output.
         is_known = not base.output_nr and base.dtype is tensor.dtype and tensor.layout is torch.strided
         if is_known and tensor._version:
             is_known = self._has_only_tracked_writes(base, producer)
-        if (
-            is_known
-            and reaches_through_views(node, tensor.output_nr, producer)
-            and _peek_functorch_transform() is None
-        ):
+        is_known = is_known and reaches_through_views(node, tensor.output_nr, producer)
+        if is_known and _peek_functorch_transform() is None:
             return ""
         op = display_op_name(skip_unsafe_view(producer).name())
         return f"one of several outputs of {op}, or written to before it was saved"
@@ -262,12 +261,11 @@ class Scope:
         """Pins the weight that autocast has cast, when the cast is saved first."""
         weight, info = cast.next_functions[0][0], OutputInfo.of_node(cast)
         if info.call_args is None and weight is not None and weight.name() == LEAF_NODE:
-            self._call_observer.store_call_args(
-                cast, CallArgs(leaves=(self._call_observer.pin(weight.variable),))
-            )
+            pinned = self._call_observer.pin(weight.variable)
+            self._call_observer.store_call_args(cast, CallArgs(leaves=(pinned,)))
 
     def plan_pending(self) -> None:
-        """Plans all that is pending. Whatever raises, what is pending is kept."""
+        """Plans all pending tensors, and keeps them if the plan raises."""
         pending, self._pending = list(self._pending), WeakList()
         if not pending:
             return
@@ -281,10 +279,12 @@ class Scope:
         """Called before a write to `tensor`: recipes that read the memory get a copy.
 
         Args:
-            is_shown: whether autograd's graph or the version shows the write. If neither does, autograd reads
-                what is written.
+            is_shown: whether autograd's graph or the version counter shows the write. If neither does,
+                autograd reads what is written.
         """
-        if self._outer_hooks is not None:  # hooks around the scope may copy what they pack
+        if (
+            self._outer_hooks is not None
+        ):  # these hooks may copy what they pack, so they pack before the write
             self.plan_pending()
         self._write_tracker.save_pre_write_copies(tensor)
         for packed in () if is_shown else self._write_tracker.restore_dropped(tensor):
@@ -296,23 +296,17 @@ class Scope:
         return self._outer_hooks is not None
 
     def abandon(self) -> None:
-        """Keeps all that is pending, without a plan."""
+        """Keeps all pending tensors, without a plan."""
         pending, self._pending = list(self._pending), WeakList()
         _keep(pending)
 
     def _plan(self, pending: list[PackedTensor]) -> None:
-        for packed in pending:
-            state = packed.state
-            assert type(state) is Pending
-            packed.info = info = OutputInfo.of_node(state.producer)
-            if state.tensor._version != state.version:
-                info.is_content_known = False
-            self._number_site(info, state.block)
+        self._find_output_infos(pending)
         masked = [packed for packed in pending if packed.make_mask is not None]
         for packed in masked:
-            if self._reason_against_mask(packed):
+            if self._reason_to_refuse_mask(packed):
                 packed.make_mask = None
-        unsettled = self._write_tracker.check_lent_memory(pending)
+        unseen_outputs = self._write_tracker.check_lent_memory(pending)
         keeps_bases, observer = self._outer_hooks is None, self._saved_tensor_observer
         unused = None if observer is None else observer.unused_recipes
         RecomputePlanner(
@@ -320,14 +314,23 @@ class Scope:
         ).plan()
         if observer is not None:
             observer.add_plan()
-        for info in unsettled:
+        for info in unseen_outputs:
             info.is_content_known = True
         for packed in masked:
             if packed.make_mask is not None:
-                self._replace_by_mask(packed)
+                self._replace_by_mask_if_possible(packed)
         for packed in () if self._outer_hooks is None else pending:
             if type(packed.state) is Kept and packed.state.is_unwritten():
                 packed.pack_by_outer_hooks(*self._outer_hooks)  # type: ignore[misc]
+
+    def _find_output_infos(self, pending: list[PackedTensor]) -> None:
+        for packed in pending:
+            state = packed.state
+            assert type(state) is Pending
+            packed.info = info = OutputInfo.of_node(state.producer)
+            if state.tensor._version != state.version:
+                info.is_content_known = False
+            self._number_site(info, state.block)
 
     def _number_site(self, info: OutputInfo, block: str) -> None:
         if not info.site_number:
@@ -338,8 +341,8 @@ class Scope:
         counts[node_name] = number = counts.get(node_name, 0) + 1
         return number
 
-    def _reason_against_mask(self, packed: PackedTensor) -> str:
-        """Returns why the policy is against the mask that an activation makes of what it has saved."""
+    def _reason_to_refuse_mask(self, packed: PackedTensor) -> str:
+        """Returns why the policy refuses a mask in place of what an activation saved; empty if allowed."""
         info = OutputInfo.of_node(packed.mask_node)
         self._number_site(info, self.block)
         packed.mask_site = site = info.site
@@ -348,11 +351,11 @@ class Scope:
     def replace_by_mask(self, packed: PackedTensor) -> None:
         """Replaces a tensor that is planned already by a mask, if nothing else reads it."""
         if type(packed.state) is not Pending:
-            if packed.make_mask is not None and not self._reason_against_mask(packed):
-                self._replace_by_mask(packed)
+            if packed.make_mask is not None and not self._reason_to_refuse_mask(packed):
+                self._replace_by_mask_if_possible(packed)
             packed.make_mask = packed.mask_node = None
 
-    def _replace_by_mask(self, packed: PackedTensor) -> None:
+    def _replace_by_mask_if_possible(self, packed: PackedTensor) -> None:
         make_mask, packed.make_mask = packed.make_mask, None
         assert make_mask is not None
         if packed.is_maskable() and self._write_tracker.count_writes(packed.state.tensor) == packed.writes:  # type: ignore
@@ -362,7 +365,7 @@ class Scope:
 
 
 def _keep(planned: list[PackedTensor]) -> None:
-    """Keeps what has no plan, and drops the nodes, which hold the packed tensors."""
+    """Keeps the tensors without a plan, and drops references to nodes, which hold the packed tensors."""
     for packed in planned:
         if type(state := packed.state) is Pending:
             packed.state = Kept(state.tensor, state.version)

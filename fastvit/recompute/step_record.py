@@ -1,4 +1,4 @@
-"""`record_step`: what one training forward made for its backward, by which a step is replayed on paper.
+"""`record_step` returns a record of one training forward, by which the step is replayed on paper.
 
 Time counts the nodes of autograd's graph in the order in which the forward made them. The backward runs the
 node with the highest number first, so its times go on from the last node of the forward to the first one.
@@ -7,6 +7,7 @@ node with the highest number first, so its times go on from the last node of the
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,21 +29,21 @@ from .views import PASS_THROUGH_NODES
 
 @dataclass(eq=False)
 class Value:
-    """Memory that ops of a forward have saved, or the output of an op that a recipe repeats.
+    """Memory that ops of a forward have saved, or the output of an op that a recipe recomputes.
 
     Attributes:
-        nbytes: of the memory.
-        created: when the forward made it.
-        name: of the op that made it.
-        site: by which a policy chooses to recompute it; None where it is kept in any case, or never kept.
-        uses: when ops saved it, in order. Empty where only recipes read it.
-        operands: what its op reads, of the values that may be recomputed.
-        pinned_bytes: of tensors that a recipe holds and no op has saved, such as a mask of attention.
-        mask_bytes: of the bit mask that stays in place of it; 0 where it is recomputed.
-        bytes_moved: bytes that its op reads and writes.
-        flops: of its matrix product, in `dtype`.
-        level: the lowest one that repeats its op.
-        owner: what the observer annotated when it was saved first.
+        nbytes: bytes of the memory.
+        created: time at which the forward made the value.
+        name: name of the op that made the value.
+        site: the op call by which a policy recomputes the value; None if it is kept in any case, or never kept.
+        uses: times at which ops saved the value, in order. Empty if only recipes read it.
+        operands: values that the op of this value reads, and that may be recomputed.
+        pinned_bytes: bytes that a recipe holds and no op has saved, such as a mask of attention.
+        mask_bytes: bytes of the bit mask that stays in place of the value; 0 if it is recomputed.
+        bytes_moved: bytes that the op reads and writes.
+        flops: operations of a matmul, in `dtype`.
+        level: the lowest level that recomputes the op.
+        owner: the observer's annotation of the first saved tensor.
     """
 
     nbytes: int
@@ -61,7 +62,7 @@ class Value:
 
     @property
     def is_choice(self) -> bool:
-        """Whether a policy can keep it or recompute it."""
+        """Whether a policy can keep the value or recompute it."""
         return self.site is not None and bool(self.uses)
 
 
@@ -75,15 +76,15 @@ class Gradient(NamedTuple):
 
 @dataclass
 class StepRecord:
-    """What a training forward made for its backward.
+    """A record of what a training forward made for its backward.
 
     Attributes:
-        values: in the order in which the forward made them.
-        length: nodes of the forward.
-        plans: the last node before each plan of a scope, by which it dropped what is recomputed.
-        gradients: of activations, and of parameters while their nodes run.
-        weight_gradients: of parameters, from the time that makes them to the end of the step.
-        result_bytes: of what the forward returned, and no op has saved.
+        values: all values, in the order in which the forward made them.
+        length: number of nodes of the forward.
+        plans: the last node before each plan of a scope, which dropped what is recomputed.
+        gradients: gradients of activations, and of parameters while their nodes run.
+        weight_gradients: gradients of parameters, from the time that makes them to the end of the step.
+        result_bytes: bytes that the forward returned and no op has saved.
     """
 
     values: list[Value]
@@ -100,8 +101,8 @@ def record_step(
     """Returns the record of a forward that has just ended, and whose graph is alive.
 
     Args:
-        observer: of the forward, whose policy recomputes all that can be.
-        results: of the forward.
+        observer: the observer of the forward, which ran with a policy that recomputes all that can be.
+        results: the tensors that the forward returned.
         exclude: tensors whose memory does not count, such as parameters.
     """
     results, first = list(results), observer.first_time
@@ -131,12 +132,12 @@ class _ValueBuilder:
     """Makes values of recipes and of packed tensors.
 
     Args:
-        first: the number of the first node.
-        others: storages that do not count.
+        first: the sequence number of the forward's first node.
+        excluded_storages: ids of storages that do not count.
     """
 
-    def __init__(self, first: int, others: set[int]):
-        self._first, self._excluded_storages = first, others
+    def __init__(self, first: int, excluded_storages: set[int]):
+        self._first, self._excluded_storages = first, excluded_storages
         self._value_of_info: dict[OutputInfo, Value] = {}
         self._value_of_memory: dict[int, Value] = {}  # by the storage, or the packed tensor
         self._operand_infos: list[tuple[Value, list[OutputInfo]]] = []
@@ -149,7 +150,7 @@ class _ValueBuilder:
     def _add_op(self, recipe: Recipe) -> None:
         info, moved, flops = recipe.info, recipe.bytes_moved, recipe.flops
         for inner in recipe.operand_recipes:
-            if inner.info.as_strided_args is None:  # whose costs the recipe's have
+            if inner.info.as_strided_args is None:  # the costs of the recipe contain those of the inner one
                 moved, flops = moved - inner.bytes_moved, flops - inner.flops
         bases = [base_of(operand) for operand in recipe.operands]
         pins = [base.tensor for base in bases if isinstance(base, PinnedTensor) and not base.is_copy]
@@ -197,7 +198,7 @@ class _ValueBuilder:
         value.uses.append(one.time - self._first)
 
     def saved_storages(self) -> set[int]:
-        """Returns those of the saved tensors that have no recipe."""
+        """Returns the ids of the storages of saved tensors that have no recipe."""
         return {*self._value_of_memory}
 
     def finish(self) -> list[Value]:
@@ -205,7 +206,7 @@ class _ValueBuilder:
             value.operands = [self._value_of_info[info] for info in infos if info in self._value_of_info]
         every = [*self._value_of_info.values(), *self._value_of_memory.values()]
         for value in every:
-            value.created = max(value.created, 0)  # an input of the model
+            value.created = max(value.created, 0)  # an input of the model is older than the forward
             value.uses.sort()
         return every
 
@@ -217,58 +218,103 @@ _ALIASES = {*(f"{name}Backward0" for name in _RESHAPES.split()), "SqueezeBackwar
 
 def _find_gradients(results: list[Tensor], start: int, length: int) -> tuple[list[Gradient], list[Gradient]]:
     """Returns the gradients that the backward holds, by the shapes in autograd's graph; those of weights."""
+    times = _find_node_times(results, start, length)
+    backward = _BackwardReplay(times, length)
+    for result in results:
+        if result.grad_fn in times:
+            backward.add_result(result)
+    for node, _ in sorted(times.items(), key=lambda item: -item[1]):
+        backward.run_node(node)
+    gradients = [Gradient(one.nbytes, one.first, one.last) for one in backward.spans]
+    return gradients, list(backward.weight_gradients.values())
+
+
+def _find_node_times(results: list[Tensor], start: int, length: int) -> dict[Any, int]:
+    """Returns the times of the nodes of a forward, from which the `results` are reached."""
     times: dict[Any, int] = {}
-    waiting = [one.grad_fn for one in results if one.grad_fn is not None]
+    waiting = [result.grad_fn for result in results if result.grad_fn is not None]
     while waiting:
         node = waiting.pop()
         if node not in times and 0 <= (time := node._sequence_nr() - start) < length:
             times[node] = time
-            waiting += [after for after, _ in node.next_functions if after is not None]
-    end = 2 * length - 1
-    found: list[list[int]] = []  # bytes, first and last
-    of_weights: dict[Parameter, Gradient] = {}
-    held: dict[Any, list[list[int]]] = {}  # gradients of the output of a node, until it runs
+            waiting += [producer for producer, _ in node.next_functions if producer is not None]
+    return times
 
-    def add(nbytes: int, first: int, last: int) -> list[int]:
-        found.append([nbytes, first, last])
-        return found[-1]
 
-    for one in results:
-        if one.grad_fn in times:
-            gradient = add(_nbytes_of_storage(one), length, end - times[one.grad_fn])
-            held.setdefault(one.grad_fn, []).append(gradient)
-    for node, time in sorted(times.items(), key=lambda item: -item[1]):
-        now, own, name = end - time, held.pop(node, []), node.name()
-        is_alias = name in _ALIASES and len(own) == 1
-        for after, number in node.next_functions:
-            if after is None:
+@dataclass
+class _Span:
+    """A `Gradient` whose last time is not known yet."""
+
+    nbytes: int
+    first: int
+    last: int
+
+    def extend(self, last: int) -> None:
+        self.last = max(self.last, last)
+
+
+class _BackwardReplay:
+    """Follows gradients through autograd's graph, in the order in which the backward runs the nodes."""
+
+    def __init__(self, times: dict[Any, int], length: int):
+        self._times, self._length, self._end = times, length, 2 * length - 1
+        self._gradients_of: dict[Any, list[_Span]] = defaultdict(
+            list
+        )  # of the output of a node, until it runs
+        self.spans: list[_Span] = []
+        self.weight_gradients: dict[Parameter, Gradient] = {}
+
+    def _add(self, nbytes: int, first: int, last: int) -> _Span:
+        self.spans.append(_Span(nbytes, first, last))
+        return self.spans[-1]
+
+    def add_result(self, result: Tensor) -> None:
+        """Adds the gradient of a result, with which the backward begins."""
+        node = result.grad_fn
+        span = self._add(_nbytes_of_storage(result), self._length, self._end - self._times[node])
+        self._gradients_of[node].append(span)
+
+    def run_node(self, node: Any) -> None:
+        """Adds the gradients that a node returns, and drops those that it gets."""
+        now, gradients = self._end - self._times[node], self._gradients_of.pop(node, [])
+        is_convolution = node.name() == "ConvolutionBackward0"
+        alias = gradients[0] if node.name() in _ALIASES and len(gradients) == 1 else None
+        for producer, number in node.next_functions:
+            if producer is None:
                 continue
-            nbytes, is_cpu = _describe_gradient(after._input_metadata[number])
-            if name == "ConvolutionBackward0" and is_cpu:
+            nbytes, is_cpu = _describe_gradient(producer._input_metadata[number])
+            if is_convolution and is_cpu:
                 # oneDNN computes a gradient in a layout of its own, and copies it, that of an input twice.
-                add(nbytes if after not in times else 2 * nbytes, now, now)
-            if after not in times:  # a parameter
-                if isinstance(weight := getattr(after, "variable", None), Parameter):
-                    of_weights.setdefault(weight, Gradient(weight.nbytes, now, end))
-                if not is_alias:
-                    add(nbytes, now, now)
+                self._add(2 * nbytes if producer in self._times else nbytes, now, now)
+            if producer in self._times:
+                self._pass_gradient(producer, nbytes, now, alias)
                 continue
-            last, others = end - times[after], held.setdefault(after, [])
-            same = next((one for one in others if one[0] == nbytes), None)
-            if same is not None:  # autograd adds to it in place
-                same[2] = max(same[2], last)
-                if not is_alias:
-                    add(nbytes, now, now)
-            elif is_alias and own[0][0] == nbytes:
-                own[0][2] = max(own[0][2], last)
-                others.append(own[0])
-            else:
-                others.append(add(nbytes, now, last))
-    return [Gradient(*one) for one in found], list(of_weights.values())
+            if isinstance(weight := getattr(producer, "variable", None), Parameter):
+                self.weight_gradients.setdefault(weight, Gradient(weight.nbytes, now, self._end))
+            if alias is None:
+                self._add(nbytes, now, now)
+
+    def _pass_gradient(self, producer: Any, nbytes: int, now: int, alias: _Span | None) -> None:
+        """Passes a gradient to the node `producer`.
+
+        Args:
+            alias: the gradient of which the passed one is a view; None if it has memory of its own.
+        """
+        last, gradients = self._end - self._times[producer], self._gradients_of[producer]
+        accumulated = next((one for one in gradients if one.nbytes == nbytes), None)
+        if accumulated is not None:  # autograd adds to the first gradient in place
+            accumulated.extend(last)
+            if alias is None:
+                self._add(nbytes, now, now)
+        elif alias is not None and alias.nbytes == nbytes:
+            alias.extend(last)
+            gradients.append(alias)
+        else:
+            gradients.append(self._add(nbytes, now, last))
 
 
 def _describe_gradient(metadata: Any) -> tuple[int, bool]:
     """Returns the bytes of the gradient of a node's output, and whether it lies on the CPU."""
     if metadata.is_cpp_nested_tensor or not all(type(size) is int for size in metadata.shape):
-        return 0, False  # nested tensors have no size that is known
+        return 0, False  # the size of a nested tensor, or a symbol, is not known
     return math.prod(metadata.shape) * metadata.dtype.itemsize, metadata.device.type == "cpu"
