@@ -163,7 +163,9 @@ def convert_to_least(monkeypatch):
         return plans[-1]
 
     monkeypatch.setattr(memory_report.BatchSearch, "find_least_plan", spy)
-    return lambda model: add_scope_hooks(copy.deepcopy(model), Policy(plans[-1].level, sites=plans[-1].sites))
+    return lambda model: add_scope_hooks(
+        copy.deepcopy(model), Policy(plans[-1].level, only_sites=plans[-1].sites)
+    )
 
 
 def check_batches(monkeypatch, model, x, memory):

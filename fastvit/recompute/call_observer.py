@@ -38,12 +38,12 @@ _next_sequence_nr = torch._C._autograd._get_sequence_nr  # of the next node of t
 
 
 def pop_modes() -> list[Any]:
-    """Takes all torch function modes off the stack; returns them, the top one first."""
+    """Removes all torch function modes from the stack; returns them, the top one first."""
     return [_pop() for _ in range(torch._C._len_torch_function_stack())]
 
 
 class OwnerScope(Protocol):
-    """What the observer asks of the scope that owns it."""
+    """The methods of the owning scope that the observer calls."""
 
     policy: Policy
 
@@ -59,20 +59,23 @@ class OwnerScope(Protocol):
 
 
 class CallObserver(TorchFunctionMode):
-    """Observes calls of torch functions for a scope. Handlers tell the pack hook of a call by attributes."""
+    """Observes calls of torch functions for a scope.
+
+    Handlers pass facts of the running call to the scope's pack hook by attributes.
+    """
 
     is_closed = False
     running_dropout_p: float | None = None  # the probability of the dropout that runs
-    shape_only_size: torch.Size | None = None  # of an input that the op's backward does not read
+    shape_only_size: torch.Size | None = None  # the size of an input whose backward reads the shape alone
     pinned_operand: Any = ...  # the only operand that the op's recipe needs pinned; `...` for all of them
-    expected_write: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
-    in_place_copies: WeakList | None = None  # of copies that an op in place on a view saves
+    expected_write: tuple[Tensor, int] | None = None  # a tensor that the op may write to; its version after
+    in_place_copies: WeakList | None = None  # the copies that an op in place on a view saves
 
     def __init__(self, scope: OwnerScope):
         super().__init__()
         self.scope = scope
         self.tracker = WriteTracker()
-        # The biases of SyncBatchNorms, by the storage of 1 / std, until that is saved.
+        # The biases of SyncBatchNorms, by the storage of 1 / std, until the op saves 1 / std.
         self.biases: dict[int, PinnedTensor] = {}
         self._pinned: WeakList[OutputInfo] = WeakList()
 
@@ -83,16 +86,16 @@ class CallObserver(TorchFunctionMode):
             _push(mode)
 
     def remove(self) -> bool:
-        """Takes the mode off. Returns False inside of an observed call, after which torch puts it back.
+        """Removes the mode. Returns False inside of an observed call: torch pushes the mode again after it.
 
-        From then on it only passes calls on.
+        A removed mode observes nothing.
         """
         self.is_closed = True
-        every = pop_modes()
-        for mode in reversed(every):
+        modes = pop_modes()
+        for mode in reversed(modes):
             if mode is not self:
                 _push(mode)
-        return self in every
+        return self in modes
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if is_compiling():
@@ -141,7 +144,7 @@ class CallObserver(TorchFunctionMode):
             self._pinned.append(info)
 
     def drop_pins(self) -> None:
-        """Drops what was pinned and no recipe reads. Recipes hold the pins that they read."""
+        """Drops the pins that no recipe reads. Recipes hold the pins that they read."""
         for info in self._pinned:
             info.call_args = None
         self._pinned.clear()
@@ -161,12 +164,12 @@ def _find_overrides(types: tuple) -> tuple:
     return tuple(cls for cls in types if cls is not Tensor and cls.__torch_function__ is not disabled)
 
 
-_MAX_CALLS = 256  # of composite functions whose pins are remembered
-Handler = Callable[[CallObserver, Callable, tuple, dict], Any]  # runs the call
+_MAX_COMPOSITE_CALLS = 256  # calls of composite functions whose pins are stored
+Handler = Callable[[CallObserver, Callable, tuple, dict], Any]  # a handler runs the call
 
 
 def _node_of(y: Any, *names: str) -> Any:
-    """Returns the node of the output of a call, if it has one of the names: else something else has run."""
+    """Returns the node of the output of a call, if it has one of the names; else None: another op has run."""
     if not isinstance(y, Tensor):
         return None
     node = view_base(y).grad_fn
@@ -184,7 +187,7 @@ def _store_call_args(observer: CallObserver, y: Any, call: CallArgs, *names: str
 
 
 def _norm_handler(name: str, eps: int, default: float | None = 1e-5, bias: int | None = None) -> Handler:
-    """Observes a normalisation, whose eps and bias have these positions; a bias that its op does not save."""
+    """Returns a handler of a normalisation; `eps` and `bias` are positions, of a bias that is not saved."""
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
         pinned = _pin_bias(observer, args, kwargs, bias)
@@ -240,10 +243,10 @@ _BATCH_NORMS = "NativeBatchNormBackward0", "CudnnBatchNormBackward0"
 
 
 def _batch_norm_handler(weight: int, bias: int) -> Handler:
-    """Observes a BatchNorm, whose arguments have these positions; the graph has its eps.
+    """Returns a handler of a BatchNorm, whose arguments have these positions. The graph has the eps.
 
-    In evaluation the backward reads the input for the gradient of the weight alone. In training it reads no
-    running statistics, and nobody else has the statistics that the op saves.
+    In evaluation the backward reads the input for the gradient of the weight alone. In training the backward
+    reads no running statistics, and nobody else has the statistics that the op saves.
     """
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -261,12 +264,12 @@ def _batch_norm_handler(weight: int, bias: int) -> Handler:
 
 
 def _instance_norm_handler(bias: int) -> Handler:
-    """Observes an instance norm: a BatchNorm of other sizes, which repeats weight and bias."""
+    """Observes an instance norm: a BatchNorm of n * C channels, with n copies of weight and bias."""
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-        x, given = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, bias, "bias")
-        repeated = None if given is None or not isinstance(x, Tensor) else given.detach().repeat(len(x))
-        pinned = None if repeated is None else observer.pin(repeated)
+        x, b = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, bias, "bias")
+        has_bias = b is not None and isinstance(x, Tensor)
+        pinned = observer.pin(b.detach().repeat(len(x))) if has_bias else None
         return _store_call_args(observer, func(*args, **kwargs), CallArgs(bias=pinned), *_BATCH_NORMS)
 
     return handle
@@ -277,7 +280,7 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
     y = func(*args, **kwargs)
     if not isinstance(y, Tensor):
         return y
-    node = y.grad_fn  # None in inference mode, whose tensors have no version
+    node = y.grad_fn  # None in inference mode, where tensors have no version counter
     if node is not None and y._version and y._base is None:
         # torch adds the bias in place, for other strides.
         OutputInfo.of_node(node).expected_version = y._version
@@ -336,7 +339,7 @@ def _find_constant(terms: tuple) -> Tensor | None:
 def _call_with_leaves(
     observer: CallObserver, func: Callable, args: tuple, kwargs: dict, operands: Any, *names: str
 ) -> Any:
-    """Runs an op that does not save these operands, and pins the leaves among them."""
+    """Runs an op that does not save these operands, and pins the leaves among them. Returns its output."""
     leaves = _pin_leaves(observer, operands) if isinstance(operands, (tuple, list)) else ()
     y = func(*args, **kwargs)
     return _store_call_args(observer, y, CallArgs(leaves=leaves), *names) if leaves else y
@@ -350,7 +353,9 @@ def _composite_handler(observer: CallObserver, func: Callable, args: tuple, kwar
     y = func(*args, **kwargs)
     if leaves:
         observer.tracker.pins_of_calls.append((range(first_sequence_nr, _next_sequence_nr()), leaves))
-        del observer.tracker.pins_of_calls[:-_MAX_CALLS]  # a scope may be round a whole training loop
+        del observer.tracker.pins_of_calls[
+            :-_MAX_COMPOSITE_CALLS
+        ]  # a scope may contain a whole training loop
     return y
 
 
@@ -373,7 +378,7 @@ def _join_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: d
 
 
 def _pin_leaves(observer: CallObserver, tensors: tuple | list) -> tuple[PinnedTensor, ...]:
-    """Pins the leaves among `tensors`, or of which they are views."""
+    """Pins the leaves among `tensors`, and the leaves of which `tensors` are views."""
     found = []
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -397,10 +402,11 @@ def _dropout_handler(observer: CallObserver, func: Callable, args: tuple, kwargs
 
 
 def _shape_only_handler(weight: int | None = None, bias: int | None = None) -> Handler:
-    """Observes an op that saves its input, of which its backward reads the sizes alone.
+    """Returns a handler of an op that saves its input, and whose backward reads only the input's shape.
 
-    So it is in a max pooling, which has indices, and in a convolution whose weight, at this position, has no
-    gradient (pytorch#133566). What an activation before it has saved is then reduced to a mask.
+    Such an op is a max pooling, which has indices, or a convolution whose weight, at this position, has no
+    gradient (pytorch#133566). The handler then asks for a mask in place of what an activation before the op
+    has saved.
     """
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -419,7 +425,7 @@ def _shape_only_handler(weight: int | None = None, bias: int | None = None) -> H
 
 
 def _request_mask(observer: CallObserver, node: Any) -> None:
-    """Asks for a bit mask in place of the activation's saved tensor.
+    """Asks the scope for a bit mask in place of the activation's saved tensor.
 
     The plan makes the mask only if the policy allows it, no recipe reads the tensor and no other op saved it.
     """
@@ -434,7 +440,7 @@ def _request_mask(observer: CallObserver, node: Any) -> None:
 
 def _is_frozen(x: Any, weight: Any) -> bool:
     """Returns whether the gradient of `x` is all that an op with this weight has to compute."""
-    # Without gradients torch asks a view for no node, which is an error after some writes to it.
+    # The node is read only with gradients: that of a view is an error after some writes under no_grad.
     is_tracked = isinstance(x, Tensor) and torch.is_grad_enabled() and x.grad_fn is not None
     return is_tracked and (weight is None or not weight.requires_grad)
 
@@ -502,7 +508,7 @@ _HANDLERS.update(
 
 @functools.cache
 def _find_handler(func: Callable) -> Handler | None:
-    """Returns what handles the calls of a function; None where nothing does."""
+    """Returns the handler of the calls of a function, or None."""
     schema = write_handlers.find_schema(func)
     if schema is not None:
         takes_format = any(argument.name == "memory_format" for argument in schema.arguments)
@@ -514,5 +520,5 @@ def _find_handler(func: Callable) -> Handler | None:
     )
 
 
-# Methods that torch.Tensor defines in Python: Dynamo traces their `super()` in the call of a method alone.
+# torch.Tensor defines these methods in Python. Dynamo traces their `super()` only in a call of a method.
 _PYTHON_METHODS = frozenset(name for name, f in vars(Tensor).items() if inspect.isfunction(f))

@@ -189,7 +189,7 @@ class _ScopeBackend:
         if kept_fraction < 1:
             changes = {"activation_memory_budget": kept_fraction * _BUDGET_MARGIN}
         key = torch.compiler.config.patch(cache_key_tag=_cache_key(options))  # type: ignore[attr-defined]
-        with config.patch(changes), key:  # type: ignore[attr-defined]
+        with config.patch(changes), key:
             return self.backend(graph_module, inputs)
 
 

@@ -14,29 +14,29 @@ from typing import Any
 import torch
 
 _C: Any = torch._C
-Environment = tuple  # whether it is of CUDA, and the values of the settings
-Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # how it is read and set
+Environment = tuple  # whether the settings are those of CUDA, and their values
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # getter and setter
 
 
 def _precision(backend: str, op: str) -> Setting:
-    """Returns how the precision of float32 products is read and set, which the older settings change too."""
+    """Returns the setting of the precision of float32 matmuls. torch's older functions change it too."""
     getter, setter = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
     return partial(getter, backend, op), partial(setter, backend, op)
 
 
 def _reduction(dtype: str) -> Setting:
-    """Returns how it is read and set whether cuBLAS may sum in half precision."""
+    """Returns the setting by which cuBLAS may sum in half precision."""
     name = f"cublas_allow_{dtype}_reduced_precision_reduction"
-    setter = getattr(_C, f"_set_{name}")  # takes one bool or two
+    setter = getattr(_C, f"_set_{name}")  # a function of one bool or two
     return getattr(_C, f"_get_{name}"), lambda v: setter(*v) if isinstance(v, tuple) else setter(v)
 
 
-_ON_CPU: tuple[Setting, ...] = (
+_CPU_SETTINGS: tuple[Setting, ...] = (
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
     _precision("mkldnn", "matmul"),
     _precision("mkldnn", "conv"),
 )
-_ON_CUDA: tuple[Setting, ...] = (
+_CUDA_SETTINGS: tuple[Setting, ...] = (
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
@@ -45,22 +45,22 @@ _ON_CUDA: tuple[Setting, ...] = (
     _precision("cuda", "matmul"),
     _precision("cuda", "conv"),
 )
-_CUDA_GETTERS = [get for get, _ in _ON_CUDA]
-_last_on_cpu: Environment = ()  # thousands of saved tensors share one tuple
+_CUDA_GETTERS = [get for get, _ in _CUDA_SETTINGS]
+_last_cpu_environment: Environment = ()  # thousands of saved tensors share one tuple
 _get_mkldnn, _get_precision = _C._get_mkldnn_enabled, _C._get_fp32_precision_getter
 
 
 def current_environment(is_cuda: bool) -> Environment:
-    """Returns the values now of the settings that ops on a GPU, or on the CPU, read."""
+    """Returns the current settings that ops on a GPU, or on the CPU, read."""
     if is_cuda:
         return True, *[get() for get in _CUDA_GETTERS]
-    # This reads the settings of _ON_CPU without a loop, because it runs for each saved tensor.
-    global _last_on_cpu
+    # This reads the settings of _CPU_SETTINGS without a loop, because it runs for each saved tensor.
+    global _last_cpu_environment
     found = False, _get_mkldnn(), _get_precision("mkldnn", "matmul"), _get_precision("mkldnn", "conv")
-    last = _last_on_cpu
+    last = _last_cpu_environment
     if found == last:
         return last
-    _last_on_cpu = found
+    _last_cpu_environment = found
     return found
 
 
@@ -77,5 +77,5 @@ def run_in_environment(environment: Environment) -> Iterator[None]:
 
 def _set(environment: Environment) -> None:
     is_cuda, *values = environment
-    for (_, set_to), value in zip(_ON_CUDA if is_cuda else _ON_CPU, values, strict=True):
+    for (_, set_to), value in zip(_CUDA_SETTINGS if is_cuda else _CPU_SETTINGS, values, strict=True):
         set_to(value)

@@ -1,4 +1,4 @@
-"""Masks, a bit an element: of dropout, and of where an activation passes its gradient on."""
+"""A `BitMask` has one bit an element, in place of dropout's mask or of what an activation has saved."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A 64-bit integer of 8 bytes b[i], each 0 or 1, times _GATHER has the bits b[i] << i in its highest byte: of
-# the 64 terms b[i] << 8 i + 56 - 7 j no two have the same exponent, and those of i > j overflow. A byte times
-# _REPEAT is in all 8 bytes, of which _SPREAD leaves bit i in byte i.
-_GATHER = sum(1 << (56 - 7 * i) for i in range(8))
-_REPEAT = sum(1 << 8 * i for i in range(8))
-_SPREAD = sum(1 << 9 * i for i in range(8)) - (1 << 64)  # as a signed integer
+# A 64-bit integer of 8 bytes b[i], each 0 or 1, times _GATHER_BITS has the bits b[i] << i in its top byte:
+# no two of the 64 terms b[i] << 8 i + 56 - 7 j have the same exponent, and those of i > j overflow. A byte
+# times _COPY_BYTE is in all 8 bytes, of which _SELECT_BITS leaves bit i in byte i.
+_GATHER_BITS = sum(1 << (56 - 7 * i) for i in range(8))
+_COPY_BYTE = sum(1 << 8 * i for i in range(8))
+_SELECT_BITS = sum(1 << 9 * i for i in range(8)) - (1 << 64)  # as a signed integer
 
 
 class BitMask:
@@ -26,17 +26,17 @@ class BitMask:
     def __init__(self, bits: Tensor, dtype: torch.dtype, true_value: float = 1, false_value: float = 0):
         self.dtype, self.true_value, self.false_value = dtype, true_value, false_value
         self.reason = "where an activation passes the gradient on, a bit an element"
-        dense = torch.empty_like(bits, device="meta")  # has other strides where elements are not side by side
+        dense = torch.empty_like(bits, device="meta")  # its strides differ if the tensor is not dense
         if dense.stride() != bits.stride():
             bits = bits.contiguous()
         self.size, self.stride = bits.size(), bits.stride()
         flat = bits.as_strided((bits.numel(),), (1,))
         if bits.numel() % 8:
             flat = F.pad(flat, (0, -bits.numel() % 8))
-        self.packed = (flat.view(torch.int64) * _GATHER).view(torch.uint8)[7::8].contiguous()
+        self.packed = (flat.view(torch.int64) * _GATHER_BITS).view(torch.uint8)[7::8].contiguous()
 
     def unpack(self) -> Tensor:
-        lanes = self.packed.to(torch.int64).mul_(_REPEAT).bitwise_and_(_SPREAD)
+        lanes = self.packed.to(torch.int64).mul_(_COPY_BYTE).bitwise_and_(_SELECT_BITS)
         bits = lanes.view(torch.uint8).ne(0).as_strided(self.size, self.stride)
         if self.false_value == 0:  # takes half as long on a CPU
             ones = bits.to(self.dtype)

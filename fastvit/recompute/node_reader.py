@@ -26,7 +26,7 @@ def is_leaf_cast(node) -> bool:
     return producer is not None and producer.name() == LEAF_NODE
 
 
-@functools.cache  # a name that is made anew is in no cache of attributes
+@functools.cache  # attribute look-ups are faster with interned names
 def _saved_name(name: str) -> str:
     return sys.intern(f"_saved_{name}")
 
@@ -41,7 +41,7 @@ class NotRecomputable(Exception):
 
 
 class Planner(Protocol):
-    """What a reader asks of the planner."""
+    """The methods of the planner that a reader calls."""
 
     policy: Policy
     tracker: WriteTracker
@@ -68,9 +68,9 @@ class NodeReader:
 
     Attributes:
         num_ops_from_target: ops between the node and the tensor that is to be recomputed.
-        metadata: of the node's output; each read of it from the node makes an object.
-        flops: of a matrix product, for each element of the output; set by the rule.
-        environment: in which the op ran, as far as the op has saved a tensor.
+        metadata: metadata of the node's output; each read of them from the node makes an object.
+        flops: operations of a matmul for each element of the output; set by the rule.
+        environment: environment in which the op ran; None if the op has saved no tensor.
     """
 
     __slots__ = ("environment", "flops", "info", "metadata", "node", "num_ops_from_target", "planner")
@@ -92,18 +92,18 @@ class NodeReader:
         return self.node.next_functions
 
     def attribute(self, name: str):
-        """Returns an option of the op, or several."""
+        """Returns an option of the op, a value or a tuple."""
         return as_signed(getattr(self.node, _saved_name(name)))
 
     def saved_operand(self, name: str) -> Operand:
-        """Returns an input that the op saved; None where the op did not get it."""
+        """Returns an input that the op saved; None if the op did not get it."""
         return self.packed_operand(getattr(self.node, _raw_saved_name(name)).data)
 
     def packed_operand(self, packed: object, is_private: bool = False) -> Operand:
-        """Returns the operand for what the op has packed.
+        """Returns the operand for an object that the op has packed.
 
         Args:
-            is_private: nobody but the op knows the tensor, so nobody writes to it.
+            is_private: whether only the op knows the tensor, so that nobody writes to it.
         """
         if packed is None:
             return None
@@ -159,9 +159,9 @@ class NodeReader:
         return View(operand, views)
 
     def require_rules(self) -> None:
-        """Raises NotRecomputable early if an input is the output of an op without a rule, and no op saved it.
+        """Raises NotRecomputable early if an input has no rule at this level, and no op saved the input.
 
-        So it is with most residual sums, at any length of the recipe of their other term.
+        Most residual sums have such a term, and the recipe of their other term may be long.
         """
         for node, _ in self.edges:
             while node is not None and node.name() in VIEW_RULES:
@@ -170,24 +170,23 @@ class NodeReader:
                 raise NotRecomputable
 
     def pinned_leaf(self, leaf: Tensor) -> Operand:
-        """Returns a leaf that the op did not save, as it was pinned when the op ran."""
+        """Returns a leaf that the op did not save, pinned when the op ran."""
         call = OutputInfo.of_node(self.node).call_args
         leaves = self.planner.tracker.find_pins(self.node) if call is None else call.leaves
-        found = (one for one in leaves if one.source is leaf)
-        pinned = next(found, None)
+        pinned = next((one for one in leaves if one.source is leaf), None)
         if pinned is None:
             raise NotRecomputable("the call was not seen")
         return self.planner.require_intact(pinned)
 
     def operand(self, name: str, index: int) -> Operand:
-        """Returns an input that the op has saved under this name, or that has this edge."""
+        """Returns an input: the one that the op has saved under `name`, or else that of the edge `index`."""
         packed = getattr(self.node, _raw_saved_name(name)).data
         if packed is None or type(packed) is PackedShape:  # the op has not saved it
             return self.graph_operand(index)
         return self.packed_operand(packed)
 
     def call_args(self) -> CallArgs:
-        """Returns what the call observer has seen of the op's call."""
+        """Returns the call observer's facts of the op's call."""
         call = OutputInfo.of_node(self.node).call_args
         if call is None:
             raise NotRecomputable("the call was not seen")

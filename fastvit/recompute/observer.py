@@ -32,12 +32,12 @@ class SavedMemory:
     """One storage, or one recipe, and the saved tensors that use it.
 
     Attributes:
-        saved: for each of them, its annotation, and the function that unpacks it.
-        reason: why it is kept, or the ops that recompute it.
-        kept: bytes that stay in memory, of which other decisions do not count any.
-        freed: bytes that do not.
-        site: whose output is recomputed, or that makes the mask; None where it is kept.
-        forget: drops what unpacking has made.
+        saved: for each saved tensor its annotation, and the function that unpacks it.
+        reason: why the memory is kept, or the ops that recompute it.
+        kept_bytes: bytes that stay in memory, and that no other entry counts.
+        freed_bytes: bytes that the scope has freed.
+        site: the op call whose output is recomputed, or that makes the mask; None if the memory is kept.
+        clear_cached_outputs: drops the tensors that unpacking has computed.
         is_mask: whether a bit mask is kept in place of a tensor.
     """
 
@@ -51,7 +51,10 @@ class SavedMemory:
 
 
 class SeenTensor(NamedTuple):
-    """A saved tensor: when an op saved it and when an op made it, as numbers of nodes."""
+    """A saved tensor. `time` is that of the op that saved it, `created` that of the op that made it.
+
+    Times are sequence numbers of nodes.
+    """
 
     packed: PackedTensor
     annotation: Any
@@ -60,21 +63,23 @@ class SeenTensor(NamedTuple):
 
 
 class SavedTensorObserver:
-    """Sees what ops save. Holds neither the tensors nor what is packed, but until `drop_recipes` is called
-    the operands of unused recipes.
+    """Observes the tensors that ops save, without holding them.
+
+    The observer holds the operands of unused recipes, until `drop_recipes` is called.
 
     Args:
-        annotate: returns what is to be remembered of a tensor.
+        annotate: returns an annotation of a saved tensor.
     """
 
     def __init__(self, annotate: Callable[[Tensor], Any]):
         self._annotate = annotate
         self._seen: list[tuple[weakref.ref[PackedTensor], Any, int, int]] = []
         self.first_time = _next_sequence_nr()
-        self.plan_times: list[int] = []  # the number of the next node, at each plan of a scope
-        self.unused_recipes: list[Recipe] = []  # of tensors that are kept all the same
+        self.plan_times: list[int] = []  # the number of the next node at each plan of a scope
+        self.unused_recipes: list[Recipe] = []  # recipes of tensors that are kept all the same
 
     def add(self, packed: PackedTensor, tensor: Tensor) -> None:
+        """Called for each saved tensor."""
         time = _next_sequence_nr() - 1  # an op's node exists when the op saves
         node = view_base(tensor).grad_fn
         created = time if node is None else node._sequence_nr()
@@ -93,9 +98,9 @@ class SavedTensorObserver:
         self.unused_recipes.clear()
 
     def seen_tensors(self) -> list[SeenTensor]:
-        """Returns those that are alive."""
-        every = ((reference(), *rest) for reference, *rest in self._seen)
-        return [SeenTensor(packed, *rest) for packed, *rest in every if packed is not None]
+        """Returns the saved tensors that are alive."""
+        seen = ((reference(), *rest) for reference, *rest in self._seen)
+        return [SeenTensor(packed, *rest) for packed, *rest in seen if packed is not None]
 
     def saved_memory(self, exclude: Iterable[Tensor] = ()) -> list[SavedMemory]:
         """Returns an entry for each storage or recipe of the saved tensors that are alive.
@@ -106,12 +111,12 @@ class SavedTensorObserver:
         groups = self._group_by_memory(excluded_storages)
         kept = {key for key in groups if isinstance(key, int)}
         counted, found = kept | excluded_storages, []
-        for key, readers in groups.items():
-            saved = [(annotation, packed.unpack) for annotation, packed in readers]
+        for key, group in groups.items():
+            saved = [(annotation, packed.unpack) for annotation, packed in group]
             if isinstance(key, Recipe):
                 found.append(_recomputed_memory(key, saved, kept, counted))
             else:
-                found.append(_kept_memory(readers[0][1], saved))
+                found.append(_kept_memory(group[0][1], saved))
         return found
 
     def _group_by_memory(
@@ -134,15 +139,16 @@ class SavedTensorObserver:
 def _recomputed_memory(
     recipe: Recipe, saved: list[tuple[Any, Callable[[], Tensor]]], kept: set[int], counted: set[int]
 ) -> SavedMemory:
-    every = recipe.in_topological_order()
+    """Returns the entry of a recipe, and adds the storages of its operands to `counted`."""
+    recipes = recipe.in_topological_order()
     tensors = [
-        tensor for one in every for tensor in map(_tensor_of, one.kept_operands()) if tensor is not None
+        tensor for one in recipes for tensor in map(_tensor_of, one.kept_operands()) if tensor is not None
     ]
     sizes = {storage_id(tensor): tensor.nbytes for tensor in tensors}
     inputs = sum(key in kept and size >= MIN_RECOMPUTE_BYTES for key, size in sizes.items())
     new_kept_bytes = sum(size for key, size in sizes.items() if key not in counted)
     counted.update(sizes)
-    ops = list(dict.fromkeys(display_op_name(one.info.node_name) for one in every))
+    ops = list(dict.fromkeys(display_op_name(one.info.node_name) for one in recipes))
     reason = f"{'its' if len(ops) == 1 else 'the'} saved input{'s' if inputs > 1 else ''}"
     reason = f"recomputed by {', '.join(ops)} from {reason}"
     return SavedMemory(
@@ -155,7 +161,7 @@ def _tensor_of(operand: Any) -> Tensor | None:
 
 
 def _kept_memory(packed: PackedTensor, saved: list[tuple[Any, Callable[[], Tensor]]]) -> SavedMemory:
-    """Returns the entry of a packed tensor that is kept, or replaced."""
+    """Returns the entry of a packed tensor that is kept or replaced."""
     state, info = packed.state, packed.info
     if isinstance(state, Replaced):
         nbytes, mask = state.storage_nbytes, state.replacement
@@ -166,11 +172,11 @@ def _kept_memory(packed: PackedTensor, saved: list[tuple[Any, Callable[[], Tenso
     assert isinstance(state, Kept)
     nbytes = state.tensor.untyped_storage().nbytes()
     return SavedMemory(
-        saved, packed.reason if info is None else info.reason or _reason_of(info.node_name), nbytes, 0
+        saved, packed.reason if info is None else info.reason or _reason_by_level(info.node_name), nbytes, 0
     )
 
 
-def _reason_of(node_name: str) -> str:
+def _reason_by_level(node_name: str) -> str:
     op, level = display_op_name(node_name), RECOMPUTE_RULES.get(node_name, (RecomputeLevel.EVERY_OP, None))[0]
     if level == RecomputeLevel.CHEAP:
         return f"an input of {op} is not kept"

@@ -3,7 +3,7 @@
 Pending     it holds the tensor, and the planner has not planned it yet
 Kept        it holds the tensor until the backward
 Replaced    it holds a bit mask of the tensor, or what the hooks around the scope packed
-Recomputed  it holds the recipe that makes the tensor again
+Recomputed  it holds the recipe that recomputes the tensor
 
 A packed tensor holds its recipe, and a recipe holds its operands. All are freed when autograd's graph drops
 the packed tensors.
@@ -91,13 +91,13 @@ class Pending(Kept):
     def __init__(self, tensor: Tensor, version: int, producer: Any, block: str, is_half_precision: bool):
         self.tensor, self.version = tensor, version
         self.producer = producer  # the node that made the tensor, or the base of a view
-        self.block = block  # whose forward saved it
-        self.is_half_precision = is_half_precision  # or under autocast
+        self.block = block  # the block whose forward saved the tensor
+        self.is_half_precision = is_half_precision  # the op ran in half precision, or under autocast
         self.base: AsStridedArgs | None = None  # where a view's base lies in its storage
 
 
 class Replaced:
-    """The tensor is gone; `replacement` holds what is left of it."""
+    """The tensor is dropped; `replacement` is a bit mask of it, or holds what the outer hooks packed."""
 
     __slots__ = ("as_strided_args", "replacement", "storage_nbytes")
 
@@ -111,12 +111,12 @@ class Replaced:
 
 
 class Recomputed:
-    """The tensor is gone; a recipe makes it again, or the base of which it is a view."""
+    """The tensor is dropped; a recipe recomputes the tensor, or the base of which it is a view."""
 
     __slots__ = ("as_strided_in_base", "recipe")
 
     def __init__(self, recipe: Any, as_strided_in_base: AsStridedArgs | None):
-        self.recipe = recipe  # a Recipe, which knows packed tensors
+        self.recipe = recipe  # a Recipe; recipe.py imports this module
         self.as_strided_in_base = as_strided_in_base  # the offset counts from the base's first element
 
     def unpack(self) -> Tensor:
@@ -132,8 +132,9 @@ class Recomputed:
 class PackedTensor:
     """Holds one saved tensor, in one of the states.
 
-    Autograd packs thousands of tensors a step. What each of them has is in slots. What few of them have is in
-    a dictionary, which the first such attribute makes; its default is a class attribute.
+    Autograd packs thousands of tensors a step. Attributes that each of them has are in slots. Attributes that
+    few of them have are in a dictionary, which the first such attribute creates; their defaults are class
+    attributes.
     """
 
     __slots__ = (
@@ -151,25 +152,26 @@ class PackedTensor:
         "state",
     )
 
-    bias: PinnedTensor | None = None  # of a SyncBatchNorm that has saved the tensor
-    pre_write_copy: Tensor | None = None  # of a tensor that was written to after a recipe took it
-    make_mask: Callable[[Tensor], BitMask | None] | None = None  # where the op needs no more than a mask
-    mask_node: Any = None  # the op that asks for the mask, until the plan
-    mask_site: OpSite | None = None  # of the op that asks for the mask
+    bias: PinnedTensor | None = None  # the bias of a SyncBatchNorm that has saved the tensor
+    pre_write_copy: Tensor | None = None  # a copy for recipes, made before a write to the tensor
+    make_mask: Callable[[Tensor], BitMask | None] | None = None  # makes the mask, if a mask is enough
+    mask_node: Any = None  # the node of the op that asks for the mask, until the plan
+    mask_site: OpSite | None = None  # the site of the op that asks for the mask
     writes = 0  # untracked writes to the memory before the op
-    stream = 0  # of the op that saved the tensor
-    is_overwritten = False  # by those to whom its memory was lent, before the scope could copy it
+    stream = 0  # the stream of the op that saved the tensor
+    is_overwritten = False  # a borrower of the memory wrote to it before the scope could copy it
 
     def __init__(self, state: Kept, reason: str = ""):
         self.state: Kept | Replaced | Recomputed = state
         self.reason = reason  # why the tensor is kept; `report` prints it
         self.info: Any = None  # the OutputInfo of the op output that the tensor is, or is a view of
-        self.environment: Environment | None = None  # in which the op ran that saved the tensor
+        self.environment: Environment | None = None  # environment of the op that saved the tensor
         self.pin: PinnedTensor | None = None  # a small tensor as the op read it, for recipes
         self.is_recipe_operand = False
-        self.is_excluded = False  # from recipes: written in untracked ways, or only a mask is left
-        self.holds_base = False  # as a view, and as a whole output: recipes may read all its memory
-        # The address of the program's tensor, of which the state holds a detached one; what reserves it.
+        self.is_excluded = False  # no recipe may read it: an untracked write, or only a mask is left
+        self.holds_base = False  # recipes may read all memory of the op output
+        # The address of the program's tensor, and a reference that reserves the address. The state holds a
+        # detached tensor.
         self.source_address, self.source_reference = 0, None
         if state.tensor.is_cuda and (stream := current_stream_id(state.tensor)):
             self.stream = stream
@@ -210,7 +212,7 @@ class PackedTensor:
         return args.size
 
     def held_tensor(self) -> Tensor | None:
-        """Returns the tensor whose memory recipes read, if it is held; None if it is made again."""
+        """Returns the tensor whose memory recipes read, if it is held; None if it is recomputed."""
         return getattr(self.state, "tensor", None)
 
     @property
@@ -224,7 +226,7 @@ class PackedTensor:
         """Returns the tensor as it was saved, for a recipe.
 
         Raises:
-            OperandChanged: it was written to, or its memory is freed.
+            OperandChanged: the tensor was written to, or its memory is freed.
         """
         if self.pre_write_copy is not None:
             return self.pre_write_copy
@@ -264,7 +266,7 @@ class PackedTensor:
         return None
 
     def keep(self, tensor: Tensor) -> None:
-        """Holds `tensor`, the memory that autograd would have kept, and that was written to."""
+        """Keeps `tensor`: the memory that autograd would have kept, and that was written to."""
         self.state, self.is_excluded = Kept(tensor, tensor._version), True
 
     def replace_tensor(self, replacement: OuterPackedTensor | BitMask) -> None:
@@ -276,7 +278,7 @@ class PackedTensor:
         self.replace_tensor(OuterPackedTensor(self.state.tensor, pack_hook, unpack_hook))
 
     def is_maskable(self) -> bool:
-        """Returns whether a bit mask may replace the tensor: nothing but the op that asks for it reads it."""
+        """Returns whether a bit mask may replace the tensor: only the op that asks for the mask reads it."""
         state = self.state
         if (
             self.is_recipe_operand
@@ -316,7 +318,7 @@ class OuterPackedTensor:
         self.tensor: Tensor | None = None
 
     def unpack(self) -> Tensor:
-        """Returns what the outer hook returns. Called once, since a hook may drop what it has returned."""
+        """Returns the result of the outer hook, which is called once, as it may drop what it returned."""
         if self.tensor is None:
             self.tensor, self.packed = self.unpack_hook(self.packed), None
         return self.tensor
@@ -331,12 +333,12 @@ class OuterPackedTensor:
 
 
 def unpack_hook(packed: PackedTensor | PackedShape) -> Tensor:
-    with torch._C.DisableTorchFunction():  # of modes and subclasses, which autograd does not call either
+    with torch._C.DisableTorchFunction():  # autograd calls no modes and subclasses either
         return packed.unpack()
 
 
 def run_without_grad_or_autocast(function: Callable[[], Tensor]) -> Tensor:
-    """Runs `function`, whatever mode the backward runs in."""
+    """Runs `function` without grad mode and autocast, whatever the backward runs in."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return run_without_grad_or_autocast(function)

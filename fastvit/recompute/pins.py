@@ -1,7 +1,8 @@
-"""Operands of recipes as the ops read them: small tensors are copied when the op runs, others keep a version.
+"""A `PinnedTensor` is an operand of a recipe, as the op read it.
 
-A version is autograd's version counter. Writes that do not raise it, as through `.data`, are counted by the
-scope (write_tracker.py) as long as it is open. After the forward they are not noticed in large tensors.
+A small tensor is copied when the op runs. For a large one the version counter is stored. The scope counts
+writes that do not raise the counter, as through `.data`, as long as it is open (write_tracker.py). After the
+forward such writes to large tensors are not noticed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .storage import copy_memory, current_stream_id, is_freed, record_current_stream
 
-MAX_COPY_BYTES = 2**16  # of a vector that is copied when an op reads it
+MAX_COPY_BYTES = 2**16  # larger vectors are not copied when an op reads them
 
 
 class OperandChanged(Exception):
@@ -35,7 +36,7 @@ FREED = "has been freed, or is sharded now"
 
 
 class PinnedTensor:
-    """A tensor that no op of the recipe has saved, or that is small, as the op read it."""
+    """A tensor as the op read it: the op has not saved the tensor, or the tensor is small."""
 
     pre_write_copy: Tensor | None = None
     version = 0
@@ -45,10 +46,10 @@ class PinnedTensor:
         """Pins `tensor` now.
 
         Args:
-            dtype: to which autocast has cast the op's operand.
-            copies: whether it is copied. A small tensor, and one of another dtype, is copied in any case.
+            dtype: the dtype to which autocast has cast the op's operand.
+            copies: whether the tensor is copied; a small one, and one of another dtype, always is.
         """
-        self.source = tensor if tensor.requires_grad else None  # as which the graph knows it
+        self.source = tensor if tensor.requires_grad else None  # the tensor in autograd's graph
         self.stream = current_stream_id(tensor)
         self.is_copy = copies or is_small(tensor) or (dtype is not None and dtype is not tensor.dtype)
         self.number: tuple[Any, torch.dtype] | None = None
@@ -81,7 +82,7 @@ class PinnedTensor:
         """Returns the tensor as the op read it.
 
         Raises:
-            OperandChanged: it was written to, or its memory is freed.
+            OperandChanged: the tensor was written to, or its memory is freed.
         """
         if self.number is not None:
             return torch.tensor(self.number[0], dtype=self.number[1])

@@ -120,7 +120,7 @@ class RecomputePlanner:
         info.packed_tensors.append(packed)
         # The values of a conjugate or negative view differ from those in memory.
         is_plain = state.base is None or not (tensor.is_neg() or tensor.is_conj())
-        # Hooks around the scope, as of save_on_cpu, may return a tensor that is not contiguous in another layout.
+        # Hooks around the scope, as of save_on_cpu, may change the layout of a tensor that is not contiguous.
         is_plain = is_plain and (self.keeps_bases or tensor.is_contiguous())
         if recipe is None or not is_plain or packed.is_excluded:
             packed.holds_base = state.base is None or (is_plain and self.keeps_bases)

@@ -1,7 +1,7 @@
-"""A `Recipe` is an op call that recomputes one tensor, once for all that read it.
+"""A `Recipe` is an op call that recomputes one tensor, once for all consumers of the tensor.
 
-Its operands are packed tensors, pinned tensors, other recipes, and views of these. The node of an op in
-autograd's graph has an `OutputInfo`, by which the readers of one output find its recipe.
+The operands of a recipe are packed tensors, pinned tensors, other recipes, and views of these. The node of an
+op in autograd's graph has an `OutputInfo`, by which the consumers of an output find its recipe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .storage import current_stream_id
 from .views import skip_unsafe_view
 from .weak_list import WeakList
 
-_OUTPUT_INFO_KEY = "fastvit.output_info"  # in an autograd node's metadata
+_OUTPUT_INFO_KEY = "fastvit.output_info"  # key in an autograd node's metadata
 
 
 class InPlaceCall(NamedTuple):
@@ -30,11 +30,11 @@ class InPlaceCall(NamedTuple):
     write: Callable[[Tensor], Any]
     view: AsStridedArgs
     base: AsStridedArgs
-    copies: WeakList[PackedTensor]  # that the op has saved of the view, before it wrote
+    copies: WeakList[PackedTensor]  # copies of the view that the op saved before it wrote
 
 
 class CallArgs(NamedTuple):
-    """What the call observer saw of an op's call that the op's node lacks."""
+    """Facts of an op's call that the op's node lacks, from the call observer."""
 
     scalar: Any = None  # eps, or an added number
     bias: PinnedTensor | None = None
@@ -45,7 +45,7 @@ class CallArgs(NamedTuple):
 class OutputInfo:
     """Facts on the output of one autograd node. Stored in the node's metadata; holds no tensor but pins.
 
-    What few outputs have is in a dictionary; its default is a class attribute.
+    Attributes that few outputs have are in a dictionary; their defaults are class attributes.
     """
 
     __slots__ = (
@@ -60,33 +60,33 @@ class OutputInfo:
         "recipe",
         "site_number",
     )
-    is_content_known = True  # what is in its memory
+    is_content_known = True  # False after a write to the memory that the graph does not show
     is_layout_known = True  # False after a cast to a given memory format, which the graph does not show
-    expected_version: int | None = None  # that the op left on its output; None stands for 0
-    is_block_io = False  # the input or output of a block
+    expected_version: int | None = None  # version counter that the op left; None is 0
+    is_block_io = False  # whether this is the input or output of a block
 
     def __init__(self, node_name: str) -> None:
         self.node_name = node_name
         self.recipe: weakref.ref[Recipe] | None = None
-        self.block, self.site_number = "", 0  # where the output was saved first; 0 where it was not
-        self.as_strided_args: AsStridedArgs | None = None  # of the output, where an op has saved it
-        self.reason = ""  # why it is kept
+        self.block, self.site_number = "", 0  # block and call that saved the output first
+        self.as_strided_args: AsStridedArgs | None = None  # of the output, if an op has saved it
+        self.reason = ""  # why the output is kept
         self.call_args: CallArgs | None = None
-        self.packed_tensors: WeakList[PackedTensor] = WeakList()  # of the output, and of views of it
+        self.packed_tensors: WeakList[PackedTensor] = WeakList()  # the output, and views of it
 
     @property
     def site(self) -> OpSite | None:
-        """Returns where the output was saved first; None where it was not."""
+        """Returns the site at which the output was saved first; None if no op saved it."""
         return OpSite(self.block, self.node_name, self.site_number) if self.site_number else None
 
     @staticmethod
     def find(node) -> OutputInfo | None:
-        """Returns the facts on the output of `node`; None where there are none."""
+        """Returns the facts on the output of `node`, or None."""
         return node.metadata.get(_OUTPUT_INFO_KEY)
 
     @classmethod
     def of_node(cls, node) -> OutputInfo:
-        """Returns the facts on the output of `node`, new ones where there are none."""
+        """Returns the facts on the output of `node`; creates them if there are none."""
         info = node.metadata.get(_OUTPUT_INFO_KEY)
         if info is None:
             info = node.metadata[_OUTPUT_INFO_KEY] = cls(skip_unsafe_view(node).name())
@@ -128,20 +128,20 @@ class Recipe:
         self.info, self.function, self.operands, self.environment = info, function, operands, environment
         self.dtype: torch.dtype | None = None
         self.operand_recipes = tuple([one for one in map(base_of, operands) if type(one) is Recipe])
-        self.output: Tensor | None = None  # while a consumer waits for it
-        self.num_consumers = 0  # packed tensors and recipes that take the output
-        self.num_served = 0
-        self.stream, self.version = 0, 0  # on which the output was made, and its version then
+        self.output: Tensor | None = None  # held while a consumer waits for it
+        self.num_consumers = 0  # number of packed tensors and recipes that take the output
+        self.num_served = 0  # consumers that got the output of this computation
+        self.stream, self.version = 0, 0  # stream and version counter when the output was made
         self.sequence_nr = 0  # the sequence number of the node
-        self.is_tracked = False  # the write tracker knows its operands
-        self.depth = 0  # recomputed tensors on the longest path to tensors that are kept
-        self.num_ops = 1
+        self.is_tracked = False  # whether the write tracker knows the operands
+        self.depth = 0  # recomputed tensors on the longest path to kept tensors
+        self.num_ops = 1  # with the ops of operand recipes
         self.nbytes = 0  # bytes of the output
         self.bytes_moved = 0  # read and written, from tensors that ops have saved
-        self.flops = 0  # of its matrix products
+        self.flops = 0  # operations of its matmuls
 
     def add_operand_costs(self, nbytes: int, flops: int) -> None:
-        """Sums what it costs to make the output of `nbytes` from tensors that are there."""
+        """Sums the costs of computing the output, of `nbytes`, from kept tensors."""
         self.nbytes, self.bytes_moved, self.flops = nbytes, nbytes, flops
         for base in map(base_of, self.operands):
             if base is None:
@@ -157,7 +157,7 @@ class Recipe:
                     self.flops += base.flops
 
     def add_consumer(self) -> None:
-        """Counts a consumer of the output, and with the first one itself as a consumer of its operands."""
+        """Counts a consumer of the output. With its first consumer, the recipe consumes its operands."""
         if self.num_consumers == 0:
             for base in map(base_of, self.operands):
                 if type(base) is PackedTensor:
@@ -167,7 +167,7 @@ class Recipe:
         self.num_consumers += 1
 
     def is_computed(self) -> bool:
-        """Returns whether the output is there, and no backward has written over it after unpacking."""
+        """Returns whether the output is cached, and no backward has written over it after unpacking."""
         output = self.output
         return (
             output is not None
@@ -191,7 +191,7 @@ class Recipe:
         output = self.output
         assert output is not None
         self.num_served += 1
-        if self.num_served >= self.num_consumers:  # starts again, for a second backward with retain_graph
+        if self.num_served >= self.num_consumers:  # a second backward with retain_graph recomputes it
             self.output, self.num_served = None, 0
         return output
 
@@ -212,7 +212,7 @@ class Recipe:
         self.output, self.stream, self.version = output, current_stream_id(output), output._version
 
     def in_topological_order(self, skip: Callable[[Recipe], bool] = lambda _: False) -> list[Recipe]:
-        """Returns this recipe after all on which it depends; without those for which `skip` is true."""
+        """Returns the recipes on which this one depends, and itself last; none that `skip` selects."""
         found: dict[Recipe, None] = {}
         waiting = [self]
         while waiting:
@@ -224,19 +224,19 @@ class Recipe:
         return list(found)
 
     def kept_operands(self) -> list[PackedTensor | PinnedTensor]:
-        """Returns the tensors that it reads itself."""
+        """Returns the tensors that this recipe reads directly."""
         return [
             base for base in map(base_of, self.operands) if isinstance(base, (PackedTensor, PinnedTensor))
         ]
 
     def clear_cached_outputs(self) -> None:
-        """Drops the outputs that wait for consumers."""
+        """Drops cached outputs, of operand recipes too."""
         for one in self.in_topological_order():
             one.output, one.num_served = None, 0
 
 
 def _explain(changed: OperandChanged, recipe: Recipe, later: list[Recipe]) -> str:
-    """Returns the message of the error: the op that cannot be repeated, and how its output is kept."""
+    """Returns the error message for an op that cannot be recomputed, with the advice to keep its output."""
     op = display_op_name(recipe.info.node_name)
     site = next((one.info.site for one in later if one.info.site is not None), None)
     if site is None:
@@ -244,12 +244,12 @@ def _explain(changed: OperandChanged, recipe: Recipe, later: list[Recipe]) -> st
     block, name = skip_key(site)
     return (
         f"fastvit: cannot recompute the output of {op} in {block or 'the model'}: {changed}; "
-        f"convert(model, skip=[({block!r}, {name!r})]) keeps the tensor that is made of it"
+        f"convert(model, skip=[({block!r}, {name!r})]) keeps the tensor that depends on it"
     )
 
 
 class View:
-    """A view of an operand, by functions and their other arguments."""
+    """A view of an operand: functions that make it, each with its other arguments."""
 
     __slots__ = ("base", "views")
 

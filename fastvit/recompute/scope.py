@@ -199,7 +199,7 @@ class Scope:
         return tensor.nbytes >= MIN_RECOMPUTE_BYTES and not self.policy.reason_to_keep(packed.mask_site)
 
     def _pack_output(self, tensor: Tensor, node: Any) -> PackedTensor:
-        """Packs an output of a node, or a view of one; adds it to the pending list if it may be recomputed."""
+        """Packs an output of a node, or a view of one; the pending list gets it if it may be recomputed."""
         if len(self._pending) >= MAX_PENDING:
             self.plan_pending()
         base = tensor._base

@@ -70,25 +70,25 @@ def recompute_scope(matmuls: bool = False, recompute_weight_casts: bool = False)
 
 
 class _Entry(NamedTuple):
-    """An owner, its scope, that scope's policy and block before, and the frame of the owner's call."""
+    """An owner, its scope, the scope's policy and block before it, and the frame of the owner's call."""
 
     owner: object
     scope: Scope | None
     before: tuple[Policy, str] | None
-    frame: FrameType | None  # None for an owner that closes its scope whatever raises
+    frame: FrameType | None  # None for an owner that closes its scope after any exception
 
     def is_dead(self) -> bool:
         """Returns whether the owner's call has ended without `close_scope`."""
         if self.frame is None:
             return False
         try:
-            self.frame.clear()  # takes the time of one frame, and a search for it that of all above it
-        except RuntimeError:  # it is executing
+            self.frame.clear()  # faster than a search for the frame in Python's stack
+        except RuntimeError:  # the frame is executing
             return False
         return True
 
     def close(self, results: Iterable[object] | None) -> None:
-        """Plans what is pending, unless `results` are None; leaves the scope whatever raises."""
+        """Plans the pending tensors, unless `results` are None. Leaves the scope, even if the plan raises."""
         scope = self.scope
         if scope is None:
             return
@@ -109,12 +109,12 @@ class _Entry(NamedTuple):
 
 
 class _Stack(threading.local):
-    """The scopes that are open in this thread, inner ones last."""
+    """The open scopes of a thread, inner ones last."""
 
     def __init__(self):
         self.entries: list[_Entry] = []
         self.observer: SavedTensorObserver | None = None
-        self.closed_in_calls: list[Scope] = []  # of which the call observers are still there
+        self.closed_in_calls: list[Scope] = []  # their call observers are to be removed
 
 
 _stack = _Stack()
@@ -130,8 +130,8 @@ def open_scope(
     """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open.
 
     Args:
-        inputs: objects of which tensors are inputs of the block.
-        frame: of the call after which the scope is dead; None for an owner that always calls `close_scope`.
+        inputs: inputs of the block; objects that are no tensors are ignored.
+        frame: frame of the call with which the scope dies; None for an owner that always calls `close_scope`.
     """
     close_dead_scopes()
     scope, before = torch_patches.find_top_scope(), None
@@ -167,7 +167,11 @@ def close_dead_scopes() -> None:
 
 @contextlib.contextmanager
 def observe_saved_tensors(annotate: Callable[[Tensor], object]) -> Iterator[SavedTensorObserver]:
-    """Yields an observer of what is saved in this thread's scopes, with `annotate(tensor)` for each."""
+    """Yields an observer of all tensors that are saved in this thread's scopes from now on.
+
+    Args:
+        annotate: returns the observer's annotation of a saved tensor.
+    """
     before, _stack.observer = _stack.observer, SavedTensorObserver(annotate)
     try:
         yield _stack.observer
@@ -176,7 +180,7 @@ def observe_saved_tensors(annotate: Callable[[Tensor], object]) -> Iterator[Save
 
 
 def reason_no_scope() -> str:
-    """Returns why no scope can be opened here; empty where one can."""
+    """Returns why no scope can be opened here; empty if one can."""
     if torch.jit.is_tracing():
         return "torch.jit.trace records it"
     hooks = current_saved_tensor_hooks()

@@ -35,7 +35,7 @@ class Value:
         nbytes: bytes of the memory.
         created: time at which the forward made the value.
         name: name of the op that made the value.
-        site: the op call by which a policy recomputes the value; None if it is kept in any case, or never kept.
+        site: the op call by which a policy recomputes the value; None if no policy has the choice.
         uses: times at which ops saved the value, in order. Empty if only recipes read it.
         operands: values that the op of this value reads, and that may be recomputed.
         pinned_bytes: bytes that a recipe holds and no op has saved, such as a mask of attention.

@@ -1,4 +1,4 @@
-"""Two functions of torch that an open scope must not change. They are replaced only while a scope is open.
+"""Replaces two functions of torch, which an open scope would change, while a scope is open.
 
 `torch.overrides.has_torch_function` is true under any function mode, and torch's transformer modules then
 take another path. `torch.autograd.graph.disable_saved_tensors_hooks`, by which torch.func works, raises where
@@ -19,8 +19,8 @@ from .call_observer import CallObserver, pop_modes
 from .scope import Scope, current_saved_tensor_hooks
 
 _lock = threading.Lock()
-_num_open = 0  # scopes of all threads
-_replaced: list[tuple[Any, str, Any]] = []  # what was there before
+_num_open = 0  # open scopes of all threads
+_replaced: list[tuple[Any, str, Any]] = []  # owners, names and the original functions
 
 
 def add_open_scope() -> None:
@@ -34,7 +34,7 @@ def add_open_scope() -> None:
 
 
 def remove_open_scope() -> None:
-    """Puts the functions back, if no scope is open any more."""
+    """Restores the functions, if no scope is open any more."""
     global _num_open
     with _lock:
         _num_open -= 1

@@ -1,4 +1,4 @@
-"""Views, by the names of autograd's nodes: a tensor is followed by them to its base."""
+"""Rules of views, by the names of autograd's nodes, which lead from a view to its base."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def as_signed(value):
-    """Returns an attribute of a node, which gives integers as unsigned, with its sign."""
+    """Returns an attribute of a node with its sign. A node gives integers as unsigned."""
     if type(value) is tuple:
         return tuple([as_signed(one) for one in value])
     return value - 2**64 if type(value) is int and value >= 2**63 else value
@@ -48,7 +48,7 @@ def identity(tensor: Tensor) -> Tensor:
 
 
 def as_strided_in(tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
-    """A view of the memory behind the first element of `tensor`, which may be a view itself."""
+    """Returns an as_strided view whose offset counts from the first element of `tensor`."""
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
@@ -58,7 +58,7 @@ def _slice_rule(node, _: int) -> ViewCall:
 
 
 def as_strided_of_write(node) -> ViewCall | None:
-    """Returns the view to which an op in place has written. Such a base begins where its storage does."""
+    """Returns the view to which an op in place has written. The base of such a view has no storage offset."""
     if node.name() != "AsStridedBackward0" or node.next_functions[0][0].name() != WRITE_TO_VIEW:
         return None
     size, stride = as_signed(node._saved_size), as_signed(node._saved_stride)
@@ -106,10 +106,10 @@ def skip_unsafe_view(node):
 def reaches_through_views(node, number: int, producer) -> bool:
     """Returns whether only views lie between the node of a tensor and `producer`, the node of its base.
 
-    A Function may write into its input and return it, without a version.
+    Other nodes may change the tensor: a Function may write into its input and return it, without a version.
 
     Args:
-        node, number: the node that made the tensor, and which of its outputs that is.
+        node, number: the node that made the tensor, and the number of the output.
     """
     while node is not producer:
         if node is None:
@@ -123,5 +123,5 @@ def reaches_through_views(node, number: int, producer) -> bool:
 
 
 _VIEW_NODES = {*VIEW_RULES, "AsStridedBackward0", "DiagonalBackward0", "SqueezeBackward2"}
-# Nodes that return their inputs: FSDP2's round the forward of each unit, and those of full backward hooks.
+# These nodes return their inputs: FSDP2 has them around the forward of each unit; full backward hooks too.
 PASS_THROUGH_NODES = {"RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"}

@@ -1,4 +1,4 @@
-"""`WeakList`: objects that the list does not keep alive."""
+"""A `WeakList` refers to objects without keeping them alive."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MIN_LIMIT = 256
 
 
 class WeakList(list[T]):
-    """Refers to objects in the order in which they were appended. Forgets dead ones when it has doubled.
+    """Refers to objects in the order in which they were appended. Drops dead references when it has doubled.
 
-    It is the list of the references, so that each of many short ones is a single object; its length is that
-    with dead ones that are not forgotten yet.
+    The class is a list of the references, so that each of many short lists is a single object. Its length
+    includes dead references that are not dropped yet.
     """
 
     __slots__ = ("__dict__",)
@@ -28,7 +28,7 @@ class WeakList(list[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Yields the objects that are alive."""
-        for reference in list(_references(self)):  # an append may forget dead ones meanwhile
+        for reference in list(_references(self)):  # an append may drop dead references meanwhile
             if (one := reference()) is not None:
                 yield one
 

@@ -1,7 +1,7 @@
-"""Handlers of calls that write to tensors, or give away their memory.
+"""Handlers of calls that write to tensors, or lend their memory.
 
-The version counter of a tensor tells that it was written to, and not by which op. A handler runs the call and
-stores whether the op of the new node alone has written; any other write is added to the scope's tracker.
+The version counter of a tensor shows that it was written to, and not by which op. A handler runs the call and
+stores whether the op of the new node alone has written. It adds any other write to the scope's tracker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .write_tracker import WriteTracker
 
 
 class WriteObserver(Protocol):
-    """What a handler of writes asks of the call observer."""
+    """The attributes of the call observer that a handler of writes reads."""
 
     scope: Any
     tracker: WriteTracker
@@ -46,7 +46,9 @@ def in_place_handler(observer: WriteObserver, func: Callable, args: tuple, kwarg
     """Observes an op that writes into its first argument, a tensor or several, or into `out`."""
     call, targets = partial(func, *args, **kwargs), kwargs.get("out")
     if targets is None:
-        targets = args[0] if args else kwargs.get("input", kwargs.get("tensor"))  # torch.nn.init calls it so
+        targets = (
+            args[0] if args else kwargs.get("input", kwargs.get("tensor"))
+        )  # torch.nn.init passes it by name
     if isinstance(targets, Tensor):
         if getattr(func, "__name__", "") in _METADATA_ONLY and targets.is_leaf:
             return _observe_metadata_write(observer, targets, call)
@@ -66,7 +68,7 @@ def _observe_write(
     """Runs an op that may write into `x`.
 
     If the op creates an autograd node and the version counter rises by one, this op alone wrote the tensor.
-    Its recipe then repeats the op; on a view by `make_write()`, if that returns a function.
+    The recipe of its output then computes the op, on a view by the function that `make_write()` returns.
     """
     if not has_storage(x) or x.is_inference():
         return call()
@@ -110,7 +112,7 @@ def _observe_metadata_write(observer: WriteObserver, x: Tensor, call: Callable) 
 
 
 def _make_write(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor], Any] | None:
-    """Returns the function that repeats an op in place, if numbers alone are in its arguments."""
+    """Returns the function that recomputes an op in place, if its other arguments are numbers."""
     numbers = (int, float, bool, type(None))
     if func in _RECOMPUTABLE_WRITES and all(type(one) in numbers for one in (*args, *kwargs.values())):
         return lambda t: func(t, *args, **kwargs)
@@ -118,9 +120,10 @@ def _make_write(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor],
 
 
 def _set_data_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes `tensor.data = other`: the tensor has other memory, and both count as written to.
+    """Observes `tensor.data = other`, which gives the tensor other memory. Both memories count as written to.
 
-    Autograd holds the tensor itself if an op has saved it as an input, whose backward reads the other memory.
+    If an op has saved the tensor as an input, autograd holds the tensor, and the backward reads the other
+    memory.
     """
     x, tracker = args[0], observer.tracker
     node = view_base(x).grad_fn
@@ -134,7 +137,7 @@ def _set_data_handler(observer: WriteObserver, func: Callable, args: tuple, kwar
     if node is not None:
         info = OutputInfo.of_node(node)
         info.is_content_known = False
-        if observer.scope.has_outer_hooks():  # they have packed what was there
+        if observer.scope.has_outer_hooks():  # the outer hooks have packed the earlier memory
             return result
         for packed in info.packed_tensors:
             if packed.is_of(x) and not _is_saved_by(node, packed):
@@ -143,12 +146,12 @@ def _set_data_handler(observer: WriteObserver, func: Callable, args: tuple, kwar
 
 
 def _is_saved_by(node: Any, packed: PackedTensor) -> bool:
-    """Returns whether `packed` is an output that the op of `node` has saved itself."""
+    """Returns whether the op of `node` has saved `packed`."""
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             try:
                 saved = getattr(node, name)
-            except RuntimeError:  # its backward has run, and it holds nothing
+            except RuntimeError:  # the backward of the node has run and freed what it saved
                 return False
             for one in saved if isinstance(saved, tuple) else (saved,):
                 if getattr(one, "data", None) is packed:
@@ -157,7 +160,7 @@ def _is_saved_by(node: Any, packed: PackedTensor) -> bool:
 
 
 def _alias_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes `detach()` and `.data`, whose result has the memory and not the graph."""
+    """Observes `detach()` and `.data`, which return the memory without the graph."""
     y = func(*args, **kwargs)
     x = get_argument(args, kwargs, 0, "input")
     if isinstance(x, Tensor) and isinstance(y, Tensor) and has_storage(y):
@@ -168,9 +171,9 @@ def _alias_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs:
 
 
 def _lend_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes a call that gives the memory to NumPy or others, who may read or write it."""
+    """Observes a call that lends the memory to NumPy or others, which may read or write it."""
     if isinstance(args[0], Tensor) and has_storage(args[0]):
-        if observer.scope.has_outer_hooks():  # they may copy what they pack now
+        if observer.scope.has_outer_hooks():  # outer hooks may copy what they pack
             observer.scope.prepare_write(args[0], is_shown=False)
         observer.tracker.lend(args[0])
     return func(*args, **kwargs)
@@ -201,7 +204,7 @@ _IN_PLACE_DUNDERS = frozenset(
     f"__{name}__"
     for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
 )
-# They change a tensor that is no output of the graph, and not its memory.
+# These methods change the metadata of a tensor that no op of the graph made, and not its memory.
 _METADATA_ONLY = frozenset(
     f"{name}_"
     for name in (

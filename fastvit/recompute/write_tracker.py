@@ -1,7 +1,7 @@
-"""What a scope knows of writes that autograd's graph or the version counter does not show.
+"""`WriteTracker` counts writes that autograd's graph or the version counter does not show.
 
-Memory is known by its storage. Writes to it are counted beside autograd's version counter: a recipe reads an
-operand only if neither number has changed since the op ran.
+It counts them for each storage, beside autograd's version counter: a recipe reads an operand only if neither
+number has changed since the op ran.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class WriteTracker:
 
     def __init__(self) -> None:
         self.write_counts: dict[int, int] = defaultdict(int)  # untracked writes, by storage
-        self._owners: dict[int, _Owner] = {}  # of storages that have an alias without a graph
-        self._max_owners = _MIN_OWNERS  # the number at which dead ones are removed
-        self._recipes: WeakList[Recipe] = WeakList()  # whose operands are not in `_operands` yet
+        self._owners: dict[int, _Owner] = {}  # owners of storages that have an alias without a graph
+        self._max_owners = _MIN_OWNERS  # dead owners are removed at this number
+        self._recipes: WeakList[Recipe] = WeakList()  # recipes whose operands are not in `_operands` yet
         self._operands: dict[int, WeakList[PackedTensor | PinnedTensor]] = defaultdict(WeakList)
         self._lent_memory: list[_LentMemory] = []
-        # The leaves that composite functions read, and the numbers of the nodes that these have made.
+        # The leaves that composite functions read, and the sequence numbers of the functions' nodes.
         self.pins_of_calls: list[tuple[range, tuple[PinnedTensor, ...]]] = []
 
     def count_writes(self, tensor: Tensor) -> int:
-        """Returns how many untracked writes to the memory of `tensor` there have been."""
+        """Returns the number of untracked writes to the memory of `tensor`."""
         return self.write_counts.get(storage_id(tensor), 0) if self.write_counts else 0
 
     def add_alias(self, alias: Tensor, node: Any) -> None:
-        """`alias` has the memory of the output of `node`, and not its graph."""
+        """Called for `alias`, which has the memory of the output of `node`, and not its graph."""
         if len(self._owners) >= self._max_owners:
             self._owners = {key: owner for key, owner in self._owners.items() if owner.info() is not None}
             self._max_owners = max(_MIN_OWNERS, 2 * len(self._owners))
@@ -58,10 +58,10 @@ class WriteTracker:
         self._owners[storage_id(alias)] = _Owner(storage, weakref.ref(OutputInfo.of_node(node)))
 
     def add_recipe(self, recipe: Recipe) -> None:
-        """Lets the operands of a recipe take a copy before a write to their memory."""
+        """Adds a recipe, whose operands take a copy before a write to their memory."""
         self._recipes.append(recipe)
 
-    def _find_operands(self) -> None:
+    def _index_operands(self) -> None:
         for recipe in self._recipes:
             for one in recipe.in_topological_order(skip=lambda one: one.is_tracked):
                 one.is_tracked = True
@@ -71,12 +71,12 @@ class WriteTracker:
         self._recipes.clear()
 
     def is_unshared_number(self, tensor: Tensor) -> bool:
-        """Returns whether `tensor` is a number with memory of its own, and a leaf: recipes have copies."""
+        """Returns whether `tensor` is a leaf of one element that shares no memory: recipes have copies."""
         is_number = not tensor.dim() and tensor.untyped_storage().nbytes() == tensor.element_size()
         return is_number and self.find_owner(tensor) is None
 
     def find_owner(self, tensor: Tensor) -> OutputInfo | None:
-        """Returns the op output that has the memory of `tensor`, as far as it is known."""
+        """Returns the op output that has the memory of `tensor`; None if it is not known."""
         node = view_base(tensor).grad_fn
         if node is not None:
             return OutputInfo.of_node(node)
@@ -85,12 +85,12 @@ class WriteTracker:
 
     def save_pre_write_copies(self, tensor: Tensor) -> None:
         """Called before a write to `tensor`: recipes that read its memory get a copy."""
-        self._find_operands()
+        self._index_operands()
         for operand in self._operands.pop(storage_id(tensor), ()):
             operand.save_pre_write_copy()
 
     def add_write(self, tensor: Tensor) -> None:
-        """Called after a write to `tensor`, of which the graph shows nothing."""
+        """Called after a write to `tensor` that the graph does not show."""
         self.write_counts[storage_id(tensor)] += 1
         if (info := self.find_owner(tensor)) is not None:
             info.is_content_known = False
@@ -101,7 +101,7 @@ class WriteTracker:
         Called before a write to `tensor`, which has the memory: autograd reads what is written.
         """
         info = self.find_owner(tensor)
-        if info is None or not info.is_content_known:  # it has been written to already
+        if info is None or not info.is_content_known:  # the memory has been written to already
             return []
         return self._restore(info, tensor)
 
@@ -117,14 +117,14 @@ class WriteTracker:
         return restored
 
     def find_pins(self, node: Any) -> tuple[PinnedTensor, ...]:
-        """Returns the leaves that the composite function pinned in which `node` was made."""
+        """Returns the pinned leaves of the composite function that made `node`."""
         number = node._sequence_nr()
         return next((pins for numbers, pins in self.pins_of_calls if number in numbers), ())
 
     def lend(self, tensor: Tensor) -> None:
-        """Called before `tensor` gives its memory away, to NumPy for example, which may read or write it."""
+        """Called before `tensor` lends its memory, to NumPy for example, which may read or write it."""
         info = self.find_owner(tensor)
-        if info is None:  # a leaf: who reads it from here on, reads what may be written
+        if info is None:  # a leaf: ops may read a borrower's writes from now on
             self.save_pre_write_copies(tensor)
             self.write_counts[storage_id(tensor)] += 1
         elif tensor.device.type == "cpu" and info.is_content_known:
@@ -134,12 +134,12 @@ class WriteTracker:
 
     def _is_dropped_or_read(self, info: OutputInfo, tensor: Tensor) -> bool:
         """Returns whether a packed tensor has dropped the memory of `tensor`, or a recipe reads it."""
-        self._find_operands()
+        self._index_operands()
         is_dropped = any(packed.find_dropped_memory() is not None for packed in info.packed_tensors)
         return is_dropped or storage_id(tensor) in self._operands
 
     def check_lent_memory(self, pending: list[PackedTensor]) -> list[OutputInfo]:
-        """Finds out which of the memory that was lent has been written to. Called before a plan.
+        """Called before a plan: marks the outputs whose lent memory has been written to.
 
         Returns the outputs that the plan must not read, because none of `pending` holds their memory.
         """
@@ -178,16 +178,18 @@ class WriteTracker:
 
 
 class _LentMemory:
-    """Memory that was given away, and a checksum of it."""
+    """Memory that was lent to NumPy or others, and a checksum of it."""
 
     def __init__(self, info: OutputInfo, tensor: Tensor, is_dropped_or_read: bool):
         self.info, self.storage = info, storage_id(tensor)
-        self.held = tensor.detach() if is_dropped_or_read else None  # what is written must reach backward
-        self._alias = TensorWeakRef(tensor)  # which an array holds
+        self.held = (
+            tensor.detach() if is_dropped_or_read else None
+        )  # the backward must read a borrower's writes
+        self._alias = TensorWeakRef(tensor)  # an array holds the tensor
         self._checksum = _checksum(tensor)
 
     def may_still_be_written(self) -> bool:
-        """Returns whether somebody may still write to the memory."""
+        """Returns whether a borrower may still write to the memory."""
         alias = self._alias()
         return alias is not None and alias.grad_fn is None
 
