@@ -112,12 +112,10 @@ def apply_batch_norm(
     if is_checked:
         check_input(options, x, residual, tensors)
     _check_values_per_channel(x, options, transport)
+    if is_compiling:
+        return _forward_traced(x, residual, tensors, options, transport)
     weight, bias, *running = tensors
     arguments = x, weight, bias, residual, *running, options, transport
-    if is_compiling and options.inplace:
-        return x.copy_(InPlaceABNFunction.apply(*arguments))
-    if is_compiling:
-        return _forward_with_torch_ops(*arguments)
     try:
         return select_apply(InPlaceABNFunction if options.inplace else BatchNormFunction, x)(*arguments)
     except RuntimeError:
@@ -179,13 +177,36 @@ def _apply_to_strided(x, residual, tensors: NormTensors, options, process_group)
     return y
 
 
-def _forward_with_torch_ops(x, weight, bias, residual, mean, var, batches, options, transport) -> Tensor:
-    """Runs torch's ops, which torch.compile can fuse and recompute, where they compute the same."""
-    dtypes = {t.dtype for t in (weight, bias, mean, var) if t is not None}
+def _forward_traced(
+    x: Tensor,
+    residual: Tensor | None,
+    tensors: NormTensors,
+    options: NormOptions,
+    transport: sync.Transport,
+) -> Tensor:
+    """Runs a batch norm inside torch.compile, by torch's ops where these compute the same."""
+    weight, bias, *running = tensors
+    arguments = x, weight, bias, residual, *running, options, transport
+    if options.inplace:
+        return x.copy_(InPlaceABNFunction.apply(*arguments))
+    if transport is sync.LOCAL and _has_torch_ops(x, tensors, options):
+        return _forward_with_torch_ops(x, residual, tensors, options)
+    return BatchNormFunction.apply(*arguments)
+
+
+def _has_torch_ops(x: Tensor, tensors: NormTensors, options: NormOptions) -> bool:
+    """Returns whether torch's ops compute the same."""
+    dtypes = {t.dtype for t in tensors[:4] if t is not None}
     is_mixed = x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32}
     # F.batch_norm needs a number as its factor; a cumulative average would read the number from the device.
-    if options.momentum is None or transport is not sync.LOCAL or not (is_mixed or dtypes <= {x.dtype}):
-        return BatchNormFunction.apply(x, weight, bias, residual, mean, var, batches, options, transport)
+    return options.momentum is not None and (is_mixed or dtypes <= {x.dtype})
+
+
+def _forward_with_torch_ops(
+    x: Tensor, residual: Tensor | None, tensors: NormTensors, options: NormOptions
+) -> Tensor:
+    """Runs torch's ops, which torch.compile can fuse and recompute."""
+    weight, bias, mean, var, batches = tensors
     if batches is not None:
         batches.add_(1)
 
