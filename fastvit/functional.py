@@ -59,7 +59,7 @@ class NormTensors(NamedTuple):
 
 
 class NormOptions(NamedTuple):
-    """What a batch norm takes besides its tensors."""
+    """The options of a batch norm: its arguments that are no tensors."""
 
     function_name: str  # The function of this module, for errors.
     training: bool  # Normalise by batch statistics, and update the running ones.
