@@ -1,4 +1,4 @@
-"""Models with layers whose outputs are rebuilt, steps through them, and a count of rebuilds."""
+"""Models with layers whose outputs are recomputed, steps through them, and a count of recomputations."""
 
 import contextlib
 from unittest import mock
@@ -10,8 +10,8 @@ from fastvit import BatchNormAct, ops, recompute_scope
 from fastvit.memory import live_bytes
 
 
-class Rebuilds:
-    """Counts the outputs that are rebuilt."""
+class CountRecomputations:
+    """Counts the outputs that are recomputed."""
 
     def __enter__(self):
         self.count = 0
@@ -46,7 +46,7 @@ class Net(nn.Module):
         return self.read(self, self.norm(self.first(x)))
 
 
-READERS = {  # name -> (reader of y, number of rebuilds)
+READERS = {  # name -> (reader of y, number of recomputations)
     "conv": (lambda net, y: net.a(y), 1),
     "two convs": (lambda net, y: net.a(y) + net.b(y), 1),
     "twice in one op": (lambda net, y: y * y, 1),

@@ -1,4 +1,4 @@
-"""recompute_scope: outputs are rebuilt bit for bit, for all readers and after writes."""
+"""recompute_scope: outputs are recomputed bit for bit, for all readers and after writes."""
 
 import contextlib
 import gc
@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 from cases import ACTIVATIONS
-from recompute_models import READERS, Net, Rebuilds, forward_leaves, freed, run, same_bits, stack
+from recompute_models import READERS, CountRecomputations, Net, forward_leaves, freed, run, same_bits, stack
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -25,9 +25,9 @@ def test_the_bits_of_keep(reader, channels_last, device):
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     want = run(Net(read, "keep").to(device), x)
-    with Rebuilds() as rebuilds:
+    with CountRecomputations() as recomputations:
         same_bits(run(Net(read, "recompute").to(device), x), want)
-    assert times is None or rebuilds.count == times, rebuilds.count
+    assert times is None or recomputations.count == times, recomputations.count
     same_bits(run(Net(read, "recompute").to(device), x, contextlib.nullcontext), want)
 
 
@@ -35,10 +35,10 @@ def test_the_bits_of_keep(reader, channels_last, device):
 @pytest.mark.parametrize("mode", ["train", "eval", "no_stats", "cumulative"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_bits_of_keep_in_every_mode(activation, mode, residual, device):
-    """Running statistics change between forward and backward; rebuilt outputs do not depend on them."""
+    """Running statistics change between forward and backward; recomputed outputs do not depend on them."""
     inputs = [torch.randn(6, 5, 70, device=device) for _ in range(1 + residual)]
     results = []
-    with Rebuilds() as rebuilds:
+    with CountRecomputations() as recomputations:
         for memory in ("keep", "recompute"):
             layer = BatchNormAct(
                 5, activation=activation, memory=memory, device=device,
@@ -55,7 +55,7 @@ def test_the_bits_of_keep_in_every_mode(activation, mode, residual, device):
             results.append(torch.autograd.grad(loss, [*leaves, *layer.parameters()]))
     same_bits(*results)
     # A residual that nothing else has saved is saved by the layer where it has an activation.
-    assert rebuilds.count == (0 if residual and activation == "identity" else 1)
+    assert recomputations.count == (0 if residual and activation == "identity" else 1)
 
 
 def test_live_bytes_of_a_forward(device):
@@ -102,7 +102,7 @@ def test_readers_that_outlive_the_layers_graph(device):
 
 
 def test_written_after_it_was_saved(device):
-    """Autograd refuses it; the rebuilt tensor has the saved values, so the gradient is correct."""
+    """Autograd refuses it; the recomputed tensor has the saved values, so the gradient is correct."""
     x = torch.randn(4, 3, 9, 9, device=device)
     want = run(Net(READERS["conv"][0], "keep").to(device), x)
     for alive in (True, False):
@@ -121,7 +121,7 @@ def test_written_after_it_was_saved(device):
 
 @pytest.mark.parametrize("what", ["x", "weight", "other"])
 def test_writes_that_make_the_gradient_wrong_are_refused(what, device):
-    """To x, which y would be rebuilt from; to a parameter; to a tensor of no layer, as without the scope."""
+    """To x, from which y would be recomputed; to a parameter; to a tensor of no layer, as without scope."""
     net = Net(None, "recompute").to(device)
     with recompute_scope():
         x = net.first(torch.randn(4, 3, 9, 9, device=device))
@@ -136,7 +136,7 @@ def test_writes_that_make_the_gradient_wrong_are_refused(what, device):
 
 
 def test_x_written_before_y_is_saved(device):
-    """y cannot be rebuilt then, and is kept; only the layer's own backward raises."""
+    """y cannot be recomputed then, and is kept; only the layer's own backward raises."""
     net = Net(None, "recompute").to(device)
     with recompute_scope():
         x = net.first(torch.randn(4, 3, 9, 9, device=device))
@@ -145,9 +145,9 @@ def test_x_written_before_y_is_saved(device):
             x.add_(1)
         out = net.a(y).sum()
     del y
-    with Rebuilds() as rebuilds:
+    with CountRecomputations() as recomputations:
         torch.autograd.grad(out, net.a.weight, retain_graph=True)
-    assert rebuilds.count == 0
+    assert recomputations.count == 0
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         out.backward()
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import vit_models
-from recompute_models import Rebuilds, forward_leaves, freed, run, same_bits, stack
+from recompute_models import CountRecomputations, forward_leaves, freed, run, same_bits, stack
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -64,7 +64,9 @@ def test_hooks_on_the_stack_are_called(device):
 
             same_bits(run(stack(kind).to(device), x, both), want)
         if outside:
-            assert len(shapes["recompute"]) == len(shapes["keep"]) - 4, "an output of each layer is rebuilt"
+            assert len(shapes["recompute"]) == len(shapes["keep"]) - 4, (
+                "an output of each layer is recomputed"
+            )
         else:
             assert shapes["keep"] == shapes["recompute"] and len(shapes["keep"]) > 8
 
@@ -79,9 +81,9 @@ def test_scopes_nest_and_end(device):
     with pytest.raises(ZeroDivisionError), recompute_scope():
         _ = 1 / 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    with Rebuilds() as rebuilds:
+    with CountRecomputations() as recomputations:
         y.sum().backward()
-    assert rebuilds.count == 4
+    assert recomputations.count == 4
 
 
 def test_older_names_of_arguments():
@@ -139,9 +141,9 @@ def test_without_gradients(device):
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     net[-1].weight.requires_grad_()
-    with recompute_scope(), Rebuilds() as rebuilds:
+    with recompute_scope(), CountRecomputations() as recomputations:
         net(x).sum().backward()
-    assert rebuilds.count == 0, "a frozen layer saves nothing that its output could be rebuilt from"
+    assert recomputations.count == 0, "a frozen layer saves nothing that its output could be recomputed from"
 
 
 def test_compiled():
@@ -188,15 +190,15 @@ def test_ops_of_torch(name, device):
     assert freed(lambda: last(OPS[name](first(x))), [*first.parameters(), *last.parameters()]) >= x.nbytes
 
 
-@pytest.mark.parametrize("pieces,rebuilt", [(30, True), (45, False)])
-def test_a_recipe_has_at_most_40_ops(pieces, rebuilt, device):
+@pytest.mark.parametrize("pieces,recomputed", [(30, True), (45, False)])
+def test_a_recipe_has_at_most_40_ops(pieces, recomputed, device):
     last = nn.Linear(90 * 8, 8, device=device)
     x = torch.randn(32, 90 * 8, device=device, requires_grad=True)
 
     def forward():
         return last(torch.cat([F.silu(t) for t in (x * 2).tensor_split(pieces, 1)], 1))
 
-    assert (freed(forward, [x]) >= x.nbytes) == rebuilt
+    assert (freed(forward, [x]) >= x.nbytes) == recomputed
 
 
 def test_a_parameter_that_is_freed_before_the_backward(device):

@@ -264,14 +264,14 @@ def _copy_slices_rule(reader: NodeReader) -> OpCall:
 
 
 def _fastvit_layer_rule(reader: NodeReader) -> OpCall:
-    """Recomputes the output of a fastvit layer. Its autograd Function provides `rebuilding(ctx)`."""
+    """Recomputes the output of a fastvit layer. Its autograd Function provides `recompute_function(ctx)`."""
     node, function = reader.node, reader.node._forward_cls
-    rebuild, unsaved = function.rebuilding(node), getattr(node, "fastvit_unsaved", {})
-    if rebuild is None:
+    recompute, unsaved_inputs = function.recompute_function(node), getattr(node, "fastvit_unsaved_inputs", {})
+    if recompute is None:
         raise NotRecomputable("the layer keeps its output")
-    return rebuild, tuple(
-        reader.graph_operand(unsaved[i])
-        if i in unsaved
+    return recompute, tuple(
+        reader.graph_operand(unsaved_inputs[i])
+        if i in unsaved_inputs
         else reader.packed_operand(one.data, i in function.fastvit_private)
         for i, one in enumerate(node._raw_saved_tensors)
     )
