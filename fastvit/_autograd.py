@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import ops
 from ._library import bump_versions
-from .sync import LOCAL, Transport
+from .sync import LOCAL_TRANSPORT, Transport
 
 
 class Function(torch.autograd.Function):
@@ -87,7 +87,7 @@ def in_one_pass(transport: Transport, x: Tensor) -> bool:
     multiprocessors, those blocks would hold the others and wait. So in a job of several ranks two kernels are
     launched, which give the same bits.
     """
-    if transport is not LOCAL:
+    if transport is not LOCAL_TRANSPORT:
         return False
     return not x.is_cuda or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
@@ -116,7 +116,7 @@ class NormFunction(Function):
         ctx.options, ctx.transport = options, transport
         if not options.training or in_one_pass(transport, x):
             return None, None
-        return transport.moments(x, options.channel_dim(x))
+        return transport.compute_moments(x, options.channel_dim(x))
 
     @staticmethod
     @differentiable_once
@@ -129,7 +129,7 @@ class NormFunction(Function):
         local_sums = global_sums = dx = dresidual = None
         one_pass = wants_x and options.training and in_one_pass(transport, input)
         if wants_x and options.training and not one_pass:
-            rows = transport.sums(lambda exchange: ops.bn_reduce(*arguments, exchange), tag).unbind()
+            rows = transport.compute_sums(lambda exchange: ops.bn_reduce(*arguments, exchange), tag).unbind()
             local_sums, global_sums = rows[0], rows[-1]
         elif (wants_weight or wants_bias) and not one_pass:
             local_sums = ops.bn_reduce(*arguments)[0]

@@ -93,18 +93,22 @@ def normalise(
         return _normalise_strided(x, residual, tensors, options, process_group)
     if options.inplace and not compiling:
         check_may_be_overwritten(function, x)
-    transport: sync.Transport = sync.LOCAL
+    transport: sync.Transport = sync.LOCAL_TRANSPORT
     if process_group is not None:
         if options.training:
             key = sync.LayerKey(function, options.layer_number, options.momentum)
-            transport = sync.transport_for(process_group, key)
+            transport = sync.get_transport(process_group, key)
         elif not compiling:
             sync.check()  # raises errors of the last exchanges of training
-    checked = compiling or transport is not sync.LOCAL or x.dim() < 2
+    checked = compiling or transport is not sync.LOCAL_TRANSPORT or x.dim() < 2
     if checked:
         check_input(options, x, residual, tensors)
     # Not checked with several ranks: others may have values, and counts are not read back to the host.
-    if options.training and transport is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)] > 0:
+    if (
+        options.training
+        and transport is sync.LOCAL_TRANSPORT
+        and x.numel() == x.shape[options.channel_dim(x)] > 0
+    ):
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     weight, bias, *running = tensors
     arguments = x, weight, bias, residual, *running, options, transport
@@ -151,7 +155,11 @@ def _trace(x, weight, bias, residual, mean, var, batches, options, transport) ->
     dtypes = {t.dtype for t in (weight, bias, mean, var) if t is not None}
     narrow = x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32}
     # F.batch_norm needs a number as factor, which a cumulative average would have to read from the device.
-    if options.momentum is None or transport is not sync.LOCAL or not (narrow or dtypes <= {x.dtype}):
+    if (
+        options.momentum is None
+        or transport is not sync.LOCAL_TRANSPORT
+        or not (narrow or dtypes <= {x.dtype})
+    ):
         return BatchNormFunction.apply(x, weight, bias, residual, mean, var, batches, options, transport)
     if batches is not None:
         batches.add_(1)
