@@ -1,4 +1,4 @@
-"""Agreement of ranks and shared memory, when a rank leaves or ends at a critical moment.
+"""Consensus of ranks and shared memory, when a rank leaves or ends at a critical moment.
 
 Ranks are threads or take turns, so that the order of events is fixed.
 """

@@ -1,4 +1,4 @@
-"""Set-up of peer memory between GPUs, and the agreement of all ranks when it fails; on CPU memory.
+"""Set-up of peer memory between GPUs, and what all ranks do when the set-up fails; on CPU memory.
 
 Each rank is a thread, and stand-ins replace the functions of CUDA and torch that map memory of another
 process. Exchanges: tests/cuda_host/test_cuda_host_exchange.py, and tests/test_cuda.py on a GPU.

@@ -15,7 +15,7 @@ from .store_consensus import BackendUnavailable, StoreConsensus
 
 _ops = _library.ops
 _NUM_TRIAL_EXCHANGES, _TRIAL_SECONDS = 4, 10.0
-# A GPU gives up and reports after this part of the group's timeout, before NCCL's watchdog ends the process.
+# A GPU abandons an exchange and reports after this part of the group's timeout, before NCCL's watchdog ends the process.
 _TIMEOUT_FRACTION = 0.8
 _WARM_UP_CAPACITY = 2 * 9  # packets, enough for float64 moments of 8 channels
 _WARM_UP_TAG = Tag(0, 0)
@@ -118,7 +118,7 @@ def verify_arenas(
     """Tests arenas that all ranks have opened by exchanges of known numbers, and returns a backend.
 
     A path between two GPUs may be blocked although their memory can be opened. Packets do not arrive then,
-    and the GPU gives up after a few seconds, before training begins.
+    and the GPU abandons the exchange after a few seconds, before training begins.
     """
     rank, world_size, device = consensus.rank, consensus.world_size, local_memory.device
     max_kernel_seconds = _library.longest_wait(device)
