@@ -152,7 +152,9 @@ class PeerBackend(Backend):
         return num_packets(channels, dtype) <= self._exchange.descriptor.capacity
 
     def merge_over_ranks(self, numbers: Tensor, tag: Tag) -> Tensor:
-        return self._run_exchange(lambda exchange: _library.ops.exchange_merge(numbers, exchange), tag)
+        return self._run_exchange(
+            lambda exchange: _library.fastvit_ops.exchange_merge(numbers, exchange), tag
+        )
 
     def compute_moments(self, x: Tensor, channel_dim: int, tag: Tag) -> Tensor:
         return self._run_exchange(lambda exchange: ops.bn_stats(x, channel_dim, exchange), tag)

@@ -26,7 +26,7 @@ ALL_GATHER_NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else
 _SIGNAL_CHECK_SECONDS = 0.2  # between two checks for signals
 # A collective that a rank had completed before it ended still ends on the other ranks within this time.
 _COMPLETION_GRACE_SECONDS = 2.0
-_ops = _library.ops
+_ops = _library.fastvit_ops
 
 
 class CollectiveBackend(Backend):

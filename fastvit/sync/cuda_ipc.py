@@ -13,9 +13,10 @@ from .process_watch import pid_namespace_id
 from .protocol import DescribeExchange, Tag
 from .store_consensus import BackendUnavailable, StoreConsensus
 
-_ops = _library.ops
+_ops = _library.fastvit_ops
 _NUM_TRIAL_EXCHANGES, _TRIAL_SECONDS = 4, 10.0
-# A GPU abandons an exchange and reports after this part of the group's timeout, before NCCL's watchdog ends the process.
+# A GPU abandons an exchange and reports after this part of the group's timeout, since NCCL's watchdog ends the
+# process after the whole timeout.
 _TIMEOUT_FRACTION = 0.8
 _WARM_UP_CAPACITY = 2 * 9  # packets, enough for float64 moments of 8 channels
 _WARM_UP_TAG = Tag(0, 0)
@@ -121,7 +122,7 @@ def verify_arenas(
     and the GPU abandons the exchange after a few seconds, before training begins.
     """
     rank, world_size, device = consensus.rank, consensus.world_size, local_memory.device
-    max_kernel_seconds = _library.longest_wait(device)
+    max_kernel_seconds = _library.max_kernel_seconds(device)
     seconds = min(_TRIAL_SECONDS, consensus.timeout / 2, max_kernel_seconds)
     trial_backend = CudaIpcBackend(local_memory, arenas, rank, capacity, seconds, describe)
     # A rank's GPU does not wait while another rank still loads kernels, which may take long.

@@ -23,7 +23,7 @@ from .store_consensus import StoreConsensus
 SHM_DIR = Path("/dev/shm")  # the folder of POSIX shared memory on Linux
 _MARKER_BYTES = 16
 _OP_WAIT_SECONDS = 0.05  # an op waits so long, and then Python checks for signals and for dead peers
-_ops = _library.ops
+_ops = _library.fastvit_ops
 
 
 class SharedMemoryBackend(PeerBackend):

@@ -285,7 +285,7 @@ def available_backends() -> str:
         SharedMemoryBackend.host_name(torch.device("cpu"))
     except OSError:
         cpu = "Collective"
-    if not _library.HAS_CUDA:
+    if not _library.HAS_CUDA_KERNELS:
         cuda = "Collective"
     if setting == "collective":
         cpu = cuda = "Collective"
