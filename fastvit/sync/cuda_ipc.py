@@ -15,8 +15,8 @@ from .store_consensus import BackendUnavailable, StoreConsensus
 
 _ops = _library.fastvit_ops
 _NUM_TRIAL_EXCHANGES, _TRIAL_SECONDS = 4, 10.0
-# A GPU abandons an exchange and reports after this part of the group's timeout, since NCCL's watchdog ends the
-# process after the whole timeout.
+# A GPU abandons an exchange and reports after this part of the group's timeout, since NCCL's watchdog ends
+# the process after the whole timeout.
 _TIMEOUT_FRACTION = 0.8
 _WARM_UP_CAPACITY = 2 * 9  # packets, enough for float64 moments of 8 channels
 _WARM_UP_TAG = Tag(0, 0)
