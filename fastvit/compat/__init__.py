@@ -5,6 +5,6 @@
 runs an unchanged script; `fastvit.compat.install()` does the same for the imports of a running program.
 """
 
-from ._finder import install
+from ._import_hook import install
 
 __all__ = ["install"]

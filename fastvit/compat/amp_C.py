@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._finder import finish
+from ._import_hook import set_up_package
 from .apex._fused import Tensors, is_flat, laid_as, norms, wide
 
 Lists = Sequence[Tensors]
 Options = dict[str, Any]
 
-finish(__name__)
+set_up_package(__name__)
 
 
 def _float32(tensors: Tensors) -> Tensors:

@@ -18,7 +18,7 @@ from fastvit.batch_norm_act import BatchNormAct
 from fastvit.inplace_abn import InPlaceABN as _InPlaceABN
 from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
 
-from ._finder import finish
+from ._import_hook import set_up_package
 
 __all__ = [
     "ABN",
@@ -125,4 +125,4 @@ def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None
             set_group(group)
 
 
-finish(__name__)
+set_up_package(__name__)
