@@ -317,7 +317,9 @@ def test_words_that_are_no_options_keep_their_spelling(spelled):
 
 
 def test_arguments_of_the_launcher():
-    options, words = runner._parse_arguments(["--local-rank=1", "--prefer", "fastvit", "main.py", "--prefer", "x"])
+    options, words = runner._parse_arguments(
+        ["--local-rank=1", "--prefer", "fastvit", "main.py", "--prefer", "x"]
+    )
     assert options.prefer == "fastvit" and not options.module
     assert words == ["main.py", "--local-rank=1", "--prefer", "x"]
     options, words = runner._parse_arguments(["--local_rank", "1", "-m", "pack.main", "-m", "y"])

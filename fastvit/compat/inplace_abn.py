@@ -1,8 +1,8 @@
 """mapillary's inplace_abn under its names, with its effective weight `|weight| + eps`.
 
-In place: leaky_relu, elu and identity; relu only in `ABN`. leaky_relu with a slope of 0, with which
-mapillary's gradients are wrong, is relu here: the layer saves its input, and its output is rebuilt inside
-`fastvit.recompute_scope()` or a converted model. Negative slopes are refused.
+The in-place activations are leaky_relu, elu and identity; `ABN` also has relu. mapillary's gradients of
+leaky_relu with slope 0 are wrong. Here such a layer is a relu that saves its input, and its output is
+recomputed inside `fastvit.recompute_scope()` or a converted model. A negative slope raises ValueError.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class InPlaceABN(_InPlaceABN):
     leaky_relu with slope 0 is relu, which cannot be inverted: the layer saves its input instead.
     """
 
+    shown = (*_InPlaceABN.shown, "abs_weight")
+
     def __init__(
         self,
         num_features: int,
@@ -73,9 +75,10 @@ class InPlaceABN(_InPlaceABN):
         self._is_relu = activation == "leaky_relu" and activation_param == 0
         # The base class refuses a slope of 0.
         invertible = ("identity", 0.01) if self._is_relu else (activation, activation_param)
-        of_group: dict[str, Any] = {} if group is None else {"group": group}  # for InPlaceABNSync alone
+        # Only the base of InPlaceABNSync has the option.
+        options: dict[str, Any] = {} if group is None else {"group": group}
         super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, *invertible, abs_weight=True, **of_group
+            num_features, eps, momentum, affine, track_running_stats, *invertible, abs_weight=True, **options
         )
         self.activation, self.activation_param = activation, activation_param
 
@@ -84,42 +87,48 @@ class InPlaceABN(_InPlaceABN):
 
 
 class InPlaceABNSync(InPlaceABN, _InPlaceABNSync):
-    """`fastvit.InPlaceABNSync` with mapillary's arguments, `group` among them, and `|weight| + eps`."""
+    """`fastvit.InPlaceABNSync` with mapillary's arguments, such as `group`, and `|weight| + eps`."""
 
 
 def inplace_abn(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """`fastvit.functional.inplace_abn` with `|weight| + eps`; overwrites x."""
+    """Calls `fastvit.functional.inplace_abn` with `|weight| + eps`, which overwrites x."""
     return functional.inplace_abn(x, *arguments, **options, abs_weight=True)
 
 
 def inplace_abn_sync(
     x: Tensor, *arguments: Any, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Tensor:
-    """`inplace_abn` with statistics over the ranks of `group` (None: all), by name or as 11th argument."""
+    """Calls `inplace_abn` with statistics over the ranks of `group`, or of all ranks if `group` is None.
+
+    `group` may also be the 11th positional argument, as in mapillary's function.
+    """
     if len(arguments) == 10:
         *arguments, group = arguments  # type: ignore[assignment]
     return functional.inplace_abn_sync(x, *arguments, process_group=group, **options, abs_weight=True)
 
 
-_groups: WeakKeyDictionary = WeakKeyDictionary()
+_group_cache: WeakKeyDictionary = WeakKeyDictionary()  # maps a world group to {ranks: group}
 
 
 def active_group(active: bool) -> dist.ProcessGroup | None:
-    """The group of the ranks that passed True, or None. Every rank calls it; each group is made once."""
+    """Returns the process group of the ranks that pass True, or None if none does.
+
+    Every rank must call this function. The groups are cached.
+    """
     world = dist.group.WORLD
     flags: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(flags, bool(active))
     ranks = tuple(rank for rank, flag in enumerate(flags) if flag)
     if not ranks or len(ranks) == len(flags):
         return world if ranks else None
-    known = _groups.setdefault(world, {})
-    if ranks not in known:
-        known[ranks] = dist.new_group(list(ranks))
-    return known[ranks]
+    groups = _group_cache.setdefault(world, {})
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(list(ranks))
+    return groups[ranks]
 
 
 def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Calls `set_group(group)` of every layer in `module` that has it."""
+    """Calls `set_group(group)` of every layer in `module` that has this method."""
     for layer in module.modules():
         if callable(set_group := getattr(layer, "set_group", None)):
             set_group(group)
