@@ -33,7 +33,7 @@ def _parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str
     """Returns the options, and the script or module with its arguments, among them a launcher's rank."""
     parser = argparse.ArgumentParser(
         prog="python -m fastvit.compat",
-        description="Run a script for which apex and inplace_abn resolve to fastvit's look-alikes.",
+        description="Run a script, with fastvit's modules for what apex and inplace_abn lack here.",
         usage="%(prog)s [--prefer apex|fastvit] [--cpu] [--half TYPE] (script.py | -m module) [args ...]",
         allow_abbrev=False,
     )
@@ -70,7 +70,7 @@ def _run_script(path: str) -> None:
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
     safe_path, absolute = getattr(sys.flags, "safe_path", False), os.path.abspath(path)
-    if pkgutil.get_importer(path):  # for a folder or a zip file
+    if pkgutil.get_importer(path):  # finds an importer for a folder or a zip file
         sys.path[: not safe_path] = [absolute]
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return

@@ -35,7 +35,7 @@ NOTICE = (
 
 _DEVICE = re.compile(r"cuda(:\d+)?")
 _AUTOCAST = re.compile(r"(is|get|set)_autocast_(gpu_)?(enabled|dtype)")
-_DEVICE_MOVES = {Tensor.cuda, Tensor.pin_memory}  # return their tensor, which is on the CPU already
+_DEVICE_MOVES = {Tensor.cuda, Tensor.pin_memory}  # They return their tensor, which is on the CPU.
 _CPU = torch.device("cpu")
 
 

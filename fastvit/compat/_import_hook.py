@@ -283,8 +283,8 @@ class _CompatFinder(DistributionFinder):
     def _find_installed(self, name: str, *search_arguments: Any) -> ModuleSpec | None:
         other_finders = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
         found = (finder.find_spec(name, *search_arguments) for finder in other_finders)
-        # A folder without __init__.py has no origin. It may be a clone of apex beside the script, so it is
-        # not taken for a package.
+        # A folder without __init__.py has no origin. Such a folder is no package: it may be a clone of apex
+        # beside the script.
         return next((spec for spec in found if spec and spec.loader and spec.origin), None)
 
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 
 hook_dir = os.path.dirname(os.path.abspath(__file__))
 compat_dir = os.path.dirname(hook_dir)
-sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != hook_dir]  # as without this hook
+sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != hook_dir]  # undoes PYTHONPATH
 
 
 def load(spec):
