@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..fuse import convert_syncbn_model
-from ..sync_batchnorm import SyncBatchNorm
+from ..convert_syncbn import convert_syncbn_model
+from ..sync_batch_norm import SyncBatchNorm
 from ._cpu_half import cpu_half
 
 NOTICE = (

@@ -7,6 +7,7 @@ recomputed inside `fastvit.recompute_scope()` or a converted model. A negative s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -59,7 +60,7 @@ class InPlaceABN(_InPlaceABN):
     leaky_relu with slope 0 is relu, which cannot be inverted: the layer saves its input instead.
     """
 
-    shown = (*_InPlaceABN.shown, "abs_weight")
+    repr_options = (*_InPlaceABN.repr_options, "abs_weight")
 
     def __init__(
         self,
@@ -76,22 +77,29 @@ class InPlaceABN(_InPlaceABN):
         # The base class refuses a slope of 0.
         invertible = ("identity", 0.01) if self._is_relu else (activation, activation_param)
         # Only the base of InPlaceABNSync has the option.
-        options: dict[str, Any] = {} if group is None else {"group": group}
+        options: dict[str, Any] = {} if group is None else {"process_group": group}
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, *invertible, abs_weight=True, **options
         )
         self.activation, self.activation_param = activation, activation_param
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._normalise(x, activation="relu") if self._is_relu else super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        return self._forward_batch_norm(input, activation="relu") if self._is_relu else super().forward(input)
 
 
 class InPlaceABNSync(InPlaceABN, _InPlaceABNSync):
     """`fastvit.InPlaceABNSync` with mapillary's arguments, such as `group`, and `|weight| + eps`."""
 
+    # These are mapillary's names. They do not warn, unlike those of the base class.
+    group = property(
+        lambda self: self.process_group, lambda self, group: setattr(self, "process_group", group)
+    )
+    set_group = _InPlaceABNSync.set_process_group
+
 
 def inplace_abn(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """Calls `fastvit.functional.inplace_abn` with `|weight| + eps`, which overwrites x."""
+    _set_default_param(arguments, options)
     return functional.inplace_abn(x, *arguments, **options, abs_weight=True)
 
 
@@ -104,7 +112,14 @@ def inplace_abn_sync(
     """
     if len(arguments) == 10:
         *arguments, group = arguments  # type: ignore[assignment]
+    _set_default_param(arguments, options)
     return functional.inplace_abn_sync(x, *arguments, process_group=group, **options, abs_weight=True)
+
+
+def _set_default_param(arguments: Sequence[Any], options: dict[str, Any]) -> None:
+    """Sets mapillary's `activation_param`, the 9th argument after x, if the caller gives none."""
+    if len(arguments) < 9:
+        options.setdefault("activation_param", 0.01)
 
 
 _group_cache: WeakKeyDictionary = WeakKeyDictionary()  # maps a world group to {ranks: group}
@@ -128,10 +143,11 @@ def active_group(active: bool) -> dist.ProcessGroup | None:
 
 
 def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Calls `set_group(group)` of every layer in `module` that has this method."""
+    """Sets the process group of every layer in `module` that has `set_process_group` or `set_group`."""
     for layer in module.modules():
-        if callable(set_group := getattr(layer, "set_group", None)):
-            set_group(group)
+        set_process_group = getattr(layer, "set_process_group", None) or getattr(layer, "set_group", None)
+        if callable(set_process_group):
+            set_process_group(group)
 
 
 set_up_package(__name__)
