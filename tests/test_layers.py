@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import fastvit
 from fastvit import BatchNormAct, BatchNormActSync, InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional
 from fastvit._formulas import apply_activation
+from fastvit.compat import inplace_abn as compat_inplace_abn
 
 LAYERS = [InPlaceABN, InPlaceABNSync, SyncBatchNorm, BatchNormAct, BatchNormActSync]
 every_layer = pytest.mark.parametrize("make_layer", LAYERS)
@@ -374,6 +375,11 @@ BATCH_NORM = "3, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_
         (
             InPlaceABNSync(3, activation="identity", channel_last=True),
             "activation=identity, channel_last=True",
+        ),
+        (compat_inplace_abn.InPlaceABN(3), "activation=leaky_relu[0.01], abs_weight=True"),
+        (
+            compat_inplace_abn.InPlaceABNSync(3, activation_param=0),
+            "activation=leaky_relu[0], abs_weight=True",
         ),
         (SyncBatchNorm(3), ""),
         (SyncBatchNorm(3, channel_last=True, fuse_relu=True), "channel_last=True, fuse_relu=True"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._finder import without
+from .._import_hook import missing_attribute_getter
 
 State = dict[str, Any]  # what an optimizer holds for a parameter or for a group of parameters
 Tensors = list[Tensor]
@@ -102,7 +102,7 @@ class FusedOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name in self.operations:
             return getattr(import_module("fastvit.compat.amp_C"), name)  # which imports this module
-        return without(f"apex.optimizers.{type(self).__name__}")(name)
+        return missing_attribute_getter(f"apex.optimizers.{type(self).__name__}")(name)
 
     def add_param_group(self, param_group: State) -> None:
         super().add_param_group(param_group)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..._half import cpu_half
+from ..._cpu_half import cpu_half
 from .._notices import warn_once
 from ._amp_state import Properties, _amp_state
 from .weights import HALF_TYPES, cast_weights, swap_back

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ..._finder import without
+from ..._import_hook import missing_attribute_getter
 from .._fused import lay_out
 from ..parallel.distributed import without_sync
 from ..parallel.LARC import LARC
@@ -156,7 +156,7 @@ class AmpOptimizer:
 
     def __getattr__(self, name: str) -> list[Any]:
         if not re.fullmatch("(all_fp32|(all_)?(fp16|fp32_from_fp(16|32)))_(groups|params)", name):
-            without("apex.amp.AmpOptimizerState")(name)
+            missing_attribute_getter("apex.amp.AmpOptimizerState")(name)
         filled = self._half is ("fp16" in name)
         groups = [[*group["params"]] if filled else [] for group in self.optimizer.param_groups]
         return sum(groups, []) if name.startswith("all") else groups

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fastvit._checks import autocast_dtype
 
-from ..._finder import without
+from ..._import_hook import missing_attribute_getter
 from .forward import cast_floating
 from .handle import disable_casts
 
@@ -124,7 +124,7 @@ class AmpHandle:
 
     _disable_casts = staticmethod(disable_casts)
     _clear_cache = staticmethod(torch.clear_autocast_cache)
-    __getattr__ = without("apex.amp.handle.AmpHandle")
+    __getattr__ = missing_attribute_getter("apex.amp.handle.AmpHandle")
 
     def _deactivate(self) -> None:
         """Ends the casts, and restores torch's functions."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..._finder import without
+from ..._import_hook import missing_attribute_getter
 
 # Gradients that overflow at this scale overflow at any scale.
 _SMALLEST = 2.0**-24
@@ -27,7 +27,7 @@ class LossScaler:
     loss_id = 0  # its index in `scale_loss`
     has_fused_kernel = True
     warned_no_fused_kernel = warned_unscaling_non_fp32_grad = False
-    __getattr__ = without("apex.amp.scaler.LossScaler")
+    __getattr__ = missing_attribute_getter("apex.amp.scaler.LossScaler")
 
     def __init__(
         self,

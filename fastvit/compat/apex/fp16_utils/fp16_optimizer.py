@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..._finder import without
+from ..._import_hook import missing_attribute_getter
 from .._fused import follow_, lay_out
 from ..amp.handle import SCALE, Earlier, before_backward, innermost, parameters_of, put_back, unscale
 from ..amp.weights import HALF_TYPES
@@ -91,7 +91,7 @@ class FP16_Optimizer:
         if name == "optimizer" or name.startswith("__"):  # while being copied or pickled
             raise AttributeError(name)
         if not hasattr(self.optimizer, name):
-            without("apex.fp16_utils.FP16_Optimizer")(name)
+            missing_attribute_getter("apex.fp16_utils.FP16_Optimizer")(name)
         return getattr(self.optimizer, name)
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:

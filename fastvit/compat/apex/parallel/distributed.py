@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ..._finder import without
+from ..._import_hook import missing_attribute_getter
 from ...apex_C import flatten, unflatten
 from .._notices import warn_once
 
@@ -97,7 +97,7 @@ class DistributedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            without("apex.parallel.DistributedDataParallel")(name)
+            missing_attribute_getter("apex.parallel.DistributedDataParallel")(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
