@@ -11,19 +11,25 @@ import torch
 from torch import Tensor
 
 from ._finder import finish
-from .apex._fused import Tensors, is_flat, laid_as, norms, wide
+from .apex._fused_optimizer import (
+    TensorList,
+    compute_dtype,
+    is_non_overlapping_and_dense,
+    tensor_norms,
+    with_strides_of,
+)
 
-Lists = Sequence[Tensors]
+Lists = Sequence[TensorList]
 Options = dict[str, Any]
 
 finish(__name__)
 
 
-def _float32(tensors: Tensors) -> Tensors:
-    return [t.to(wide(t)) for t in tensors]
+def _float32(tensors: TensorList) -> TensorList:
+    return [t.to(compute_dtype(t)) for t in tensors]
 
 
-def _check(flag: Tensor, tensors: Tensors) -> None:
+def _check(flag: Tensor, tensors: TensorList) -> None:
     if filled := [t for t in tensors if t.numel()]:
         largest = torch.stack([size.float() for size in torch._foreach_norm(filled, float("inf"))])
         flag.masked_fill_(~largest.isfinite().all(), 1)
@@ -53,7 +59,7 @@ def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
     """The norm `(1,)` of all tensors together in float32; and of each, empty without `per_tensor`."""
-    each = torch.stack(norms(tensor_lists[0], dtype=torch.float32))
+    each = torch.stack(tensor_norms(tensor_lists[0], dtype=torch.float32))
     total = each.norm().reshape(1)
     noop_flag.masked_fill_(~total.isfinite(), 1)
     return total, each if per_tensor else each.new_empty(0)
@@ -84,9 +90,11 @@ def _step(names: str, first_written: int = 1, optional: int = 0) -> Callable[...
                     f"amp_C.{step.__name__} takes chunk_size, noop_flag, tensor_lists, {', '.join(options)}; "
                     f"got {len(given)} arguments after the lists"
                 )
-            values = [v if is_flat(v) else v.contiguous() for v in _float32(tensor_lists[1])]
+            values = [
+                v if is_non_overlapping_and_dense(v) else v.contiguous() for v in _float32(tensor_lists[1])
+            ]
             lists = [
-                [laid_as(v, t.to(v.dtype)) for v, t in zip(values, tensors, strict=False)]
+                [with_strides_of(v, t.to(v.dtype)) for v, t in zip(values, tensors, strict=False)]
                 for tensors in (tensor_lists[0], values, *tensor_lists[2:])
             ]
             step(noop_flag.to(values[0].device), lists, dict(zip(options, given, strict=False)))
@@ -185,7 +193,7 @@ def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, options: Options) -> None
     if decay and decoupled:
         torch._foreach_add_(updates, values, alpha=decay)
     if decay or options.get("use_nvlamb"):
-        weight_norms, update_norms = (torch.stack(norms(tensors)) for tensors in (values, updates))
+        weight_norms, update_norms = (torch.stack(tensor_norms(tensors)) for tensors in (values, updates))
         moving = (weight_norms != 0) & (update_norms != 0)
         ratios = torch.where(moving, weight_norms / update_norms, 1.0)
         torch._foreach_mul_(updates, ratios.unbind())
@@ -201,7 +209,7 @@ def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, options: Options) -> 
     correction1, correction2, beta1, beta2, share = _start(options)
     decay, average = options["weight_decay"], options["grad_norms"]
     power = 2 if options["norm_type"] == 2 else 1
-    fresh = torch.stack(norms(gradients, options["norm_type"] or float("inf")))
+    fresh = torch.stack(tensor_norms(gradients, options["norm_type"] or float("inf")))
     average.copy_((beta2 * average**power + (1.0 - beta2) * fresh**power) ** (1 / power))
     divisors = (average / correction2**0.5 + options["eps"]).unbind()
     if inside := options["moment_mode"] == 0:
