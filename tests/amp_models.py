@@ -58,14 +58,14 @@ def step(model, optimizer, seed: int = 0, infinite: bool = False) -> None:
 
 
 def record_forwards(module, look=lambda module, output: output.dtype) -> list:
-    """What `look` returns in each forward of `module`, in order."""
+    """Returns a list that gets the result of `look` in each forward of `module`."""
     seen = []
     module.register_forward_hook(lambda module, args, output: seen.append(look(module, output)))
     return seen
 
 
 def call_under_o1(function, x):
-    """`function(x)` inside the forward of a model under O1."""
+    """Returns `function(x)`, called in the forward of a model under O1."""
     results, model = [], nn.Identity()
     model.forward = lambda x: results.append(function(x)) or x
     amp.initialize(model, opt_level="O1", verbosity=0)(x)

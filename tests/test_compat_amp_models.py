@@ -91,6 +91,12 @@ def test_copies_pickles_and_replicas_have_a_forward_of_their_own(level):
         assert other(x).shape == x.shape and isinstance(model(x), tuple)
 
 
+def test_states_with_other_names_of_the_casts_load():
+    casts = amp.forward.ForwardCasts.__new__(amp.forward.ForwardCasts)
+    casts.__setstate__({"options": None, "outputs": torch.float64, "running": 0, "nodes": [range(2)]})
+    assert casts == amp.forward.ForwardCasts(None, torch.float64, 0, [range(2)])
+
+
 class Box:
     """As of a detector's inputs: it casts all that it has."""
 

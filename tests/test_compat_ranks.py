@@ -300,6 +300,15 @@ def others(rank, world):
         assert parameters_without_sync() == {*copied.parameters()}
     results["copy"] = copied.module.first.weight.grad.tolist()
 
+    state = copy.deepcopy(parallel).__getstate__()
+    del state["_tracked_parameters"], state["_graph_task_ids"]  # a state that has other names
+    loaded = DistributedDataParallel.__new__(DistributedDataParallel)
+    loaded.__setstate__(state)
+    loaded.zero_grad()
+    for _ in range(2):
+        loaded(x(rank)).backward()
+    assert loaded.module.first.weight.grad.tolist() == results["copy"]
+
     with parallel.no_sync():
         model.zero_grad()
         plain(parallel, rank, 0)

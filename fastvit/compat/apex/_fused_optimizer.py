@@ -21,7 +21,7 @@ def tensor_norms(
 ) -> tuple[Tensor, ...]:
     """Returns the norm of each tensor, computed in `dtype`, or in the dtype of the tensor."""
     tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
-    # Chunks keep the sum exact: torch's CPU sum in float32 has an error of 0.15 % at 33 million elements.
+    # Chunks keep the norm accurate: torch's CPU sum in float32 has an error of 0.15 % at 33 million elements.
     tensors = [
         torch.stack(torch._foreach_norm(t.flatten().split(1 << 16), ord, dtype)) if t.is_cpu else t
         for t in tensors

@@ -161,28 +161,16 @@ class FusedLayerNorm(_MemoryEfficientMixin, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         parameters = self.weight, self.bias
-        return _apply_norm(
-            F.layer_norm,
-            input,
-            parameters,
-            self.normalized_shape,
-            self.eps,
-            uses_weight_dtype=self.uses_weight_dtype,
-        )
+        shape, uses_weight_dtype = self.normalized_shape, self.uses_weight_dtype
+        return _apply_norm(F.layer_norm, input, parameters, shape, self.eps, False, uses_weight_dtype)
 
 
 class FusedRMSNorm(_MemoryEfficientMixin, nn.RMSNorm):
     """torch.nn.RMSNorm; the output has the dtype of the input, not of the weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _apply_norm(
-            F.rms_norm,
-            input,
-            (self.weight,),
-            self.normalized_shape,
-            self.eps,
-            uses_weight_dtype=self.uses_weight_dtype,
-        )
+        shape, uses_weight_dtype = self.normalized_shape, self.uses_weight_dtype
+        return _apply_norm(F.rms_norm, input, (self.weight,), shape, self.eps, False, uses_weight_dtype)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):

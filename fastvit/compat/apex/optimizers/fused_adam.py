@@ -18,16 +18,15 @@ class FusedAdam(FusedOptimizer):
     Args:
         bias_correction: divide the moments by 1 - beta^step.
         adam_w_mode: decay the weights by `lr * weight_decay`; False adds `weight_decay * w` to the gradient.
-        capturable: the step can be captured in a CUDA graph; torch's GradScaler then steps half parameters
-            too, unscaled in float32.
+        capturable: let CUDA graphs capture the step, and GradScaler step half parameters, whose gradients are
+            then unscaled in float32.
         master_weights: keep float32 copies of half parameters; amp's parameters are float32.
-        max_grad_norm: largest norm of the gradients of each group, an option of apex before 2020; 0 does not
-            clip.
+        max_grad_norm: largest norm of the gradients of each group, from apex before 2020; 0 does not clip.
     """
 
     operation_names = ("multi_tensor_adam", "multi_tensor_adam_capturable")
     moment_names = ("exp_avg", "exp_avg_sq")
-    eps_mode = 1  # apex.contrib.optimizers' name for: eps is added to the square root
+    eps_mode = 1  # eps is added to the square root; apex.contrib.optimizers has this attribute
 
     def __init__(
         self,

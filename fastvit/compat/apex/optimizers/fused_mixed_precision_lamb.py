@@ -43,6 +43,5 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return super().step(closure) if found_inf is None or not found_inf.item() else None
 
     def _update_parameters(self, group: dict[str, Any], *operands: Any) -> None:
-        super()._update_parameters(
-            {**group, "lr": group["lr"].item(), "step": group["step"].item()}, *operands
-        )
+        numbers = {name: group[name].item() for name in ("lr", "step")}
+        super()._update_parameters({**group, **numbers}, *operands)

@@ -83,7 +83,6 @@ class LARC:
         has_norms = (weight_norms != 0) & (gradient_norms != 0)
         scales = torch.where(has_norms, rates, 1.0).unbind()
         decays = torch.where(has_norms, decay, 0.0).unbind()
-        for gradient, parameter, rate, parameter_decay in zip(
-            gradients, parameters, scales, decays, strict=True
-        ):
-            gradient.addcmul_(parameter, parameter_decay.to(parameter.dtype)).mul_(rate.to(gradient.dtype))
+        operands = zip(gradients, parameters, scales, decays, strict=True)
+        for gradient, parameter, scale, parameter_decay in operands:
+            gradient.addcmul_(parameter, parameter_decay.to(parameter.dtype)).mul_(scale.to(gradient.dtype))

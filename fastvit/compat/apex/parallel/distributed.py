@@ -1,7 +1,7 @@
 """apex's DistributedDataParallel and Reducer: gradients are reduced as flat tensors.
 
 Any graph is reduced in the same way: several forwards before a backward, unused or frozen parameters,
-reentrant checkpoints. Nothing overlaps with backward; torch's checksum DistributedDataParallel does that.
+reentrant checkpoints. Nothing overlaps with backward; torch's DistributedDataParallel does that.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         for name, value in ignored_arguments.items():
             if name not in _IGNORED_ARGUMENTS:
-                raise TypeError(
-                    f"DistributedDataParallel takes apex's arguments, got {name}; leave {name} out"
-                )
+                raise TypeError(f"DistributedDataParallel takes apex's arguments, got {name}")
             if value != _IGNORED_ARGUMENTS[name]:
                 warn_once(f"DistributedDataParallel: {name} has no effect; see docs/migrating-from-apex.md")
         if not gradient_predivide_factor > 0:
@@ -129,7 +127,7 @@ class DistributedDataParallel(nn.Module):
         return super().__getstate__() | {"_hooked": set(), "_graph_task_ids": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Other states have other names: all parameters are then broadcast in the next forward.
+        # The next forward broadcasts all parameters, if the state has none under this name.
         super().__setstate__({"_tracked_parameters": [], "_graph_task_ids": set()} | state)
 
     def _track_parameters(self) -> None:
