@@ -12,19 +12,25 @@ import torch
 from torch import Tensor
 
 from ._import_hook import set_up_package
-from .apex._fused import Tensors, is_flat, laid_as, norms, wide
+from .apex._fused_optimizer import (
+    TensorList,
+    compute_dtype,
+    is_non_overlapping_and_dense,
+    tensor_norms,
+    with_strides_of,
+)
 
-TensorLists = Sequence[Tensors]
+TensorLists = Sequence[TensorList]
 Options = dict[str, Any]
 
 set_up_package(__name__)
 
 
-def _to_float32(tensors: Tensors) -> Tensors:
-    return [t.to(wide(t)) for t in tensors]
+def _to_float32(tensors: TensorList) -> TensorList:
+    return [t.to(compute_dtype(t)) for t in tensors]
 
 
-def _flag_non_finite(flag: Tensor, tensors: Tensors) -> None:
+def _flag_non_finite(flag: Tensor, tensors: TensorList) -> None:
     """Sets `flag` to 1 if a tensor has a value that is not finite."""
     if non_empty := [t for t in tensors if t.numel()]:
         max_norms = torch.stack([norm.float() for norm in torch._foreach_norm(non_empty, float("inf"))])
@@ -61,7 +67,7 @@ def multi_tensor_l2norm(
 
     Without `per_tensor` the second result is empty.
     """
-    each_norm = torch.stack(norms(tensor_lists[0], dtype=torch.float32))
+    each_norm = torch.stack(tensor_norms(tensor_lists[0], dtype=torch.float32))
     total_norm = each_norm.norm().reshape(1)
     noop_flag.masked_fill_(~total_norm.isfinite(), 1)
     return total_norm, each_norm if per_tensor else each_norm.new_empty(0)
@@ -93,9 +99,11 @@ def _optimizer_step(option_names: str, first_written: int = 1, num_optional: int
                     f"amp_C.{step.__name__} takes chunk_size, noop_flag, tensor_lists, {', '.join(options)}; "
                     f"got {len(arguments)} arguments after the lists"
                 )
-            values = [v if is_flat(v) else v.contiguous() for v in _to_float32(tensor_lists[1])]
+            values = [
+                v if is_non_overlapping_and_dense(v) else v.contiguous() for v in _to_float32(tensor_lists[1])
+            ]
             lists = [
-                [laid_as(v, t.to(v.dtype)) for v, t in zip(values, tensors, strict=False)]
+                [with_strides_of(v, t.to(v.dtype)) for v, t in zip(values, tensors, strict=False)]
                 for tensors in (tensor_lists[0], values, *tensor_lists[2:])
             ]
             step(noop_flag.to(values[0].device), lists, dict(zip(options, arguments, strict=False)))
@@ -210,7 +218,7 @@ def multi_tensor_lamb(noop_flag: Tensor, lists: TensorLists, options: Options) -
     if decay and is_decoupled:
         torch._foreach_add_(updates, values, alpha=decay)
     if decay or options.get("use_nvlamb"):
-        weight_norms, update_norms = (torch.stack(norms(tensors)) for tensors in (values, updates))
+        weight_norms, update_norms = (torch.stack(tensor_norms(tensors)) for tensors in (values, updates))
         has_ratio = (weight_norms != 0) & (update_norms != 0)
         ratios = torch.where(has_ratio, weight_norms / update_norms, 1.0)
         torch._foreach_mul_(updates, ratios.unbind())
@@ -227,7 +235,7 @@ def multi_tensor_novograd(noop_flag: Tensor, lists: TensorLists, options: Option
     correction1, correction2, beta1, beta2, gradient_weight = _moment_factors(options)
     decay, average_norms = options["weight_decay"], options["grad_norms"]
     power = 2 if options["norm_type"] == 2 else 1
-    new_norms = torch.stack(norms(gradients, options["norm_type"] or float("inf")))
+    new_norms = torch.stack(tensor_norms(gradients, options["norm_type"] or float("inf")))
     average_norms.copy_((beta2 * average_norms**power + (1.0 - beta2) * new_norms**power) ** (1 / power))
     divisors = (average_norms / correction2**0.5 + options["eps"]).unbind()
     if normalizes_first := options["moment_mode"] == 0:

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ..compat.apex import amp
-from ..compat.apex._fused import lay_out
+from ..compat.apex._fused_optimizer import match_strides_before_step
 from ..compat.apex.optimizers import FusedAdam
 from ..conversion import Report, convert, report
 from .config import Config, ConfigError, TrainingError
@@ -137,7 +137,7 @@ def make_optimizer(model: nn.Module, name: str, lr: float, weight_decay: float) 
     if name == "fused-adam":
         return FusedAdam(groups, lr=lr)
     optimizer = SGD(groups, lr, momentum=0.9, fused=True) if name == "sgd" else AdamW(groups, lr, fused=True)
-    optimizer.register_step_pre_hook(lay_out)  # a resumed run may have another layout
+    optimizer.register_step_pre_hook(match_strides_before_step)  # a resumed run may have another layout
     return optimizer
 
 
