@@ -6,7 +6,7 @@ import pytest
 import torch
 from packages import package
 from torch import nn
-from training_runs import alone, state_of
+from training_runs import run_here, state_of
 
 from fastvit import BatchNormActSync, SyncBatchNorm
 from fastvit.memory import live_bytes
@@ -28,19 +28,19 @@ def losses(made, steps=4):
     random = torch.Generator().manual_seed(3)
     images = torch.randn(steps, 16, *SHAPE, generator=random)
     labels = torch.randint(0, 10, (steps, 16), generator=random)
-    feed, given = loop.Feed(zip(images, labels, strict=True), (16, *SHAPE)), []
+    feed, given = loop.BatchFeed(zip(images, labels, strict=True), (16, *SHAPE)), []
     for _ in range(steps):
-        given.append(loop._backward(made, feed, 1).item())
-        loop._step(made)
+        given.append(loop._accumulate_gradients(made, feed, 1).item())
+        loop._optimizer_step(made)
     return given
 
 
 @pytest.mark.parametrize(
     ("amp", "norm", "memory"),
     [
-        ("off", "torch", "products"),
+        ("off", "torch", "matmuls"),
         ("off", "torch", "budget=0.8"),
-        ("off", "inplace-abn-sync", "products"),
+        ("off", "inplace-abn-sync", "matmuls"),
         ("bf16", "torch", "convert"),
         ("O2", "torch", "convert"),
     ],
@@ -55,7 +55,7 @@ def test_less_is_kept_and_no_loss_changes(amp, norm, memory):
             kept.append(live_bytes(lambda made=made: made.model(images))[0])
         given.append(losses(made))
         names.append(list(made.model.state_dict()))
-    assert kept[0] - kept[1] > 0.8 * made.memory.saved_bytes > 0
+    assert kept[0] - kept[1] > 0.8 * made.memory_report.saved_bytes > 0
     assert given[1] == given[0] and names[1] == names[0]
 
 
@@ -80,8 +80,8 @@ def test_memory_takes_a_budget():
         made.model(images)
         kept[memory], _ = live_bytes(lambda made=made: made.model(images))
     assert kept["0.7"] < 0.72 * kept["off"] and kept["least"] < kept["5MiB"]
-    assert made.memory.kept_after < 5 * 2**20 < 0.5 * made.memory.kept_before
-    assert "the budget is met without it" in str(made.memory)
+    assert made.memory_report.kept_after < 5 * 2**20 < 0.5 * made.memory_report.kept_before
+    assert "the budget is met without it" in str(made.memory_report)
     with pytest.raises(
         ConfigError, match=r"--memory budget=9KB: .* cannot be met; the least peak of a step is \d+ bytes"
     ):
@@ -114,9 +114,9 @@ def test_timm_models_train(name, tmp_path, capsys):
     package("timm")
     start = f"--model timm/{name} --data synthetic --image-size 32 --synthetic-images 128 --batch-size 32"
     states = []
-    for memory in ("off", "convert", "products"):
+    for memory in ("off", "convert", "matmuls"):
         out = tmp_path / memory
-        assert alone(*start.split(), "--epochs", "1", "--memory", memory, "--out", str(out)) == 0
+        assert run_here(*start.split(), "--epochs", "1", "--memory", memory, "--out", str(out)) == 0
         states.append(state_of(out))
         assert states[-1]["history"][0]["train_loss"] == states[0]["history"][0]["train_loss"]
         assert list(states[-1]["model"]) == list(states[0]["model"])

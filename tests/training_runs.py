@@ -12,21 +12,23 @@ from PIL import Image
 
 from fastvit.training import checkpoint, loop, run
 from fastvit.training.__main__ import main
-from fastvit.training.command_line import parse
+from fastvit.training.command_line import parse_arguments
 
-LIMIT = 110  # seconds; a run that takes longer hangs
+LIMIT_SECONDS = 110  # seconds; a run that takes longer hangs
 COMMON = ["-m", "fastvit.training", "--device", "cpu", "--threads", "1"]
 # Six batches of 16 images an epoch, which take a part of a second.
-TINY = "--data synthetic --model vit_digits --image-size 8 --synthetic-images 96 --batch-size 16".split()
+SIX_BATCHES = (
+    "--data synthetic --model vit_digits --image-size 8 --synthetic-images 96 --batch-size 16".split()
+)
 # A rank, or its host, is killed once.
-ONCE = """
+KILL_ONCE_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 from fastvit.training import loop
 from fastvit.training.__main__ import main
 
 steps = []
-def step(train_state, step=loop._step):
+def step(train_state, step=loop._optimizer_step):
     step(train_state)
     steps.append(1)
     if len(steps) == 4 and os.environ["RANK"] == "1" and not Path("killed").exists():
@@ -34,12 +36,12 @@ def step(train_state, step=loop._step):
         if os.environ.get("KILLED") == "host":
             os.kill(os.getppid(), signal.SIGKILL)  # the agent
         os.kill(os.getpid(), signal.SIGKILL)
-loop._step = step
+loop._optimizer_step = step
 sys.exit(main(sys.argv[1:]))
 """
-SMALL = [*TINY, "--epochs", "2", "--norm", "torch"]
-SMALL_IMAGES = ["--image-size", "8", "--model", "vit_digits", "--batch-size", "4"]
-FOLDER = ["--data", "folder", "--workers", "0", *SMALL_IMAGES]
+TWO_EPOCHS = [*SIX_BATCHES, "--epochs", "2", "--norm", "torch"]
+TINY_MODEL = ["--image-size", "8", "--model", "vit_digits", "--batch-size", "4"]
+FOLDER = ["--data", "folder", "--workers", "0", *TINY_MODEL]
 
 
 def make_folder(path, classes=("cat", "dog"), images=8, side=12):
@@ -56,7 +58,7 @@ def torchrun(directory, *arguments):
     """Run two ranks under torchrun and return (status, stdout, stderr)."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node=2", *arguments]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=LIMIT)
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -64,19 +66,19 @@ def torchrun(directory, *arguments):
 def after_each_step(act):
     """Calls `act(n)` after the n-th step of the optimizer."""
 
-    def step(train_state, step=loop._step):
+    def step(train_state, step=loop._optimizer_step):
         step(train_state)
         steps.append(1)
         act(len(steps))
 
     steps = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_step", step)
+        patch.setattr(loop, "_optimizer_step", step)
         yield steps
 
 
 @contextlib.contextmanager
-def running(directory, *arguments, data=TINY, **options):
+def background_run(directory, *arguments, data=SIX_BATCHES, **options):
     """A long run with a worker, after its first epoch; what is left of it is killed at the end."""
     arguments = [*COMMON, *data, "--epochs", "5000", "--workers", "1", "--out", "run", *arguments]
     process = subprocess.Popen(
@@ -100,14 +102,14 @@ def free_port():
 
 def train_on_rank(rank, world, arguments):
     """Trains inside a rank of the pool; returns the message of TrainingError, or None."""
-    config, given = parse(["--device", "cpu", "--threads", "1", *arguments])
+    config, given = parse_arguments(["--device", "cpu", "--threads", "1", *arguments])
     try:
-        run.train(config, given, torch.device("cpu"))
+        run.run_training(config, given, torch.device("cpu"))
     except run.TrainingError as error:
         return str(error)
 
 
-def alone(*arguments):
+def run_here(*arguments):
     """The status of a run in this process, whose number of threads is left as it was."""
     threads = torch.get_num_threads()
     try:
@@ -116,9 +118,9 @@ def alone(*arguments):
         torch.set_num_threads(threads)
 
 
-def fails(capsys, *arguments):
+def error_of_run(capsys, *arguments):
     """The trainer's error message, for a run in this process."""
-    assert alone(*arguments) == 1
+    assert run_here(*arguments) == 1
     return capsys.readouterr().err
 
 
