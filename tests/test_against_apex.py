@@ -154,7 +154,7 @@ def test_apex_sync_without_apex_says_what_it_needs(no_apex, tmp_path, capsys):
 def test_the_look_alike_is_not_apex(no_apex):
     no_apex.setitem(sys.modules, "apex", fastvit.compat.apex)
     no_apex.setitem(sys.modules, "apex.parallel", fastvit.compat.apex.parallel)
-    with pytest.raises(ImportError, match="apex.parallel is fastvit.compat.apex.parallel here"):
+    with pytest.raises(ImportError, match="apex.parallel is fastvit.compat.apex.parallel of fastvit"):
         nvidia_apex.import_apex("parallel")
 
 

@@ -26,7 +26,7 @@ from fastvit.training.config import (
 from fastvit.training.launcher import MPI_VARIABLES, LaunchInfo, detect_launcher
 
 
-def complaint(capsys, *arguments):
+def usage_error(capsys, *arguments):
     with pytest.raises(SystemExit) as end:
         main(list(arguments))
     assert end.value.code == 2
@@ -68,7 +68,7 @@ def complaint(capsys, *arguments):
     ],
 )
 def test_wrong_flags(capsys, arguments, message):
-    assert message in complaint(capsys, *arguments.split())
+    assert message in usage_error(capsys, *arguments.split())
 
 
 @pytest.mark.parametrize("before", ["", "budget="])
@@ -117,7 +117,7 @@ def test_budgets_are_those_of_convert(before, text, budget):
 def test_wrong_files(capsys, tmp_path, text, message):
     path = tmp_path / "run.toml"
     path.write_text(text)
-    assert message in complaint(capsys, "--config", str(path))
+    assert message in usage_error(capsys, "--config", str(path))
 
 
 def test_limits_of_whole_numbers():
@@ -134,10 +134,10 @@ def test_flag_beats_file_beats_default(tmp_path):
     path.write_text(
         'epochs = 5\nbatch-size = 8\nlr = 1\nfreeze = ["stem.*", "head.*"]\nema = 0.5\ncompile = true\n'
     )
-    config, given = parse_arguments(["--config", str(path), "--batch-size", "16", "--no-compile"])
+    config, explicit = parse_arguments(["--config", str(path), "--batch-size", "16", "--no-compile"])
     assert (config.epochs, config.batch_size, config.lr, config.seed) == (5, 16, 1.0, 0)
     assert config.freeze == ("stem.*", "head.*") and not config.compile
-    assert set(given) == {"epochs", "batch_size", "lr", "freeze", "ema", "compile"}
+    assert set(explicit) == {"epochs", "batch_size", "lr", "freeze", "ema", "compile"}
     path.write_text('amp = "O1"\nloss_scale = 128\nmemory = 0.5\nfreeze = "head.*"\n')
     config, _ = parse_arguments(["--config", str(path)])  # texts that may be numbers, and a list of one
     assert (config.loss_scale, config.budget, config.freeze) == ("128", 0.5, ("head.*",))

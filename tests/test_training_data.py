@@ -59,27 +59,27 @@ def test_random_flip_mirrors_half_of_the_images():
 def make_cifar(folder, name, protocol=2):
     """The files of one data set with few images; returns folder, pixels and labels by file, and names."""
     inner, train, test, key, names_file, names_key = datasets.CIFAR_FILES[name]
-    random, made, target = np.random.default_rng(0), {}, folder / inner
+    random, contents, target = np.random.default_rng(0), {}, folder / inner
     names = [f"thing_{number}" for number in range(int(name[5:]))]
     target.mkdir(parents=True)
     for part in (*train, test):
-        made[part] = random.integers(0, 256, (6, 3072), dtype=np.uint8), random.integers(0, len(names), 6)
-        content = {b"data": made[part][0], key: made[part][1].tolist(), b"batch_label": b"x"}
+        contents[part] = random.integers(0, 256, (6, 3072), dtype=np.uint8), random.integers(0, len(names), 6)
+        content = {b"data": contents[part][0], key: contents[part][1].tolist(), b"batch_label": b"x"}
         (target / part).write_bytes(pickle.dumps(content, protocol=protocol))
     (target / names_file).write_bytes(pickle.dumps({names_key: [n.encode() for n in names]}, protocol=2))
-    return target, made, tuple(names)
+    return target, contents, tuple(names)
 
 
 @pytest.mark.parametrize(("name", "protocol"), [("cifar10", 2), ("cifar100", 2), ("cifar10", 5)])
 def test_cifar(tmp_path, name, protocol):
-    folder, made, names = make_cifar(tmp_path, name, protocol=protocol)
+    folder, contents, names = make_cifar(tmp_path, name, protocol=protocol)
     _, train, test, *_ = datasets.CIFAR_FILES[name]
     for path in (folder, tmp_path):
         data = datasets.load_datasets(Config(data=name, data_path=str(path)))
-        expected = np.concatenate([made[part][0] for part in train]).reshape(-1, 3, 32, 32)
+        expected = np.concatenate([contents[part][0] for part in train]).reshape(-1, 3, 32, 32)
         assert np.array_equal(data.train.images.numpy(), expected)
-        assert data.train.labels.tolist() == np.concatenate([made[p][1] for p in train]).tolist()
-        assert data.test.labels.tolist() == made[test][1].tolist()
+        assert data.train.labels.tolist() == np.concatenate([contents[p][1] for p in train]).tolist()
+        assert data.test.labels.tolist() == contents[test][1].tolist()
         assert (data.classes, data.shape) == (names, (3, 32, 32))
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in datasets.CIFAR_MEAN_STD)
     plain = (data.test.images[[3, 1]] / 255 - mean) / std

@@ -97,7 +97,7 @@ def load_digits(seed: int) -> TrainTestData:
     Images are fp32 `(N, 1, 8, 8)` in [-1, 1]. The same seed gives the same split everywhere. Training images
     are shifted by up to a pixel.
     """
-    # The file that sklearn.datasets.load_digits reads; importing sklearn takes as long as importing torch.
+    # sklearn.datasets.load_digits reads this file; importing sklearn takes as long as importing torch.
     (folder,) = importlib.util.find_spec("sklearn").submodule_search_locations  # type: ignore[misc,union-attr]
     digits = torch.from_numpy(np.loadtxt(f"{folder}/datasets/data/digits.csv.gz", delimiter=","))
     images = digits[:, :64].view(-1, 1, 8, 8).to(torch.float32) / 8 - 1  # 16 grey levels
@@ -105,10 +105,9 @@ def load_digits(seed: int) -> TrainTestData:
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     test, train = order.tensor_split([len(images) // 5])
     shift = functools.partial(random_shift, pixels=1, background=-1.0)
-    training = InMemoryDataset(images[train], labels[train], augment=shift)
-    return TrainTestData(
-        training, InMemoryDataset(images[test], labels[test]), tuple("0123456789"), (1, 8, 8)
-    )
+    train_set = InMemoryDataset(images[train], labels[train], augment=shift)
+    test_set = InMemoryDataset(images[test], labels[test])
+    return TrainTestData(train_set, test_set, tuple("0123456789"), (1, 8, 8))
 
 
 def _load_cifar(config: Config) -> TrainTestData:
@@ -123,9 +122,8 @@ def _load_cifar(config: Config) -> TrainTestData:
         raise ConfigError(f"--data-path must hold {archive_dir} for --data {config.data}, got {path}")
 
     def read_files(files: list[str], augment: Augment | None = None) -> InMemoryDataset:
-        pixels, labels = zip(
-            *(_read_cifar_file(folder / file, key, len(names)) for file in files), strict=True
-        )
+        contents = [_read_cifar_file(folder / file, key, len(names)) for file in files]
+        pixels, labels = zip(*contents, strict=True)
         return InMemoryDataset(torch.cat(pixels), torch.cat(labels), CIFAR_MEAN_STD, augment)
 
     names = tuple(label.decode() for label in _read_pickle_keys(folder / names_file, names_key)[0])

@@ -145,10 +145,8 @@ def find_interface(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # An interface may have no address.
-                interface_address = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[
-                    20:24
-                ]
-                if interface_address == socket.inet_aton(address):
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if reply[20:24] == socket.inet_aton(address):
                     return name
     return ""
 

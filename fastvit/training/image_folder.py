@@ -46,7 +46,7 @@ class ImageFolder(ImageDataset):
             self._drop_ignored(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()))
         )
         if not self.classes:
-            raise ConfigError(f"--data-path: {folder} has no folders, one for each class")
+            raise ConfigError(f"--data-path: {folder} must have a folder for each class; none found")
         self.paths: list[str] = []
         labels = []
         for label, name in enumerate(self.classes):
