@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..inplace_abn import InPlaceABN, InPlaceABNSync
-from ..sync_batchnorm import SyncBatchNorm
+from ..sync_batch_norm import SyncBatchNorm
 
 __all__ = ["NORMS", "NormAct"]
 

@@ -6,7 +6,7 @@ import fnmatch
 
 from torch import nn
 
-from ..fuse import convert_syncbn_model
+from ..convert_syncbn import convert_syncbn_model
 from ..models import create_vit
 from .config import Config, ConfigError
 from .nvidia_apex import import_apex

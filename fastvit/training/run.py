@@ -239,7 +239,7 @@ def _check_norm_runs_on(config: Config, device: torch.device) -> None:
         )
     if config.norm.startswith(("fastvit", "inplace")):
         gpu_problem = _library.gpu_problem(device) if device.type == "cuda" else ""
-        if problem := _library.NOT_BUILT or gpu_problem:
+        if problem := _library.NOT_BUILT_REASON or gpu_problem:
             raise ConfigError(
                 f"--norm {config.norm} needs fastvit's kernels: {problem}; --norm torch needs none"
             )
