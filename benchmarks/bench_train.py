@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from harness import command_line, conditions, markdown, provenance, read_csv, write_csv
 
-from fastvit.training.config import ALL_NORMS, AMP_LEVELS, Config
+from fastvit.training.config import AMP_LEVELS, NORM_NAMES, Config
 from fastvit.training.nvidia_apex import import_apex
 
 REQUIRED, REQUIRED_O3 = 0.97, 0.90
@@ -36,7 +36,7 @@ def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
     except ImportError as error:
         left_out.add("apex-sync")
         print(f"not measured: norm=apex-sync: {error}")
-    cases = [f"norm={name}" for name in ALL_NORMS if name not in left_out]
+    cases = [f"norm={name}" for name in NORM_NAMES if name not in left_out]
     cases += [f"amp={level}" for level in AMP_LEVELS]
     for case in only or cases:
         option, value = case.split("=")

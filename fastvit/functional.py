@@ -211,11 +211,13 @@ def _forward_with_torch_ops(
 ) -> Tensor:
     """Runs torch's ops, which torch.compile can fuse and recompute."""
     weight, bias, mean, var, batches = tensors
+    momentum = options.momentum
+    assert momentum is not None
     if batches is not None:
         batches.add_(1)
 
     def batch_norm(x: Tensor) -> Tensor:
-        return F.batch_norm(x, mean, var, weight, bias, options.training, options.momentum, options.eps)
+        return F.batch_norm(x, mean, var, weight, bias, options.training, momentum, options.eps)
 
     if options.channel_dim(x) == 1:
         y = batch_norm(x)
