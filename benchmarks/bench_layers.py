@@ -153,7 +153,7 @@ def _pointwise(name: str, operands: list[torch.Tensor], dtype: str, quick: bool)
     x, n = operands[0], len(operands)
 
     def fastvit_function(*operands):
-        return functional.glu(*operands, GATES[name]) if n == 2 else functional.act(*operands, name)
+        return functional.gated_act(*operands, GATES[name]) if n == 2 else functional.act(*operands, name)
 
     contenders = _make_contenders(POINTWISE[name], fastvit_function, quick, x.device.type)
     bytes_moved = _bytes_by_direction((n + 1) * x.nbytes, (2 * n + 1) * x.nbytes)

@@ -17,7 +17,7 @@ from torch import nn
 from vit_models import Block, Model, autocast, compared, differing, kept, patches, step
 
 import fastvit
-from fastvit.fuse import unfuse
+from fastvit.fusion import unfuse
 from fastvit.recompute.packed_tensor import PackedTensor
 
 pytestmark = pytest.mark.usefixtures("default_device")
