@@ -47,8 +47,8 @@ from torch import nn
 
 import fastvit
 from fastvit import sync
-from fastvit.sync.collective import ALL_GATHER
-from fastvit.sync.group import group_of
+from fastvit.sync.collective import ALL_GATHER_NAME
+from fastvit.sync.statistics_group import get_statistics_group
 
 CHANNELS = (64, 256, 512, 1024, 2048)
 STEP_SHAPES = {  # the inputs of a step, by device type
@@ -77,10 +77,11 @@ def make_exchange_calls(group, channels: int, device: torch.device) -> tuple[Cal
     moments, sums = (torch.rand(n, device=device) for n in (2 * channels + 2, 2 * channels))
     if group is None:
         rows = moments.new_empty(dist.get_world_size() * moments.numel())
-        return partial(getattr(dist, ALL_GATHER), rows, moments), partial(dist.all_reduce, sums)
-    layer, shared = sync.LayerKey("bench_sync", moments.numel(), 0.1), group_of(group, moments.device)
-    tag = shared.share_moments(layer, moments)[1]
-    return partial(shared.share_moments, layer, moments), partial(shared.share_sums, sums[None], tag)
+        return partial(getattr(dist, ALL_GATHER_NAME), rows, moments), partial(dist.all_reduce, sums)
+    layer = sync.LayerKey("bench_sync", moments.numel(), 0.1)
+    shared = get_statistics_group(group, moments.device)
+    tag = shared.merge_moments(layer, moments)[1]
+    return partial(shared.merge_moments, layer, moments), partial(shared.merge_sums, sums[None], tag)
 
 
 def count_calls(function: Call) -> dict[str, int]:

@@ -81,7 +81,7 @@ def test_a_killed_rank_and_a_cut_link_are_errors(two, kind):
         if kind == "cut":
             assert f"step 2 of group 0: nothing from rank {1 - rank}: " in message
         elif rank == 0:
-            assert "first call of layer 1 (sync_batch_norm, 5 channels): rank 1 did not come" in message
+            assert "first call of layer 1 (sync_batch_norm, 5 channels): rank 1 did not answer" in message
         else:
             assert "first call of layer 1" in message and "the store of the ranks" in message
 

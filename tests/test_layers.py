@@ -498,9 +498,9 @@ def test_a_number_that_was_changed_is_refused(make, name, value):
 def test_a_number_that_was_changed_is_refused_before_ranks_send(name, value, monkeypatch):
     """Else the other ranks would go on, and wait for this one at their next exchange."""
     sent = []
-    transport = type("Transport", (), {"moments": lambda _, *arguments: sent.append(arguments)})()
+    transport = type("Transport", (), {"compute_moments": lambda _, *arguments: sent.append(arguments)})()
     monkeypatch.setattr(fastvit.sync, "default_group", lambda group: group)
-    monkeypatch.setattr(fastvit.sync, "transport_for", lambda *_: transport)
+    monkeypatch.setattr(fastvit.sync, "get_transport", lambda *_: transport)
     layer = SyncBatchNorm(3, process_group=object())
     setattr(layer, name, value)
     with pytest.raises(ValueError, match=f"sync_batch_norm: {name} is {value}"):

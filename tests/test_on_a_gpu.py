@@ -58,7 +58,7 @@ def test_fuse_leaves_a_model_on_a_gpu_without_kernels(volta):
 def test_beside_other_ranks_no_grid_waits_for_itself(monkeypatch, claimed, ranks, one):
     monkeypatch.setattr(dist, "is_initialized", lambda: ranks is not None)
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
-    assert _autograd.fuses_statistics(sync.LOCAL, torch.ones(1)) == one
+    assert _autograd.fuses_statistics(sync.LOCAL_TRANSPORT, torch.ones(1)) == one
 
 
 def test_a_gradient_that_lies_differently_is_copied(claimed):

@@ -262,11 +262,11 @@ def test_half_a_launcher_is_an_error(environment, message):
 def test_the_gpu_of_a_rank(monkeypatch, visible, gpus, device, want):
     """Of the second of two: its own vote is the UUID of its GPU."""
     launch = find_launch(TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"})
-    agreement = SimpleNamespace(
+    consensus = SimpleNamespace(
         ask=lambda question, answer: dict.fromkeys([gpus[0] if question == "GPUs" else answer, answer])
     )
-    monkeypatch.setattr(distributed, "Agreement", lambda *_: agreement)
-    monkeypatch.setattr(distributed, "meet", lambda *_: dist.HashStore())
+    monkeypatch.setattr(distributed, "StoreConsensus", lambda *_: consensus)
+    monkeypatch.setattr(distributed, "open_rendezvous_store", lambda *_: dist.HashStore())
     monkeypatch.setattr(distributed, "_choose_interface", lambda *_: None)
     monkeypatch.setattr(distributed.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus[1]))
@@ -295,16 +295,16 @@ def test_the_interface_that_reaches_rank_0_where_the_own_name_is_of_the_loopback
     monkeypatch.setattr(socket, "getaddrinfo", found)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "other")
     asked = []
-    agreement = SimpleNamespace(ask=lambda _, own: asked.append(own) or {"": [0], address: [1]})
+    consensus = SimpleNamespace(gather_answers=lambda _, own: asked.append(own) or {"": [0], address: [1]})
     launch = Launch(1, 2, 0, "head", 1234)
-    distributed._choose_interface(launch, agreement)
+    distributed._choose_interface(launch, consensus)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "other" and asked == ["fd77::1"]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    distributed._choose_interface(launch, agreement)
+    distributed._choose_interface(launch, consensus)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     names[socket.gethostname()] = "fd77::2"  # gloo finds it by itself
-    distributed._choose_interface(launch, agreement)
+    distributed._choose_interface(launch, consensus)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
@@ -329,7 +329,7 @@ def test_ranks_that_do_not_come_are_missed(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main(["--device", "cpu", "--timeout", "1"]) == 1
     said = capsys.readouterr().err
-    assert f"the 2 ranks did not meet at 127.0.0.1:{port} within 1 s: rank 1 did not come in time" in said
+    assert f"the 2 ranks did not meet at 127.0.0.1:{port} within 1 s: rank 1 did not join the" in said
 
 
 def _init(rank, world, port, runs):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..sync.teardown import destroy_process_group, end_process
+from ..sync.teardown import destroy_process_group, exit_without_teardown
 from ._finder import PREFERENCES, install
 from ._half import HALVES
 from ._local_rank import spell_local_rank
@@ -86,11 +86,11 @@ def _leave_process_group(status: int | None) -> None:
     if status is None or not dist.is_available() or not dist.is_initialized():
         return
     if status:
-        end_process(status)
+        exit_without_teardown(status)
     try:
-        destroy_process_group(timedelta(seconds=30), drop=sys.modules["__main__"].__dict__.clear)
+        destroy_process_group(timedelta(seconds=30), release_models=sys.modules["__main__"].__dict__.clear)
     except RuntimeError:
-        end_process(status)
+        exit_without_teardown(status)
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:

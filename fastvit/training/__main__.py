@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from ..sync.teardown import destroy_process_group, end_process
+from ..sync.teardown import destroy_process_group, exit_without_teardown
 from . import distributed
 from .command_line import parse
 from .config import ConfigError, TrainingError, check_packages
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         how = "" if config.evaluate else f": --resume {run} continues the run after its last checkpoint"
         _complain(f"KeyboardInterrupt{how}")
         if distributed.get_world_size() > 1:  # the others may wait in an exchange
-            end_process(INTERRUPTED)
+            exit_without_teardown(INTERRUPTED)
         return INTERRUPTED
     except Exception:
         if distributed.get_world_size() < 2:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         rank = distributed.get_rank()
         _complain(f"rank {rank} ends alone; the other ranks notice it, and the last checkpoint is intact")
-        end_process(1)
+        exit_without_teardown(1)
     # The frames of train have ended, and with them the model and the optimizer.
     destroy_process_group()
     return status

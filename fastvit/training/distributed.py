@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..sync.agreement import Agreement, answers_text, boot_id, in_time
-from ..sync.collective import ALL_GATHER, wait_on_host
-from ..sync.rendezvous import meet
+from ..sync.collective import ALL_GATHER_NAME, wait_interruptibly
+from ..sync.launcher_rendezvous import open_rendezvous_store
+from ..sync.process_watch import boot_id
+from ..sync.store_consensus import StoreConsensus, format_answers
+from ..sync.waiting import run_with_timeout
 from .config import ConfigError, TrainingError, first_line
 from .launch import Launch
 
@@ -67,20 +69,20 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
     rank, world = launch.rank, launch.world
     hint = "; was srun forgotten?" if "SLURM_PROCID" in os.environ and rank == 0 else ""
     try:
-        store = meet(rank, world, launch.address, launch.port, timeout, launch.run)
-        agreement = Agreement(dist.PrefixStore("trainer", store), rank, world, timeout)
-        told = agreement.ask("options", f"--device {device}")
+        store = open_rendezvous_store(rank, world, launch.address, launch.port, timeout, launch.run)
+        consensus = StoreConsensus(dist.PrefixStore("trainer", store), rank, world, timeout)
+        told = consensus.gather_answers("options", f"--device {device}")
         if len(told) > 1:
-            raise ConfigError(f"the ranks differ in their options: {answers_text(told)}")
+            raise ConfigError(f"the ranks differ in their options: {format_answers(told)}")
         gpus = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
         index = launch.local_rank % max(1, gpus)
         own = str(torch.cuda.get_device_properties(index).uuid) if gpus else ""
-        different = agreement.ask("GPUs", own)
+        different = consensus.gather_answers("GPUs", own)
         chosen = _choose_device(device, "" not in different and len(different) == world, index)
         if cuda := chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         else:
-            _choose_interface(launch, agreement)
+            _choose_interface(launch, consensus)
             hint = "; GLOO_SOCKET_IFNAME names the network interface that reaches the other hosts, as eth0"
         group = functools.partial(
             dist.init_process_group,
@@ -92,7 +94,7 @@ def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) ->
             device_id=chosen if cuda else None,
         )
         # gloo waits for five times its timeout when a rank does not answer.
-        group() if cuda else in_time(group, timeout)
+        group() if cuda else run_with_timeout(group, timeout)
     except (RuntimeError, TimeoutError) as error:
         raise ConfigError(
             f"the {world} ranks did not meet at {launch.address}:{launch.port} within {timeout:g} s: "
@@ -109,14 +111,14 @@ def _choose_device(option: str, all_have_gpu: bool, index: int) -> torch.device:
     return torch.device("cuda", index) if option != "cpu" and all_have_gpu else torch.device("cpu")
 
 
-def _choose_interface(launch: Launch, agreement: Agreement) -> None:
+def _choose_interface(launch: Launch, consensus: StoreConsensus) -> None:
     """Have gloo use the network interface that reaches rank 0, where it would use the loopback.
 
     gloo listens at the address of the host's name, which Debian and many containers have as 127.0.1.1. Then
     ranks connect to their own host in place of another. The host of rank 0 knows its own name so, and takes
     the address by which the others know it.
     """
-    known = [*filter(None, agreement.ask("address of rank 0", _outer_address(launch.address)))]
+    known = [*filter(None, consensus.gather_answers("address of rank 0", _outer_address(launch.address)))]
     if "GLOO_SOCKET_IFNAME" in os.environ or not known or _outer_address(socket.gethostname()):
         return
     family = socket.AF_INET6 if ":" in known[0] else socket.AF_INET
@@ -177,8 +179,8 @@ def gather_numbers(numbers: Tensor) -> list[list[float]]:
     if get_world_size() < 2:
         return mine.T.tolist()
     everybody = mine.new_empty(get_world_size(), mine.shape[1])
-    work = getattr(dist, ALL_GATHER)(everybody, mine, async_op=True)
-    work.wait() if mine.is_cuda else wait_on_host(work)
+    work = getattr(dist, ALL_GATHER_NAME)(everybody, mine, async_op=True)
+    work.wait() if mine.is_cuda else wait_interruptibly(work)
     return everybody.T.tolist()
 
 
@@ -200,7 +202,7 @@ def agree(values: dict[str, Any]) -> None:
         for rank, one in enumerate(everybody):
             ranks.setdefault(str(one.get(name)), []).append(rank)
         if len(ranks) > 1:
-            different.append(f"{name} differs: {answers_text(ranks)}")
+            different.append(f"{name} differs: {format_answers(ranks)}")
     if different:
         raise TrainingError(f"every rank must have the same, but {' | '.join(different)}")
 
