@@ -76,7 +76,7 @@ def convert_program(model: nn.Module, option: str, seed: int) -> None:
         for module in model.modules():
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, ScopeHook):
-                    hook.policy = dataclasses.replace(hook.policy, sites=sites, level=level)
+                    hook.policy = dataclasses.replace(hook.policy, only_sites=sites, level=level)
 
 
 class Execution:

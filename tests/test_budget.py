@@ -98,7 +98,7 @@ def test_the_peak_on_paper_is_that_of_a_step(make, difference, x):
     given = x if isinstance(model, Net) else torch.randn(4, 3, 32, 32)
     plans = StepPlans(record(model, given), torch.device("cpu")).plans
     for plan in plans[:: max(1, len(plans) // 6)]:
-        planned = Policy(plan.level, sites=plan.sites)
+        planned = Policy(plan.level, only_sites=plan.sites)
         copied = add_scope_hooks(copy.deepcopy(model), planned)
         assert peak(copied, given) == pytest.approx(plan.peak, rel=difference)
         assert kept(copied, given) == pytest.approx(plan.kept, rel=difference)
@@ -106,7 +106,7 @@ def test_the_peak_on_paper_is_that_of_a_step(make, difference, x):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_plans_have_ever_smaller_peaks_for_ever_more_work(seed, x):
-    plans = make_plans(record(random_net(seed), x), lambda value: value.moved + value.flops / 16)
+    plans = make_plans(record(random_net(seed), x), lambda value: value.bytes_moved + value.flops / 16)
     assert len(plans) > 3 and not plans[0].recomputed
     for before, after in itertools.pairwise(plans):
         assert after.peak < before.peak and after.work > before.work
@@ -130,7 +130,7 @@ def test_a_smaller_budget_has_no_larger_peak(seed, x):
 @pytest.mark.parametrize("seed", range(12))
 def test_no_budget_takes_more_work_than_the_mix_of_two_others(seed, x):
     """Within 3 % of a step. Whole values are recomputed, and not parts of them."""
-    plans = make_plans(record(random_net(seed), x), lambda value: value.moved + value.flops / 16)
+    plans = make_plans(record(random_net(seed), x), lambda value: value.bytes_moved + value.flops / 16)
     step = 3 * plans[-1].work  # a backward takes twice the time of a forward
     for i, plan in enumerate(plans):
         for before, after in itertools.product(plans[:i], plans[i + 1 :]):
@@ -141,7 +141,7 @@ def test_no_budget_takes_more_work_than_the_mix_of_two_others(seed, x):
 
 def test_products_are_rebuilt_last_and_early_blocks_first(x):
     model = fastvit.convert(Net(BLOCKS), budget=0.6, example_inputs=x)
-    sites = policy(model).sites
+    sites = policy(model).only_sites
     products = [site for site in sites if site[1] == "AddmmBackward0"]
     cheap = [site for site in sites if site[1] in ("NativeLayerNormBackward0", "GeluBackward0")]
     assert len(cheap) >= 2 * BLOCKS and 0 < len(products) < 2 * BLOCKS
@@ -151,7 +151,7 @@ def test_products_are_rebuilt_last_and_early_blocks_first(x):
 
 def test_a_budget_that_is_met_by_few_sites(x):
     model = fastvit.convert(Net(BLOCKS), budget=0.985, example_inputs=x)
-    assert len(policy(model).sites) <= 2 and policy(model).level == RecomputeLevel.CHEAP
+    assert len(policy(model).only_sites) <= 2 and policy(model).level == RecomputeLevel.CHEAP
 
 
 def test_a_budget_that_cannot_be_met_says_the_least_and_what_holds_it(x):
@@ -175,7 +175,7 @@ def test_several_blocks_are_made_from_one_input_where_that_has_a_smaller_peak():
     model, x = nn.Sequential(*(Thin() for _ in range(64))), torch.randn(64, 64)
     fastvit.convert(model, budget="least", example_inputs=x)
     assert peak(model, x) < 0.7 * 64 * x.nbytes
-    inputs = {block for block, name, _ in policy(model).sites if name == "AddBackward0"}
+    inputs = {block for block, name, _ in policy(model).only_sites if name == "AddBackward0"}
     assert 16 < len(inputs) < 64
     assert fastvit.verify(model, x, dtype=None)
 
@@ -263,7 +263,7 @@ def test_constants_that_recipes_hold_are_on_paper(x):
     torch.manual_seed(0)
     model = nn.Sequential(*(AddsNoise() for _ in range(4)))
     for plan in StepPlans(record(model, x), torch.device("cpu")).plans[::12]:
-        copied = add_scope_hooks(copy.deepcopy(model), Policy(plan.level, sites=plan.sites))
+        copied = add_scope_hooks(copy.deepcopy(model), Policy(plan.level, only_sites=plan.sites))
         assert peak(copied, x) == pytest.approx(plan.peak, rel=0.06)
 
 
@@ -296,7 +296,7 @@ def test_a_forward_that_returns_nothing_plans(x):
     for _ in range(2):
         model(x)
         model.loss.backward()
-    assert policy(model).sites is not None
+    assert policy(model).only_sites is not None
 
 
 def test_a_model_with_a_scripted_part(x):
@@ -331,7 +331,7 @@ def test_the_model_does_not_change(x):
 def test_what_is_skipped_stays_so(x):
     skip = [(f"blocks.{i}", "gelu") for i in range(BLOCKS)]
     model = fastvit.convert(Net(BLOCKS), budget=0.6, example_inputs=x, skip=skip)
-    assert not any(name == "GeluBackward0" for _, name, _ in policy(model).sites)
+    assert not any(name == "GeluBackward0" for _, name, _ in policy(model).only_sites)
 
 
 def test_a_shared_block_counts_in_each_call(x):

@@ -20,7 +20,9 @@ from vit_models import kept
 import fastvit
 from fastvit.conversion.blocks import find_blocks
 from fastvit.conversion.nested_values import tensor_leaves
+from fastvit.conversion.scope_hooks import change_policies, get_scope_hook
 from fastvit.memory import peak_bytes
+from fastvit.recompute import OpSite, Policy, RecomputeLevel
 
 WIDTH = 64
 
@@ -248,6 +250,19 @@ def test_pickles_name_the_hook_of_an_older_module():
     loaded = torch.load(file, weights_only=False)
     assert kept(loaded, x) < 0.7 * whole
     assert kept(fastvit.revert(loaded), x) == whole
+
+
+def test_pickles_have_older_names_of_the_fields_of_a_policy():
+    site = OpSite("blocks.0", "GeluBackward0", 1)
+    older = object.__new__(Policy)
+    fields = {"level": RecomputeLevel.MATMULS, "weight_casts": True, "skip": frozenset()}
+    older.__dict__.update(fields, sites=frozenset({site}), share=0.5)
+    model = fastvit.convert(Model(Layer))
+    change_policies(model, lambda _: older)
+    loaded = get_scope_hook(pickle.loads(pickle.dumps(model))).policy
+    assert loaded == Policy(RecomputeLevel.MATMULS, True, frozenset({site}), frozenset(), 0.5)
+    assert loaded.only_sites == {site} and loaded.kept_fraction == 0.5
+    assert "sites" not in vars(loaded) and "share" not in vars(loaded)
 
 
 def test_dictionaries_of_submodules_that_others_hold_stay():

@@ -174,7 +174,7 @@ def test_budget():
         torch._dynamo.reset()
         converted = convert(copy.deepcopy(model), **given)
         kept, values, _ = step(converted, torch.compile(converted, backend="aot_eager", fullgraph=True), x)
-        share = next(iter(converted._forward_pre_hooks.values())).policy.share
+        share = next(iter(converted._forward_pre_hooks.values())).policy.kept_fraction
         assert share == 0.3 or "example_inputs" in given
         assert share / 2 < (kept - x.nbytes) / eager <= share  # without the result
         assert all(map(torch.equal, values, before or values))

@@ -292,5 +292,5 @@ def test_weight_casts_in_a_scope_around_a_model():
         with autocast()():
             return model(x)
 
-    parameters, scope = list(model.parameters()), lambda: fastvit.recompute_scope(weight_casts=True)
+    parameters, scope = list(model.parameters()), lambda: fastvit.recompute_scope(recompute_weight_casts=True)
     assert freed(forward, parameters, scope) > freed(forward, parameters)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit
 from fastvit import recompute_scope
-from fastvit.recompute import packed_tensor, pins, recipe
+from fastvit.recompute import Policy, RecomputeLevel, active_scope, packed_tensor, pins, recipe
 
 
 @pytest.mark.parametrize("where", ["scope outside", "scope inside", "converted submodule"])
@@ -82,6 +82,18 @@ def test_scopes_nest_and_end(device):
     with Rebuilds() as rebuilds:
         y.sum().backward()
     assert rebuilds.count == 4
+
+
+def test_older_names_of_arguments():
+    with pytest.warns(DeprecationWarning, match=r"recompute_scope\(matmuls=\) now") as warned:
+        with recompute_scope(products=True):
+            assert active_scope().policy == Policy(RecomputeLevel.MATMULS)
+    assert [one.filename for one in warned] == [__file__]
+    with pytest.warns(DeprecationWarning, match=r"recompute_scope\(recompute_weight_casts=\) now"):
+        with recompute_scope(weight_casts=True):
+            assert active_scope().policy == Policy(weight_casts=True)
+    with pytest.raises(TypeError, match="products is the old name of matmuls"):
+        recompute_scope(products=True, matmuls=True)
 
 
 def test_two_models_in_one_scope(device):
@@ -191,7 +203,7 @@ def test_a_parameter_that_is_freed_before_the_backward(device):
     """As by FSDP2, where two Linears are sharded apart."""
     first, last = nn.Linear(64, 64, device=device), nn.Linear(64, 64, device=device)
     x = torch.randn(32, 64, device=device, requires_grad=True)
-    with recompute_scope(products=True):
+    with recompute_scope(matmuls=True):
         y = last(first(x))
     first.weight.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="the memory of its operand .* has been freed, or is sharded now"):
@@ -237,7 +249,7 @@ def test_a_write_between_two_casts():
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_behind_other_ops_has_its_price(bias):
     first, last = nn.Linear(64, 64, bias=bias), nn.Linear(64, 64)
-    with recompute_scope(products=True):
+    with recompute_scope(matmuls=True):
         y = last(F.relu(first(torch.randn(4, 50, 64, requires_grad=True))))
     node = y.grad_fn if "Addmm" in y.grad_fn.name() else y.grad_fn.next_functions[0][0]
     assert node._raw_saved_mat1.data.state.recipe.flops == 2 * 64 * 4 * 50 * 64
@@ -254,7 +266,7 @@ def test_a_recipe_that_moves_many_bytes(dtype, products):
             return linear(x * y * 2.0 * 3.0)
 
     saved = x.numel() * (2 if autocast else 4)
-    less = freed(forward, [x, y], lambda: recompute_scope(products=products))
+    less = freed(forward, [x, y], lambda: recompute_scope(matmuls=products))
     assert less == (0 if autocast and not products else saved)
 
 

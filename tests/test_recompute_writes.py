@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fastvit import recompute_scope
 
 B, D = 32, 128
-SCOPES = {"scope": recompute_scope, "products": lambda: recompute_scope(products=True)}
+SCOPES = {"scope": recompute_scope, "products": lambda: recompute_scope(matmuls=True)}
 
 
 def leaves():
@@ -411,7 +411,7 @@ def test_eps_comes_from_the_call(scope, monkeypatch):
 def test_long_chains_take_no_longer_than_they_are(step):
     """Recipes have a bounded number of ops, or the walk over them would take exponential time."""
     x = torch.randn(64, 64).requires_grad_()
-    with recompute_scope(products=True):
+    with recompute_scope(matmuls=True):
         a, b, total = x * 1.0, x.sin(), 0.0
         for _ in range(300 if step == "chain" else 40):
             if step == "chain":

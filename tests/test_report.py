@@ -65,7 +65,7 @@ def test_rows_name_modules_and_reasons(x):
     mask = by_reason["dropout's mask, kept as a bit an element"]
     assert mask.names == ("blocks.*.drop",) and mask.kept_bytes == 4 * x.numel() * 4 // 8
     product = by_reason[
-        "the result of addmm: rebuilt with products=True, where it is no narrower than its input"
+        "the result of addmm: recomputed with matmuls=True, where it is no narrower than its input"
     ]
     assert product.names == ("blocks.*",) and product.kept_bytes == 4 * 7 * x.nbytes
     by_reason = {row.reason: row for row in fastvit.report(fastvit.convert(Net(), products=True), x).tensors}
@@ -76,7 +76,7 @@ def test_rows_name_modules_and_reasons(x):
 def test_a_product_is_named_whatever_view_it_has(bias, op, x):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     reasons = [row.reason for row in fastvit.report(model, x).tensors]
-    assert any(reason.startswith(f"the result of {op}: rebuilt with products=True") for reason in reasons)
+    assert any(reason.startswith(f"the result of {op}: recomputed with matmuls=True") for reason in reasons)
 
 
 def test_it_prints_and_plots(x, tmp_path):
@@ -154,7 +154,7 @@ def test_checkpointed_blocks_are_noted(x):
     assert f"note: {found.notes[0]}" in str(found)
 
 
-@pytest.mark.filterwarnings("ignore:fastvit. nothing is rebuilt here")
+@pytest.mark.filterwarnings("ignore:fastvit. recompute_scope has no effect here")
 def test_disabled_hooks_are_noted(x):
     with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
         found = fastvit.report(Net(), x)

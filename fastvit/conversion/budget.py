@@ -82,12 +82,12 @@ def _describe(value: Value | None) -> str:
 def apply_plan(policy: Policy, plan: Plan, original: Plan) -> Policy:
     """Returns the policy that recomputes what `plan` does."""
     share = plan.kept / max(original.kept, 1)
-    return dataclasses.replace(policy, level=plan.level, sites=plan.sites, share=share)
+    return dataclasses.replace(policy, level=plan.level, only_sites=plan.sites, kept_fraction=share)
 
 
 def recording_policy(policy: Policy) -> Policy:
     """Returns the policy under which a forward shows all that can be recomputed."""
-    return dataclasses.replace(policy, level=RecomputeLevel.EVERY_OP, sites=None)
+    return dataclasses.replace(policy, level=RecomputeLevel.EVERY_OP, only_sites=None)
 
 
 def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arguments) -> Policy:
@@ -110,7 +110,7 @@ def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arg
     measured_original = runner.measure_original_peak()
     allowed = budget.allowed_bytes(measured_original)
     if allowed >= measured_original:
-        return dataclasses.replace(policy, sites=frozenset())
+        return dataclasses.replace(policy, only_sites=frozenset())
     # The bisection of a smaller budget takes the same plans or later ones.
     number = bisect_left(range(len(step.plans)), True, key=lambda i: measure(step.plans[i]) <= allowed)
     if number < len(step.plans):
@@ -151,8 +151,10 @@ def make_price(device: torch.device) -> Callable[[Value], float]:
 
     def price(value: Value) -> float:
         if not value.flops:
-            return float(value.moved)
-        return value.moved + value.flops / measure_operations_per_byte(device, value.dtype or torch.float32)
+            return float(value.bytes_moved)
+        return value.bytes_moved + value.flops / measure_operations_per_byte(
+            device, value.dtype or torch.float32
+        )
 
     return price
 

@@ -75,7 +75,7 @@ class BudgetHook(ScopeHook):
         inputs, results = tensor_leaves((args, kwargs)), tensor_leaves(result)
         with torch._C.DisableTorchFunction():
             besides = [*module.parameters(), *module.buffers(), *inputs]
-            record = record_step(observer, results, besides)
+            record = record_step(observer, results, exclude=besides)
             device = next((one.device for one in results), torch.device("cpu"))
         if any(value.nbytes for value in record.values):  # not without gradients, or of an empty batch
             self._plan(module, record, device, input_bytes)

@@ -97,8 +97,10 @@ def _convert_to_budget(
     if example_inputs is not None:
         return add_scope_hooks(model, plan_budget(model, policy, parsed, as_arguments(example_inputs)))
     if parsed.fraction == 1:
-        return add_scope_hooks(model, dataclasses.replace(policy, sites=frozenset()))
-    policy = dataclasses.replace(recording_policy(policy), share=1.0 if parsed.is_least else parsed.fraction)
+        return add_scope_hooks(model, dataclasses.replace(policy, only_sites=frozenset()))
+    policy = dataclasses.replace(
+        recording_policy(policy), kept_fraction=1.0 if parsed.is_least else parsed.fraction
+    )
     return add_scope_hooks(model, policy, functools.partial(BudgetHook, budget=parsed))
 
 

@@ -181,7 +181,7 @@ class CopyRunner:
             arguments = self.copy_inputs()
             results = tensor_leaves(self.run_forward(model, arguments))
             besides = [*model.parameters(), *model.buffers(), *tensor_leaves(arguments)]
-            record = record_step(observer, results, besides)
+            record = record_step(observer, results, exclude=besides)
             torch.clear_autocast_cache()
         return record
 

@@ -237,7 +237,7 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
         existing = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
         with runner.holding_output(copied) as arguments:
             held = tensor_leaves((arguments, list(map(vars, copied.modules()))))
-            decisions = observer.decisions([*existing, *held])
+            decisions = observer.saved_memory([*existing, *held])
             rows = _group_rows(decisions)
             sites = frozenset(one.site for one in decisions if one.site is not None)
             del decisions, existing, held
@@ -264,7 +264,7 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
             if name == "least":
                 plan = search.find_least_plan(pair, plan, batches["as converted"])
                 chosen[name] = plan.sites
-                change_policies(copied, partial(dataclasses.replace, level=plan.level, sites=plan.sites))
+                change_policies(copied, partial(dataclasses.replace, level=plan.level, only_sites=plan.sites))
                 peaks[name] = search.run_sizes(lambda: runner.measure_step_peak(copied))
             lines = few[name].replay(chosen[name]), many[name].replay(chosen[name])
             batches[name] = search.find_batch(peaks[name], lines, many[name].weight_gradients)
@@ -310,7 +310,13 @@ def _group_rows(decisions: list[SavedMemory]) -> list[TensorReport]:
     for one in decisions:
         groups[tuple(sorted({module for module, _ in one.saved})), one.reason].append(one)
     rows = [
-        TensorReport(names, len(each), sum(one.kept for one in each), sum(one.freed for one in each), reason)
+        TensorReport(
+            names,
+            len(each),
+            sum(one.kept_bytes for one in each),
+            sum(one.freed_bytes for one in each),
+            reason,
+        )
         for (names, reason), each in groups.items()
     ]
     return sorted(rows, key=lambda row: (-row.rebuilt_bytes, -row.kept_bytes, row.names))

@@ -47,7 +47,7 @@ class ScopeHook(OwnHook):
 
     def open_scope(self, module: nn.Module, args: tuple, kwargs: dict, frame: FrameType) -> None:
         """`frame` is that of the module's call."""
-        if self.policy.sites != frozenset():
+        if self.policy.only_sites != frozenset():
             open_scope(module, self.policy, self.block, iterate_tensors((args, kwargs)), frame)
 
     def close_scope(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> None:
@@ -65,7 +65,7 @@ def add_scope_hooks(
         make_entry_hook: returns the hook of a module that the user calls.
     """
     _remove_hooks(model)
-    if policy.sites == frozenset():
+    if policy.only_sites == frozenset():
         return model
     entry_modules = find_entry_modules(model)
     for module, name in name_scoped_modules(model).items():
@@ -73,7 +73,7 @@ def add_scope_hooks(
         _register_first(module, hook, with_kwargs=True)
         if isinstance(module, nn.TransformerEncoderLayer):
             _register_first(module, EncoderLayerHook(), with_kwargs=False)
-        dynamo_hooks.enable(module, policy)
+        dynamo_hooks.enable_traced_scopes(module, policy)
     return model
 
 
@@ -117,7 +117,7 @@ def _remove_hooks(model: nn.Module) -> None:
         for key in [key for key, hook in every if is_own_hook(hook)]:
             for name in _HOOK_DICTIONARIES:
                 getattr(module, name).pop(key, None)
-        dynamo_hooks.disable(module)
+        dynamo_hooks.disable_traced_scopes(module)
 
 
 def revert(model: Model) -> Model:

@@ -73,7 +73,7 @@ def extrapolate_record(small: StepRecord, large: StepRecord, steps: float) -> St
             after,
             nbytes=extrapolate(before.nbytes, after.nbytes),
             mask_bytes=extrapolate(before.mask_bytes, after.mask_bytes),
-            moved=extrapolate(before.moved, after.moved),
+            bytes_moved=extrapolate(before.bytes_moved, after.bytes_moved),
             flops=extrapolate(before.flops, after.flops),
         )
         for before, after in zip(small.values if has_same_values else large.values, large.values, strict=True)

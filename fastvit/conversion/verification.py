@@ -152,7 +152,7 @@ def _mismatched_sites(decisions: list[SavedMemory]) -> tuple[tuple[str, str], ..
             unwritten = [(unpack, t) for (t, version), unpack in one.saved if t._version == version]
             if not all(_recomputes_same_bits(*each) for each in unwritten):
                 found[skip_key(one.site)] = None
-            one.forget()
+            one.clear_cached_outputs()
     return tuple(found)
 
 
@@ -196,7 +196,7 @@ def _run_step(
             outputs = tensor_leaves(runner.run_forward(model, given))
         if not outputs:
             raise ValueError("verify: a forward that returns tensors expected; the model returned none")
-        sites = _mismatched_sites(observer.decisions())
+        sites = _mismatched_sites(observer.saved_memory())
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
         result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(tensor_leaves(given))}
         # Random numbers of both signs, because the gradient of a plain sum through a normalisation is zero.

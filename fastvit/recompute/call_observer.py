@@ -2,9 +2,9 @@
 
 A node lacks the eps of a normalisation, an added number, and the operands that its op does not save. A
 handler runs the call and takes these from its arguments, at the time of the call. The mode lies below all
-other modes, and it lets subclasses of Tensor handle a call first: so it sees the calls that go straight to
-torch, and stores only what torch has been given. It changes no call. It does not see calls from TorchScript
-and from compiled code: what they make is recomputed only where the graph has all.
+other modes, and lets subclasses of Tensor handle a call first, so it sees the calls that go straight to torch
+and stores only what torch has been given. It changes no call. It does not see calls from TorchScript and from
+compiled code: their outputs are recomputed only if the graph has all that their ops need.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .write_handlers import get_argument
 from .write_tracker import WriteTracker
 
 _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
-_get_sequence_nr = torch._C._autograd._get_sequence_nr  # of the next node of this thread
+_next_sequence_nr = torch._C._autograd._get_sequence_nr  # of the next node of this thread
 
 
 def pop_modes() -> list[Any]:
@@ -42,7 +42,7 @@ def pop_modes() -> list[Any]:
     return [_pop() for _ in range(torch._C._len_torch_function_stack())]
 
 
-class Plans(Protocol):
+class OwnerScope(Protocol):
     """What the observer asks of the scope that owns it."""
 
     policy: Policy
@@ -68,7 +68,7 @@ class CallObserver(TorchFunctionMode):
     expected_write: tuple[Tensor, int] | None = None  # what the op that runs may write to; its version then
     in_place_copies: WeakList | None = None  # of copies that an op in place on a view saves
 
-    def __init__(self, scope: Plans):
+    def __init__(self, scope: OwnerScope):
         super().__init__()
         self.scope = scope
         self.tracker = WriteTracker()
@@ -102,8 +102,8 @@ class CallObserver(TorchFunctionMode):
             return func(*args, **kwargs or {})
         if self.is_closed:
             return func(*args, **kwargs or {})
-        if types and (own := _find_overrides(types)) and torch._C._is_torch_function_enabled():
-            return self._call_subclasses(func, own, types, args, kwargs or {})
+        if types and (overriding_classes := _find_overrides(types)) and torch._C._is_torch_function_enabled():
+            return self._call_subclasses(func, overriding_classes, types, args, kwargs or {})
         writes_out = kwargs and kwargs.get("out") is not None
         handler = write_handlers.in_place_handler if writes_out else _find_handler(func)
         if handler is None:
@@ -111,11 +111,13 @@ class CallObserver(TorchFunctionMode):
         self.scope.check_open()
         return handler(self, func, args, kwargs or {})
 
-    def _call_subclasses(self, func: Callable, own: tuple, types: tuple, args: tuple, kwargs: dict) -> Any:
-        """Calls as torch does without a mode. What a subclass of `own` calls in turn is observed."""
+    def _call_subclasses(
+        self, func: Callable, overriding_classes: tuple, types: tuple, args: tuple, kwargs: dict
+    ) -> Any:
+        """Calls as torch does without a mode. Calls that a subclass makes in turn are observed."""
         _push(self)
         try:
-            for cls in own:
+            for cls in overriding_classes:
                 result = cls.__torch_function__(func, types, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -134,21 +136,21 @@ class CallObserver(TorchFunctionMode):
 
     def store_call_args(self, node: Any, call: CallArgs) -> None:
         info = OutputInfo.of_node(node)
-        info.call = call
+        info.call_args = call
         if call.bias is not None or call.leaves:
             self._pinned.append(info)
 
     def drop_pins(self) -> None:
         """Drops what was pinned and no recipe reads. Recipes hold the pins that they read."""
         for info in self._pinned:
-            info.call = None
+            info.call_args = None
         self._pinned.clear()
 
     def pin(self, tensor: Tensor, dtype: torch.dtype | None = None) -> PinnedTensor:
         """Pins an operand of the op that runs."""
         pinned = PinnedTensor(tensor, dtype)
         if pinned.tensor is not None:
-            pinned.writes = self.tracker.count_of(pinned.tensor)
+            pinned.writes = self.tracker.count_writes(pinned.tensor)
         return pinned
 
 
@@ -185,36 +187,34 @@ def _norm_handler(name: str, eps: int, default: float | None = 1e-5, bias: int |
     """Observes a normalisation, whose eps and bias have these positions; a bias that its op does not save."""
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-        pinned = _pinned_bias(observer, args, kwargs, bias)
+        pinned = _pin_bias(observer, args, kwargs, bias)
         scalar = get_argument(args, kwargs, eps, "eps", default)
         return _store_call_args(observer, func(*args, **kwargs), CallArgs(scalar, pinned), name)
 
     return handle
 
 
-def _pinned_bias(
-    observer: CallObserver, args: tuple, kwargs: dict, position: int | None
-) -> PinnedTensor | None:
+def _pin_bias(observer: CallObserver, args: tuple, kwargs: dict, position: int | None) -> PinnedTensor | None:
     bias = None if position is None else get_argument(args, kwargs, position, "bias")
     return None if bias is None or not bias.is_leaf else observer.pin(bias)
 
 
-def _store_bias(observer: CallObserver, y: Any, bias: Any, first_number: int, *names: str) -> Any:
+def _store_bias(observer: CallObserver, y: Any, bias: Any, first_sequence_nr: int, *names: str) -> Any:
     """Stores a bias that is a leaf on the node of `y`, the output of an op whose operands autocast may cast.
 
     Args:
-        first_number: the sequence number of the first node that the call has made.
+        first_sequence_nr: the sequence number of the first node that the call has made.
     """
     node = _node_of(y, *names)
     if node is not None and isinstance(bias, Tensor) and bias.is_leaf:
-        pinned = _pinned_cast(observer, node, bias, y.dtype, first_number)
+        pinned = _pin_cast_bias(observer, node, bias, y.dtype, first_sequence_nr)
         if pinned is not None:
             observer.store_call_args(node, CallArgs(bias=pinned, leaves=(pinned,)))
     return y
 
 
-def _pinned_cast(
-    observer: CallObserver, node: Any, bias: Tensor, dtype: torch.dtype, first_number: int
+def _pin_cast_bias(
+    observer: CallObserver, node: Any, bias: Tensor, dtype: torch.dtype, first_sequence_nr: int
 ) -> PinnedTensor | None:
     """Pins a bias as the op of `node` has read it: autocast may have cast it for an earlier op.
 
@@ -226,9 +226,9 @@ def _pinned_cast(
         if cast is None or cast.name() != "ToCopyBackward0":
             continue
         if getattr(cast.next_functions[0][0], "variable", None) is bias:
-            call = OutputInfo.of_node(cast).call
+            call = OutputInfo.of_node(cast).call_args
             if call is None or call.bias is None:
-                if cast._sequence_nr() < first_number:
+                if cast._sequence_nr() < first_sequence_nr:
                     return None
                 call = CallArgs(bias=observer.pin(bias, dtype))
                 observer.store_call_args(cast, call)
@@ -248,7 +248,7 @@ def _batch_norm_handler(weight: int, bias: int) -> Handler:
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
         x, scale = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, weight, "weight")
-        pinned, call = _pinned_bias(observer, args, kwargs, bias), partial(func, *args, **kwargs)
+        pinned, call = _pin_bias(observer, args, kwargs, bias), partial(func, *args, **kwargs)
         if get_argument(args, kwargs, 5, "training", False):
             y = observer.with_attribute("pinned_operand", scale, call)
         elif _is_frozen(x, scale):
@@ -273,7 +273,7 @@ def _instance_norm_handler(bias: int) -> Handler:
 
 
 def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    first = _get_sequence_nr()
+    first_sequence_nr = _next_sequence_nr()
     y = func(*args, **kwargs)
     if not isinstance(y, Tensor):
         return y
@@ -287,23 +287,25 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
     if observer.scope.policy.level < RecomputeLevel.MATMULS:
         return y
     bias = get_argument(args, kwargs, 2, "bias")
-    y = _store_bias(observer, y, bias, first, "AddmmBackward0", "AddBackward0")
+    y = _store_bias(observer, y, bias, first_sequence_nr, "AddmmBackward0", "AddBackward0")
     if observer.scope.policy.level < RecomputeLevel.EVERY_OP or x.requires_grad or not weight.is_leaf:
         return y
     # The op saves no weight, because the input needs no gradient.
     if (node := _node_of(y, "AddmmBackward0")) is not None:
-        call = OutputInfo.of_node(node).call
+        call = OutputInfo.of_node(node).call_args
         if call is not None:
             observer.store_call_args(node, call._replace(leaves=(*call.leaves, observer.pin(weight))))
     return y
 
 
 def _addmm_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    first = _get_sequence_nr()
+    first_sequence_nr = _next_sequence_nr()
     y = func(*args, **kwargs)
     if observer.scope.policy.level < RecomputeLevel.MATMULS or not isinstance(y, Tensor):
         return y
-    return _store_bias(observer, y, get_argument(args, kwargs, 0, "input"), first, "AddmmBackward0")
+    return _store_bias(
+        observer, y, get_argument(args, kwargs, 0, "input"), first_sequence_nr, "AddmmBackward0"
+    )
 
 
 _SUMS = "AddBackward0", "SubBackward0"
@@ -318,7 +320,7 @@ def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: di
     constant = _find_constant(terms) if observer.scope.policy.level >= RecomputeLevel.EVERY_OP else None
     if constant is None:
         return _call_with_leaves(observer, func, args, kwargs, terms, *_SUMS)
-    call = CallArgs(bias=observer.pin(constant), leaves=_pinned_leaves(observer, terms))
+    call = CallArgs(bias=observer.pin(constant), leaves=_pin_leaves(observer, terms))
     return _store_call_args(observer, func(*args, **kwargs), call, *_SUMS)
 
 
@@ -335,19 +337,19 @@ def _call_with_leaves(
     observer: CallObserver, func: Callable, args: tuple, kwargs: dict, operands: Any, *names: str
 ) -> Any:
     """Runs an op that does not save these operands, and pins the leaves among them."""
-    leaves = _pinned_leaves(observer, operands) if isinstance(operands, (tuple, list)) else ()
+    leaves = _pin_leaves(observer, operands) if isinstance(operands, (tuple, list)) else ()
     y = func(*args, **kwargs)
     return _store_call_args(observer, y, CallArgs(leaves=leaves), *names) if leaves else y
 
 
 def _composite_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes a function of several ops, whose own calls are not seen: its leaves are pinned for all."""
+    """Observes a function of several ops, whose inner calls are not seen, and pins its leaves for all."""
     if observer.scope.policy.level < RecomputeLevel.MATMULS:
         return func(*args, **kwargs)
-    leaves, first = _pinned_leaves(observer, [*args, *kwargs.values()]), _get_sequence_nr()
+    leaves, first_sequence_nr = _pin_leaves(observer, [*args, *kwargs.values()]), _next_sequence_nr()
     y = func(*args, **kwargs)
     if leaves:
-        observer.tracker.pins_of_calls.append((range(first, _get_sequence_nr()), leaves))
+        observer.tracker.pins_of_calls.append((range(first_sequence_nr, _next_sequence_nr()), leaves))
         del observer.tracker.pins_of_calls[:-_MAX_CALLS]  # a scope may be round a whole training loop
     return y
 
@@ -370,7 +372,7 @@ def _join_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: d
     return _call_with_leaves(observer, func, args, kwargs, parts, "CatBackward0", "StackBackward0")
 
 
-def _pinned_leaves(observer: CallObserver, tensors: tuple | list) -> tuple[PinnedTensor, ...]:
+def _pin_leaves(observer: CallObserver, tensors: tuple | list) -> tuple[PinnedTensor, ...]:
     """Pins the leaves among `tensors`, or of which they are views."""
     found = []
     for tensor in tensors:
@@ -402,7 +404,7 @@ def _shape_only_handler(weight: int | None = None, bias: int | None = None) -> H
     """
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-        x, first = get_argument(args, kwargs, 0, "input"), _get_sequence_nr()
+        x, first_sequence_nr = get_argument(args, kwargs, 0, "input"), _next_sequence_nr()
         if _is_frozen(x, None if weight is None else get_argument(args, kwargs, weight, "weight")):
             y = observer.with_attribute("shape_only_size", x.size(), partial(func, *args, **kwargs))
             _request_mask(observer, x.grad_fn)
@@ -411,7 +413,7 @@ def _shape_only_handler(weight: int | None = None, bias: int | None = None) -> H
         if bias is None or observer.scope.policy.level < RecomputeLevel.EVERY_OP or not isinstance(y, Tensor):
             return y
         given = get_argument(args, kwargs, bias, "bias")
-        return _store_bias(observer, y, given, first, "ConvolutionBackward0")
+        return _store_bias(observer, y, given, first_sequence_nr, "ConvolutionBackward0")
 
     return handle
 

@@ -13,17 +13,17 @@ from .packed_tensor import PackedShape, PackedTensor, Pending, Recomputed
 from .pins import PinnedTensor
 from .policy import Policy
 from .recipe import CallArgs, Operand, OutputInfo, Recipe, View
-from .views import PASS_THROUGH_NODES, VIEWS, as_signed, as_strided_in, as_strided_of_write
+from .views import PASS_THROUGH_NODES, VIEW_RULES, as_signed, as_strided_in, as_strided_of_write
 from .write_tracker import WriteTracker
 
-LEAF = "torch::autograd::AccumulateGrad"
-SHARDED = "a parameter that FSDP has sharded again when the block ends"
+LEAF_NODE = "torch::autograd::AccumulateGrad"
+REASON_SHARDED = "a parameter that FSDP has sharded again when the block ends"
 
 
 def is_leaf_cast(node) -> bool:
     """Returns whether a node is the cast of a leaf, such as a weight under autocast."""
     producer = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
-    return producer is not None and producer.name() == LEAF
+    return producer is not None and producer.name() == LEAF_NODE
 
 
 @functools.cache  # a name that is made anew is in no cache of attributes
@@ -136,7 +136,7 @@ class NodeReader:
         node, number = self.edges[index]
         views: tuple = ()
         while node is not None:
-            if (view := VIEWS.get(name := node.name())) is not None:
+            if (view := VIEW_RULES.get(name := node.name())) is not None:
                 views = (view(node, number), *views)
                 node, number = node.next_functions[0]
             elif (written := as_strided_of_write(node)) is not None:
@@ -148,7 +148,7 @@ class NodeReader:
                 break
         if node is None or number:
             raise NotRecomputable
-        if name == LEAF:
+        if name == LEAF_NODE:
             operand: Operand = self.pinned_leaf(node.variable)
         else:
             operand = self.planner.find_operand(node, self.num_ops_from_target + 1)
@@ -164,14 +164,14 @@ class NodeReader:
         So it is with most residual sums, at any length of the recipe of their other term.
         """
         for node, _ in self.edges:
-            while node is not None and node.name() in VIEWS:
+            while node is not None and node.name() in VIEW_RULES:
                 node = node.next_functions[0][0]
             if node is not None and OutputInfo.find(node) is None and self.planner.is_excluded(node.name()):
                 raise NotRecomputable
 
     def pinned_leaf(self, leaf: Tensor) -> Operand:
         """Returns a leaf that the op did not save, as it was pinned when the op ran."""
-        call = OutputInfo.of_node(self.node).call
+        call = OutputInfo.of_node(self.node).call_args
         leaves = self.planner.tracker.find_pins(self.node) if call is None else call.leaves
         found = (one for one in leaves if one.source is leaf)
         pinned = next(found, None)
@@ -188,14 +188,14 @@ class NodeReader:
 
     def call_args(self) -> CallArgs:
         """Returns what the call observer has seen of the op's call."""
-        call = OutputInfo.of_node(self.node).call
+        call = OutputInfo.of_node(self.node).call_args
         if call is None:
             raise NotRecomputable("the call was not seen")
         return call
 
     def bias(self, index: int) -> Operand:
         """Returns a bias, which the op has not saved: a leaf as it was when the op ran, or an op's output."""
-        call: Any = OutputInfo.of_node(self.node).call
+        call: Any = OutputInfo.of_node(self.node).call_args
         if call is not None and call.bias is not None:
             return self.planner.require_intact(call.bias)
         if self.edges[index][0] is not None:

@@ -19,7 +19,7 @@ from .recipe import Operand
 
 def layer_norm_rule(reader: NodeReader) -> OpCall:
     eps, shape = reader.call_args().scalar, reader.attribute("normalized_shape")
-    arguments = _inputs(reader, "input", "weight", "bias")
+    arguments = _norm_operands(reader, "input", "weight", "bias")
     return partial(_native_layer_norm, shape, eps), arguments
 
 
@@ -31,19 +31,19 @@ def _native_layer_norm(
 
 def rms_norm_rule(reader: NodeReader) -> OpCall:
     eps, shape = reader.call_args().scalar, reader.attribute("normalized_shape")
-    return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], _inputs(
+    return lambda x, w: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0], _norm_operands(
         reader, "input", "weight"
     )
 
 
-def _inputs(reader: NodeReader, x: str, *optional: str) -> tuple[Operand, ...]:
+def _norm_operands(reader: NodeReader, x: str, *optional: str) -> tuple[Operand, ...]:
     return reader.operand(x, 0), *[reader.saved_operand(name) for name in optional]
 
 
 def group_norm_rule(reader: NodeReader) -> OpCall:
     eps = reader.call_args().scalar
     n, c, area, groups = (reader.attribute(name) for name in ("N", "C", "HxW", "group"))
-    arguments = *_inputs(reader, "input", "weight"), reader.bias(2)
+    arguments = *_norm_operands(reader, "input", "weight"), reader.bias(2)
     return lambda x, w, b: torch.native_group_norm(x, w, b, n, c, area, groups, eps)[0], arguments
 
 
@@ -63,7 +63,7 @@ def _batch_norm_op_call(reader: NodeReader, eps: float, norm: Callable[..., Tens
     statistics = [reader.saved_operand(name) for name in names]
     if None in statistics:
         raise NotRecomputable
-    arguments = *_inputs(reader, "input", "weight"), reader.bias(2), *statistics
+    arguments = *_norm_operands(reader, "input", "weight"), reader.bias(2), *statistics
     return lambda *tensors: norm(*tensors, training, eps), arguments
 
 
@@ -77,11 +77,11 @@ def _native_batch_norm(
     x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, var: Tensor, training: bool, eps: float
 ) -> Tensor:
     if training:
-        return _from_statistics(x, w, b, mean, var, eps)
+        return _batch_norm_from_statistics(x, w, b, mean, var, eps)
     return torch.native_batch_norm(x, w, b, mean, var, False, 0.0, eps)[0]
 
 
-def _from_statistics(
+def _batch_norm_from_statistics(
     x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
 ) -> Tensor:
     """BatchNorm from its saved mean and 1 / sqrt(var + eps), in one pass over x where that has the same bits.
@@ -93,8 +93,8 @@ def _from_statistics(
     if x.is_cuda:
         return torch.batch_norm_elemt(x, w, b, mean, invstd, eps)
     # In half precision the product would be rounded.
-    wide = mean.dtype in (torch.float32, torch.float64) and (w is None or w.dtype == mean.dtype)
-    if x.device.type == "cpu" and wide and _is_dense(x):
+    is_full_precision = mean.dtype in (torch.float32, torch.float64) and (w is None or w.dtype == mean.dtype)
+    if x.device.type == "cpu" and is_full_precision and _is_dense(x):
         scale = invstd if w is None else invstd * w
         return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
     # The dtype of the running statistics chooses the one in which the kernel computes.

@@ -24,7 +24,7 @@ from .recipe import Recipe
 from .recompute_rules import RECOMPUTE_RULES
 from .storage import storage_id, view_base
 
-_get_sequence_nr = torch._C._autograd._get_sequence_nr  # of the next node of this thread
+_next_sequence_nr = torch._C._autograd._get_sequence_nr  # of the next node of this thread
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SavedMemory:
 
     Attributes:
         saved: for each of them, its annotation, and the function that unpacks it.
-        reason: why it is kept, or the ops that rebuild it.
+        reason: why it is kept, or the ops that recompute it.
         kept: bytes that stay in memory, of which other decisions do not count any.
         freed: bytes that do not.
         site: whose output is recomputed, or that makes the mask; None where it is kept.
@@ -43,10 +43,10 @@ class SavedMemory:
 
     saved: list[tuple[Any, Callable[[], Tensor]]]
     reason: str
-    kept: int
-    freed: int
+    kept_bytes: int
+    freed_bytes: int
     site: OpSite | None = None
-    forget: Callable[[], None] = lambda: None
+    clear_cached_outputs: Callable[[], None] = lambda: None
     is_mask: bool = False
 
 
@@ -70,23 +70,23 @@ class SavedTensorObserver:
     def __init__(self, annotate: Callable[[Tensor], Any]):
         self._annotate = annotate
         self._seen: list[tuple[weakref.ref[PackedTensor], Any, int, int]] = []
-        self.first_time = _get_sequence_nr()
+        self.first_time = _next_sequence_nr()
         self.plan_times: list[int] = []  # the number of the next node, at each plan of a scope
         self.unused_recipes: list[Recipe] = []  # of tensors that are kept all the same
 
     def add(self, packed: PackedTensor, tensor: Tensor) -> None:
-        time = _get_sequence_nr() - 1  # an op's node exists when the op saves
+        time = _next_sequence_nr() - 1  # an op's node exists when the op saves
         node = view_base(tensor).grad_fn
         created = time if node is None else node._sequence_nr()
         self._seen.append((weakref.ref(packed), self._annotate(tensor), time, created))
 
     def add_plan(self) -> None:
         """Called after each plan of a scope."""
-        self.plan_times.append(_get_sequence_nr())
+        self.plan_times.append(_next_sequence_nr())
 
     def next_time(self) -> int:
         """Returns the number that the next node gets."""
-        return _get_sequence_nr()
+        return _next_sequence_nr()
 
     def drop_recipes(self) -> None:
         """Drops unused recipes, which hold tensors. The scope holds the observer."""
@@ -97,15 +97,15 @@ class SavedTensorObserver:
         every = ((reference(), *rest) for reference, *rest in self._seen)
         return [SeenTensor(packed, *rest) for packed, *rest in every if packed is not None]
 
-    def decisions(self, besides: Iterable[Tensor] = ()) -> list[SavedMemory]:
+    def saved_memory(self, exclude: Iterable[Tensor] = ()) -> list[SavedMemory]:
         """Returns an entry for each storage or recipe of the saved tensors that are alive.
 
-        Storages of the tensors `besides` are left out.
+        Storages of the tensors `exclude` are left out.
         """
-        others = {0, *map(storage_id, besides)}
-        groups = self._group_by_memory(others)
+        excluded_storages = {0, *map(storage_id, exclude)}
+        groups = self._group_by_memory(excluded_storages)
         kept = {key for key in groups if isinstance(key, int)}
-        counted, found = kept | others, []
+        counted, found = kept | excluded_storages, []
         for key, readers in groups.items():
             saved = [(annotation, packed.unpack) for annotation, packed in readers]
             if isinstance(key, Recipe):
@@ -114,7 +114,9 @@ class SavedTensorObserver:
                 found.append(_kept_memory(readers[0][1], saved))
         return found
 
-    def _group_by_memory(self, others: set[int]) -> dict[Recipe | int, list[tuple[Any, PackedTensor]]]:
+    def _group_by_memory(
+        self, excluded_storages: set[int]
+    ) -> dict[Recipe | int, list[tuple[Any, PackedTensor]]]:
         """Returns the packed tensors that are alive by their recipe, or by the storage that they keep."""
         groups: dict[Recipe | int, list[tuple[Any, PackedTensor]]] = defaultdict(list)
         for packed, annotation, *_ in self.seen_tensors():
@@ -124,7 +126,7 @@ class SavedTensorObserver:
                 continue
             if isinstance(state, Kept):
                 key = storage_id(state.tensor)
-            if key not in others:
+            if key not in excluded_storages:
                 groups[key].append((annotation, packed))
         return groups
 
@@ -138,12 +140,14 @@ def _recomputed_memory(
     ]
     sizes = {storage_id(tensor): tensor.nbytes for tensor in tensors}
     inputs = sum(key in kept and size >= MIN_RECOMPUTE_BYTES for key, size in sizes.items())
-    own = sum(size for key, size in sizes.items() if key not in counted)
+    new_kept_bytes = sum(size for key, size in sizes.items() if key not in counted)
     counted.update(sizes)
     ops = list(dict.fromkeys(display_op_name(one.info.node_name) for one in every))
     reason = f"{'its' if len(ops) == 1 else 'the'} saved input{'s' if inputs > 1 else ''}"
     reason = f"recomputed by {', '.join(ops)} from {reason}"
-    return SavedMemory(saved, reason, own, recipe.size, recipe.info.site, recipe.clear_cached_outputs)
+    return SavedMemory(
+        saved, reason, new_kept_bytes, recipe.nbytes, recipe.info.site, recipe.clear_cached_outputs
+    )
 
 
 def _tensor_of(operand: Any) -> Tensor | None:
@@ -171,5 +175,5 @@ def _reason_of(node_name: str) -> str:
     if level == RecomputeLevel.CHEAP:
         return f"an input of {op} is not kept"
     if level == RecomputeLevel.MATMULS:
-        return f"the result of {op}: rebuilt with products=True, where it is no narrower than its input"
-    return f"the result of {op}, which is not repeated"
+        return f"the result of {op}: recomputed with matmuls=True, where it is no narrower than its input"
+    return f"the result of {op}, which is not recomputed"

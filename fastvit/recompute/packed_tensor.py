@@ -213,11 +213,12 @@ class PackedTensor:
         """Returns the tensor whose memory recipes read, if it is held; None if it is made again."""
         return getattr(self.state, "tensor", None)
 
+    @property
     def nbytes(self) -> int:
         state = self.state
         if isinstance(state, Kept):
             return state.tensor.numel() * state.tensor.element_size()
-        return state.storage_nbytes if isinstance(state, Replaced) else state.recipe.size
+        return state.storage_nbytes if isinstance(state, Replaced) else state.recipe.nbytes
 
     def get_tensor(self) -> Tensor:
         """Returns the tensor as it was saved, for a recipe.

@@ -73,6 +73,7 @@ class PinnedTensor:
         """Returns the tensor whose memory recipes read, if it is one of the program's."""
         return None if self.is_copy else self.tensor
 
+    @property
     def nbytes(self) -> int:
         return 0 if self.tensor is None else self.tensor.nbytes
 

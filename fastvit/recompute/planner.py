@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .node_reader import SHARDED, NodeReader, NotRecomputable, is_leaf_cast
+from .node_reader import REASON_SHARDED, NodeReader, NotRecomputable, is_leaf_cast
 from .packed_tensor import (
     MIN_RECOMPUTE_BYTES,
     AsStridedArgs,
@@ -42,16 +42,16 @@ Rules = Mapping[str, tuple[RecomputeLevel, Rule]]  # the lowest level that uses 
 # products are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
 # residual sum and a cast 11, a rotary embedding and a cast 26. In float32 residual sums of BatchNorms, each
 # made of the one before, move 5 more each.
-_MAX_MOVED, _MAX_MOVED_IN_HALF_PRECISION = 24, 10
+_MAX_BYTES_MOVED_PER_BYTE, _MAX_BYTES_MOVED_PER_BYTE_IN_HALF = 24, 10
 # Most recomputed tensors on the way to one that is kept. The sites of a budget cut the way themselves.
-_MAX_DEPTH = {
+_MAX_RECOMPUTE_DEPTH = {
     RecomputeLevel.CHEAP: 4,
     RecomputeLevel.MATMULS: 4,
     RecomputeLevel.EVERY_OP: 32,
 }
-_BLOCK_IO = "it goes into a block, or comes out of one"
-_MAX_OPS = 40  # in one recipe
-_MAX_UNSAVED = 40  # consecutive ops whose outputs no op has saved
+_REASON_BLOCK_IO = "it goes into a block, or comes out of one"
+_MAX_RECIPE_OPS = 40  # in one recipe
+_MAX_UNSAVED_OPS = 40  # consecutive ops whose outputs no op has saved
 
 
 class RecomputePlanner:
@@ -74,29 +74,31 @@ class RecomputePlanner:
     ):
         self.policy, self.rules, self.tracker, self.keeps_bases = policy, rules, tracker, keeps_bases
         self._unused_recipes = unused_recipes
-        self._has_selection = policy.sites is not None or bool(policy.skip)
-        self._waiting: dict[OutputInfo, list[PackedTensor]] = {}
+        self._has_selection = policy.only_sites is not None or bool(policy.skip)
+        self._unplanned: dict[OutputInfo, list[PackedTensor]] = {}
         for packed in pending:
             assert packed.info is not None
-            self._waiting.setdefault(packed.info, []).append(packed)
+            self._unplanned.setdefault(packed.info, []).append(packed)
         self._without_recipe: set[OutputInfo] = set()
-        self._unsharded: set[Recipe] = set()  # those that read no parameter that FSDP has sharded again
-        self._built: list[Recipe] = []  # held, so that none is built twice
+        self._unsharded_recipes: set[Recipe] = (
+            set()
+        )  # those that read no parameter that FSDP has sharded again
+        self._new_recipes: list[Recipe] = []  # held, so that none is built twice
 
     def plan(self) -> None:
         # autograd numbers the nodes of a thread in the order of the calls, so the producers of a node's
         # inputs have lower numbers. But an op in place that saves a copy of its input makes the copy's node
         # second.
         for info in sorted(
-            self._waiting, key=lambda info: _pending(self._waiting[info]).producer._sequence_nr()
+            self._unplanned, key=lambda info: _pending_state(self._unplanned[info]).producer._sequence_nr()
         ):
             self.plan_output(info)
 
     def plan_output(self, info: OutputInfo) -> None:
         """Plans the tensors of one output, unless they are planned already."""
-        if (every := self._waiting.pop(info, None)) is None:
+        if (every := self._unplanned.pop(info, None)) is None:
             return
-        pending = _pending(every)
+        pending = _pending_state(every)
         if info.as_strided_args is None:
             info.as_strided_args = pending.base or AsStridedArgs.of(pending.tensor)
         recipe = None
@@ -143,10 +145,10 @@ class RecomputePlanner:
         if math.prod(info.as_strided_args.size) * pending.tensor.element_size() < MIN_RECOMPUTE_BYTES:
             raise NotRecomputable(f"it has less than {MIN_RECOMPUTE_BYTES} bytes")
         policy = self.policy
-        keeps_block_io = policy.sites is None and policy.level == RecomputeLevel.EVERY_OP
+        keeps_block_io = policy.only_sites is None and policy.level == RecomputeLevel.EVERY_OP
         is_block_io = info.is_block_io and keeps_block_io
         if is_block_io and self._unused_recipes is None:
-            raise NotRecomputable(_BLOCK_IO)
+            raise NotRecomputable(_REASON_BLOCK_IO)
         if self._find_kept(info) is not None or self.find_rule(pending.producer.name()) is None:
             return None
         recipe = self._existing_recipe(info)
@@ -156,7 +158,7 @@ class RecomputePlanner:
             recipe = self._build_recipe(pending.producer, info, 0)
         try:
             if is_block_io:
-                raise NotRecomputable(_BLOCK_IO)
+                raise NotRecomputable(_REASON_BLOCK_IO)
             self._check_cost(info, recipe, pending.is_half_precision)
         except NotRecomputable:
             if self._unused_recipes is not None and not policy.skips(info.site):
@@ -175,17 +177,17 @@ class RecomputePlanner:
 
     def _check_cost(self, info: OutputInfo, recipe: Recipe, is_half_precision: bool) -> None:
         """Raises NotRecomputable if the recipe exceeds a cost limit, or the policy excludes its site."""
-        policy, max_depth = self.policy, _MAX_DEPTH[self.policy.level]
+        policy, max_depth = self.policy, _MAX_RECOMPUTE_DEPTH[self.policy.level]
         if reason := policy.reason_to_keep(info.site):
             raise NotRecomputable(reason)
-        if policy.sites is not None:
+        if policy.only_sites is not None:
             return
         if recipe.depth >= max_depth:
             raise NotRecomputable(f"its recipe goes through more than {max_depth} recomputed tensors")
-        if recipe.ops > _MAX_OPS and policy.level < RecomputeLevel.EVERY_OP:
-            raise NotRecomputable(f"its recipe has more than {_MAX_OPS} ops")
-        factor = recipe.bytes_moved / (recipe.size or 1)
-        max_moved = _MAX_MOVED_IN_HALF_PRECISION if is_half_precision else _MAX_MOVED
+        if recipe.num_ops > _MAX_RECIPE_OPS and policy.level < RecomputeLevel.EVERY_OP:
+            raise NotRecomputable(f"its recipe has more than {_MAX_RECIPE_OPS} ops")
+        factor = recipe.bytes_moved / (recipe.nbytes or 1)
+        max_moved = _MAX_BYTES_MOVED_PER_BYTE_IN_HALF if is_half_precision else _MAX_BYTES_MOVED_PER_BYTE
         if factor > max_moved and policy.level < RecomputeLevel.MATMULS:
             raise NotRecomputable(f"its recipe moves {factor:.0f} bytes for each that it frees")
 
@@ -216,7 +218,7 @@ class RecomputePlanner:
             info = OutputInfo.of_node(node)
         if not info.is_content_known:
             raise NotRecomputable("it was written to in ways that the graph does not show")
-        if info in self._waiting:  # then it is planned first, and whether it is kept is known
+        if info in self._unplanned:  # then it is planned first, and whether it is kept is known
             self.plan_output(info)
         if (packed := self._find_kept(info)) is not None:
             state = packed.state
@@ -226,7 +228,7 @@ class RecomputePlanner:
             return View(packed, ((torch.as_strided, *info.as_strided_args),))
         if (recipe := self._existing_recipe(info)) is not None:
             return recipe
-        if num_ops_from_target >= _MAX_UNSAVED or info in self._without_recipe:
+        if num_ops_from_target >= _MAX_UNSAVED_OPS or info in self._without_recipe:
             raise NotRecomputable
         return self._build_recipe(node, info, num_ops_from_target)
 
@@ -240,8 +242,8 @@ class RecomputePlanner:
     def _is_intact(self, operand: PackedTensor | PinnedTensor) -> bool:
         if not operand.is_valid_operand():
             return False
-        tensor = operand.held_tensor() if self.tracker.counts else None
-        return tensor is None or self.tracker.count_of(tensor) == operand.writes
+        tensor = operand.held_tensor() if self.tracker.write_counts else None
+        return tensor is None or self.tracker.count_writes(tensor) == operand.writes
 
     def require_intact(self, operand: PackedTensor | PinnedTensor) -> PackedTensor | PinnedTensor:
         """Returns `operand` if it is as it was when an op saved or pinned it.
@@ -252,7 +254,7 @@ class RecomputePlanner:
         if not self._is_intact(operand):
             raise NotRecomputable("an input was written to")
         if operand.is_sharded_now():
-            raise NotRecomputable(SHARDED)
+            raise NotRecomputable(REASON_SHARDED)
         return operand
 
     def _existing_recipe(self, info: OutputInfo) -> Recipe | None:
@@ -267,11 +269,11 @@ class RecomputePlanner:
             NotRecomputable: FSDP has sharded a parameter that it reads, and gathers it too late for a
                 consumer outside of that block.
         """
-        if recipe not in self._unsharded:
+        if recipe not in self._unsharded_recipes:
             every = recipe.in_topological_order()
             if any(operand.is_sharded_now() for one in every for operand in one.kept_operands()):
-                raise NotRecomputable(SHARDED)
-            self._unsharded.add(recipe)
+                raise NotRecomputable(REASON_SHARDED)
+            self._unsharded_recipes.add(recipe)
         return recipe
 
     def _build_recipe(self, node, info: OutputInfo, num_ops_from_target: int) -> Recipe:
@@ -292,12 +294,12 @@ class RecomputePlanner:
         except NotRecomputable:
             self._without_recipe.add(info)
             raise
-        recipe.dtype, recipe.time = output.dtype, node._sequence_nr()
+        recipe.dtype, recipe.sequence_nr = output.dtype, node._sequence_nr()
         numel = math.prod(output.shape)
         recipe.add_operand_costs(numel * output.dtype.itemsize, reader.flops * numel)
         info.recipe = weakref.ref(recipe)
-        self._unsharded.add(recipe)
-        self._built.append(recipe)
+        self._unsharded_recipes.add(recipe)
+        self._new_recipes.append(recipe)
         return recipe
 
     def is_unsaved_matmul(self, node) -> bool:
@@ -308,7 +310,7 @@ class RecomputePlanner:
         return self._find_kept(OutputInfo.of_node(node)) is None
 
 
-def _pending(every: list[PackedTensor]) -> Pending:
+def _pending_state(every: list[PackedTensor]) -> Pending:
     state = every[0].state
     assert type(state) is Pending
     return state

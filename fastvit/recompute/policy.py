@@ -1,4 +1,4 @@
-"""What a recompute scope rebuilds."""
+"""What a recompute scope may recompute: `Policy`."""
 
 from __future__ import annotations
 
@@ -30,23 +30,30 @@ class Policy:
     """What a scope recomputes.
 
     Args:
-        level: which ops a scope may recompute. Without `sites` the highest one keeps inputs and outputs of
-            blocks.
+        level: which ops a scope may recompute. The highest level keeps inputs and outputs of blocks, unless
+            `only_sites` are given.
         weight_casts: recompute autocast's copies of weights too.
-        sites: recompute only the outputs of these op calls; None for all.
+        only_sites: the op calls whose outputs are recomputed; None for all.
         skip: keep the outputs of ops with these skip keys.
-        share: fraction of the kept bytes that a budget leaves. Compiled code uses it. 0 if unknown.
+        kept_fraction: fraction of the kept bytes that a budget leaves. Compiled code uses it. 0 if unknown.
     """
 
     level: RecomputeLevel = RecomputeLevel.CHEAP
     weight_casts: bool = False
-    sites: frozenset[OpSite] | None = None
+    only_sites: frozenset[OpSite] | None = None
     skip: frozenset[tuple[str, str]] = frozenset()
-    share: float = 1.0
+    kept_fraction: float = 1.0
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Loads pickles with the older names of fields."""
+        for old, new in {"sites": "only_sites", "share": "kept_fraction"}.items():
+            if old in state:
+                state[new] = state.pop(old)
+        self.__dict__.update(state)
 
     def reason_to_keep(self, site: OpSite | None) -> str:
         """Returns why the output of `site` is kept; empty where it may be recomputed."""
-        if self.sites is not None and site not in self.sites:
+        if self.only_sites is not None and site not in self.only_sites:
             return "the budget is met without it"
         return "skipped" if self.skips(site) else ""
 

@@ -53,7 +53,7 @@ class OutputInfo:
         "__weakref__",
         "as_strided_args",
         "block",
-        "call",
+        "call_args",
         "node_name",
         "packed_tensors",
         "reason",
@@ -71,7 +71,7 @@ class OutputInfo:
         self.block, self.site_number = "", 0  # where the output was saved first; 0 where it was not
         self.as_strided_args: AsStridedArgs | None = None  # of the output, where an op has saved it
         self.reason = ""  # why it is kept
-        self.call: CallArgs | None = None
+        self.call_args: CallArgs | None = None
         self.packed_tensors: WeakList[PackedTensor] = WeakList()  # of the output, and of views of it
 
     @property
@@ -105,16 +105,16 @@ class Recipe:
         "flops",
         "function",
         "info",
-        "inner",
         "is_tracked",
+        "nbytes",
         "num_consumers",
+        "num_ops",
         "num_served",
+        "operand_recipes",
         "operands",
-        "ops",
         "output",
-        "size",
+        "sequence_nr",
         "stream",
-        "time",
         "version",
     )
 
@@ -127,34 +127,34 @@ class Recipe:
     ):
         self.info, self.function, self.operands, self.environment = info, function, operands, environment
         self.dtype: torch.dtype | None = None
-        self.inner = tuple([one for one in map(base_of, operands) if type(one) is Recipe])
+        self.operand_recipes = tuple([one for one in map(base_of, operands) if type(one) is Recipe])
         self.output: Tensor | None = None  # while a consumer waits for it
         self.num_consumers = 0  # packed tensors and recipes that take the output
         self.num_served = 0
         self.stream, self.version = 0, 0  # on which the output was made, and its version then
-        self.time = 0  # the sequence number of the node
+        self.sequence_nr = 0  # the sequence number of the node
         self.is_tracked = False  # the write tracker knows its operands
         self.depth = 0  # recomputed tensors on the longest path to tensors that are kept
-        self.ops = 1
-        self.size = 0  # bytes of the output
+        self.num_ops = 1
+        self.nbytes = 0  # bytes of the output
         self.bytes_moved = 0  # read and written, from tensors that ops have saved
         self.flops = 0  # of its matrix products
 
     def add_operand_costs(self, nbytes: int, flops: int) -> None:
         """Sums what it costs to make the output of `nbytes` from tensors that are there."""
-        self.size, self.bytes_moved, self.flops = nbytes, nbytes, flops
+        self.nbytes, self.bytes_moved, self.flops = nbytes, nbytes, flops
         for base in map(base_of, self.operands):
+            if base is None:
+                continue
+            self.bytes_moved += min(base.nbytes, 2 * nbytes)
             if isinstance(base, Recipe):
-                self.bytes_moved += min(base.size, 2 * nbytes)
-                self.ops += base.ops
+                self.num_ops += base.num_ops
                 # Another op has saved the operand too: it is recomputed anyway, and its cost is not counted.
                 is_saved = base.info.as_strided_args is not None
                 self.depth = max(self.depth, base.depth + is_saved)
                 if not is_saved:
                     self.bytes_moved += base.bytes_moved
                     self.flops += base.flops
-            elif base is not None:
-                self.bytes_moved += min(base.nbytes(), 2 * nbytes)
 
     def add_consumer(self) -> None:
         """Counts a consumer of the output, and with the first one itself as a consumer of its operands."""
@@ -182,7 +182,7 @@ class Recipe:
             RuntimeError: an operand is no longer as the op read it.
         """
         if not self.is_computed():
-            recipes = self.in_topological_order(skip=Recipe.is_computed) if self.inner else [self]
+            recipes = self.in_topological_order(skip=Recipe.is_computed) if self.operand_recipes else [self]
             for number, recipe in enumerate(recipes):
                 try:
                     recipe._compute()
@@ -216,7 +216,7 @@ class Recipe:
         found: dict[Recipe, None] = {}
         waiting = [self]
         while waiting:
-            missing = [one for one in waiting[-1].inner if one not in found and not skip(one)]
+            missing = [one for one in waiting[-1].operand_recipes if one not in found and not skip(one)]
             if missing:
                 waiting += missing
             else:

@@ -19,7 +19,7 @@ from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 
 from . import norm_rules
-from .node_reader import LEAF, NodeReader, NotRecomputable
+from .node_reader import LEAF_NODE, NodeReader, NotRecomputable
 from .planner import OpCall, Rule, Rules
 from .policy import RecomputeLevel
 from .views import WRITE_TO_VIEW, as_strided_in, identity
@@ -32,12 +32,12 @@ def _unary_rule(function: Callable[..., Tensor], *options: str, saves_input: boo
 
     def rule(reader: NodeReader) -> OpCall:
         operand = reader.operand("self", 0) if saves_input else reader.graph_operand(0)
-        return _bound(function, *[reader.attribute(name) for name in options]), (operand,)
+        return _bind_options(function, *[reader.attribute(name) for name in options]), (operand,)
 
     return rule
 
 
-def _bound(function: Callable[..., Tensor], *options: object) -> Callable[[Tensor], Tensor]:
+def _bind_options(function: Callable[..., Tensor], *options: object) -> Callable[[Tensor], Tensor]:
     return (lambda t: function(t, *options)) if options else function
 
 
@@ -48,7 +48,7 @@ def _binary_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCa
 def _sum_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]:
     def rule(reader: NodeReader) -> OpCall:
         if reader.policy.level == RecomputeLevel.MATMULS and _is_residual(reader):
-            raise NotRecomputable("the sum is kept instead of repeating the product that is its term")
+            raise NotRecomputable("the sum is kept, so that the matmul that is its term is not recomputed")
         reader.require_rules()
         alpha = reader.attribute("alpha")
         if reader.edges[1][0] is None and (number := reader.call_args().scalar) is not None:
@@ -74,7 +74,7 @@ def _is_residual(reader: NodeReader) -> bool:
 
 
 def _scale_rule(reader: NodeReader) -> OpCall:
-    return _bound(torch.mul, reader.attribute("other")), (reader.graph_operand(0),)
+    return _bind_options(torch.mul, reader.attribute("other")), (reader.graph_operand(0),)
 
 
 def _index_rule(reader: NodeReader) -> OpCall:
@@ -119,7 +119,9 @@ def _join_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall
 
 def _clone_rule(reader: NodeReader) -> OpCall:
     if reader.info is None or reader.info.as_strided_args is None:
-        memory_format = None if reader.info is None or reader.info.call is None else reader.info.call.scalar
+        memory_format = (
+            None if reader.info is None or reader.info.call_args is None else reader.info.call_args.scalar
+        )
         if memory_format is None:
             raise NotRecomputable("the graph does not show the memory format of a copy")
         return lambda t: t.clone(memory_format=memory_format), (reader.graph_operand(0),)
@@ -129,7 +131,7 @@ def _clone_rule(reader: NodeReader) -> OpCall:
 
 def _to_copy_rule(reader: NodeReader) -> OpCall:
     output, producer = reader.metadata, reader.edges[0][0]
-    is_leaf = producer is not None and producer.name() == LEAF
+    is_leaf = producer is not None and producer.name() == LEAF_NODE
     source = producer and (producer.variable if is_leaf else producer._input_metadata[0])
     if producer is None or source.device != output.device:
         raise NotRecomputable
@@ -139,12 +141,12 @@ def _to_copy_rule(reader: NodeReader) -> OpCall:
     is_bias = is_leaf and reader.num_ops_from_target and producer.variable.dim() <= 1
     is_weight = is_leaf and not is_bias
     if is_weight and not (reader.policy.weight_casts and type(producer.variable) is Parameter):
-        raise NotRecomputable("the cast of a weight, which is not cast again without weight_casts=True")
-    return _cast_to(output.dtype), (reader.graph_operand(0),)
+        raise NotRecomputable("the cast of a weight: recomputed with recompute_weight_casts=True")
+    return _make_cast(output.dtype), (reader.graph_operand(0),)
 
 
 @cache  # one function for thousands of recipes
-def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def _make_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda t: t.to(dtype, copy=True)
 
 
@@ -261,7 +263,7 @@ def _copy_slices_rule(reader: NodeReader) -> OpCall:
     return written, (reader.graph_operand(0),)
 
 
-def _layer_rule(reader: NodeReader) -> OpCall:
+def _fastvit_layer_rule(reader: NodeReader) -> OpCall:
     """Recomputes the output of a fastvit layer. Its autograd Function provides `recompute_function(ctx)`."""
     node, function = reader.node, reader.node._forward_cls
     rebuild, unsaved = function.recompute_function(node), getattr(node, "fastvit_unsaved_inputs", {})
@@ -275,7 +277,7 @@ def _layer_rule(reader: NodeReader) -> OpCall:
     )
 
 
-_CHEAP: dict[str, Rule] = {
+_CHEAP_RULES: dict[str, Rule] = {
     "NativeLayerNormBackward0": norm_rules.layer_norm_rule,
     "FusedRmsNormBackward0": norm_rules.rms_norm_rule,
     "NativeGroupNormBackward0": norm_rules.group_norm_rule,
@@ -326,20 +328,24 @@ _CHEAP: dict[str, Rule] = {
     "UnsafeViewBackward0": _unsafe_view_rule,
     "ToCopyBackward0": _to_copy_rule,
     WRITE_TO_VIEW: _copy_slices_rule,
-    **dict.fromkeys((f"{name}FunctionBackward" for name in ("BatchNorm", "LayerNorm", "Act")), _layer_rule),
+    **dict.fromkeys(
+        (f"{name}FunctionBackward" for name in ("BatchNorm", "LayerNorm", "Act")), _fastvit_layer_rule
+    ),
 }
 
 
-def cheap_ops() -> set[OpOverloadPacket]:
+def cheap_op_packets() -> set[OpOverloadPacket]:
     """The ops that the cheap rules repeat: `FusedRmsNormBackward0` is the node of `aten._fused_rms_norm`."""
-    words = (re.sub("(?<=[a-zD])(?=[A-Z])", "_", name.partition("Backward")[0]).lower() for name in _CHEAP)
+    words = (
+        re.sub("(?<=[a-zD])(?=[A-Z])", "_", name.partition("Backward")[0]).lower() for name in _CHEAP_RULES
+    )
     ops = (getattr(_aten, name, None) or getattr(_aten, f"_{name}", None) for name in words)
     return {op for op in ops if op is not None}  # layers in Python are no ops
 
 
-_MATMULS: dict[str, Rule] = {"AddmmBackward0": _addmm_rule, "MmBackward0": _mm_rule}
+_MATMUL_RULES: dict[str, Rule] = {"AddmmBackward0": _addmm_rule, "MmBackward0": _mm_rule}
 
-_EVERY_OP: dict[str, Rule] = {
+_EVERY_OP_RULES: dict[str, Rule] = {
     "ConvolutionBackward0": _convolution_rule,
     "BmmBackward0": _bmm_rule,
     "IndexBackward0": _index_rule,
@@ -360,9 +366,9 @@ _EVERY_OP: dict[str, Rule] = {
 RECOMPUTE_RULES: Rules = {
     name: (level, rule)
     for level, rules in (
-        (RecomputeLevel.CHEAP, _CHEAP),
-        (RecomputeLevel.MATMULS, _MATMULS),
-        (RecomputeLevel.EVERY_OP, _EVERY_OP),
+        (RecomputeLevel.CHEAP, _CHEAP_RULES),
+        (RecomputeLevel.MATMULS, _MATMUL_RULES),
+        (RecomputeLevel.EVERY_OP, _EVERY_OP_RULES),
     )
     for name, rule in rules.items()
 }

@@ -26,7 +26,7 @@ from torch import Tensor
 from . import masks
 from .call_observer import CallObserver
 from .environment import current_environment
-from .node_reader import LEAF
+from .node_reader import LEAF_NODE
 from .observer import SavedTensorObserver
 from .packed_tensor import (
     MIN_RECOMPUTE_BYTES,
@@ -43,15 +43,17 @@ from .policy import OpSite, Policy, RecomputeLevel, display_op_name
 from .recipe import CallArgs, OutputInfo
 from .recompute_rules import RECOMPUTE_RULES
 from .storage import storage_id, view_base
-from .views import VIEWS, reaches_through_views, skip_unsafe_view
+from .views import VIEW_RULES, reaches_through_views, skip_unsafe_view
 from .weak_list import WeakList
 
-_NO_OP = "it is not the output of an autograd node (an input, a constant, indices, or compiled code)"
+_REASON_NO_PRODUCER = (
+    "it is not the output of an autograd node (an input, a constant, indices, or compiled code)"
+)
 _autograd = torch._C._autograd
-_peek_transform = torch._C._functorch.peek_interpreter_stack
+_peek_functorch_transform = torch._C._functorch.peek_interpreter_stack
 _WeakTensorRef = torch._C._WeakTensorRef  # type: ignore[attr-defined]
-_len_modes = torch._C._len_torch_function_stack
-_is_autocast_on = torch._C._is_any_autocast_enabled
+_count_function_modes = torch._C._len_torch_function_stack
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
 MAX_PENDING = 512  # tensors without a plan
 
 Hooks = tuple[Callable, Callable]
@@ -74,22 +76,22 @@ class Scope:
         self._close_dead_scopes = close_dead_scopes
         self._is_open = True
         self._pinned: WeakList[PackedTensor] = WeakList()
-        self._calls = CallObserver(self)
-        self._tracker = self._calls.tracker
+        self._call_observer = CallObserver(self)
+        self._write_tracker = self._call_observer.tracker
         self._num_outputs = 0  # that were packed
-        self._outer: Hooks | None = None  # hooks around this scope, through which kept tensors go
+        self._outer_hooks: Hooks | None = None  # hooks around this scope, through which kept tensors go
         self._pending: WeakList[PackedTensor] = WeakList()
-        self._num_sites: dict[str, dict[str, int]] = defaultdict(dict)  # of a block, by the name of a node
+        self._site_counts: dict[str, dict[str, int]] = defaultdict(dict)  # of a block, by the name of a node
         self._saved_tensor_observer = saved_tensor_observer
 
     def enter(self) -> None:
-        self._outer = current_saved_tensor_hooks()
+        self._outer_hooks = current_saved_tensor_hooks()
         _autograd._push_saved_tensors_default_hooks(self.pack, unpack_hook)
-        self._calls.push_below()
+        self._call_observer.push_below()
 
     def remove_observer(self) -> bool:
         """Takes the call observer off. Returns False inside of a call: try again after it."""
-        return self._calls.remove()
+        return self._call_observer.remove()
 
     def leave(self) -> None:
         """Removes the hooks, wherever they lie: an exception may have left others above them.
@@ -100,14 +102,14 @@ class Scope:
         for packed in self._pinned:  # recipes hold the pins that they read
             packed.pin, packed.is_excluded = None, True
         self._pinned.clear()
-        self._calls.drop_pins()
+        self._call_observer.drop_pins()
         with torch._C.DisableTorchFunction():
-            self._tracker.close()
+            self._write_tracker.close()
         every = []
         while (hooks := current_saved_tensor_hooks()) is not None:
             every.append(hooks)
             _autograd._pop_saved_tensors_default_hooks()
-        stale = next((one for one in every if one[0] == self.pack), self._outer)
+        stale = next((one for one in every if one[0] == self.pack), self._outer_hooks)
         if stale in every:
             every.remove(stale)
         for hooks in reversed(every):
@@ -130,7 +132,7 @@ class Scope:
 
     def enter_block(self, policy: Policy, block: str) -> None:
         self.policy, self.block = policy, block
-        self._num_sites[block].clear()
+        self._site_counts[block].clear()
 
     def mark_block_io(self, tensors: Iterable[object]) -> None:
         """Marks the inputs or outputs of a block."""
@@ -144,13 +146,15 @@ class Scope:
 
     def pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
         """The pack hook."""
-        if _len_modes() or type(tensor) is not Tensor:  # they would intercept every attribute access below
+        if (
+            _count_function_modes() or type(tensor) is not Tensor
+        ):  # they would intercept every attribute access below
             with torch._C.DisableTorchFunction():
                 return self._pack(tensor)
         return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
-        node, calls = tensor.grad_fn, self._calls
+        node, calls = tensor.grad_fn, self._call_observer
         if node is None:
             packed = self._pack_leaf(tensor)
         else:
@@ -161,25 +165,30 @@ class Scope:
                 self._close_dead_scopes()  # a dead scope would pack what other models save
             packed = self._pack_output(tensor, node)
             packed.environment = current_environment(tensor.is_cuda)
-        if self._tracker.counts and (writes := self._tracker.count_of(tensor)):
+        if self._write_tracker.write_counts and (writes := self._write_tracker.count_writes(tensor)):
             packed.writes = writes
-        if self._outer is not None and type(packed.state) is Kept:
-            packed.pack_by_outer_hooks(*self._outer)
+        if self._outer_hooks is not None and type(packed.state) is Kept:
+            packed.pack_by_outer_hooks(*self._outer_hooks)
         if self._saved_tensor_observer is not None:
             self._saved_tensor_observer.add(packed, tensor)
         return packed
 
     def _pack_leaf(self, tensor: Tensor) -> PackedTensor:
         """Packs a tensor without a node, and pins it for recipes if it is small."""
-        packed = PackedTensor(Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version), _NO_OP)
-        p = self._calls.running_dropout_p
+        packed = PackedTensor(
+            Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version), _REASON_NO_PRODUCER
+        )
+        p = self._call_observer.running_dropout_p
         if p is not None and type(tensor) is Tensor and self._may_pack_dropout_mask(packed, tensor):
             # The mask is packed instead of drawn again: drawing random numbers takes ten times as long.
             packed.replace_tensor(masks.dropout_bit_mask(tensor, p))
-        elif self._calls.biases and (bias := self._calls.biases.pop(storage_id(tensor), None)) is not None:
+        elif (
+            self._call_observer.biases
+            and (bias := self._call_observer.biases.pop(storage_id(tensor), None)) is not None
+        ):
             packed.bias = bias
         elif is_small(tensor):
-            needed = self._calls.pinned_operand
+            needed = self._call_observer.pinned_operand
             if needed is ... or needed is tensor:
                 packed.pin = PinnedTensor(tensor, copies=True)
                 self._pinned.append(packed)
@@ -199,8 +208,8 @@ class Scope:
         producer: Any = node if base is None else base.grad_fn
         version = tensor._version
         if producer is None:  # a view of a leaf, such as a transposed weight
-            held = tensor if node.name() in VIEWS else tensor.detach()
-            return PackedTensor(Kept(held, version), _NO_OP)
+            held = tensor if node.name() in VIEW_RULES else tensor.detach()
+            return PackedTensor(Kept(held, version), _REASON_NO_PRODUCER)
         # An op's output refers to its node, and that to what is packed: only detached it makes no cycle.
         held = tensor.detach()
         if not self._is_open:
@@ -210,7 +219,7 @@ class Scope:
             packed = PackedTensor(Kept(held, version), reason)
             packed.is_excluded = version > 0
             return packed
-        is_half_precision = output.element_size() == 2 or _is_autocast_on()
+        is_half_precision = output.element_size() == 2 or _is_autocast_enabled()
         pending = Pending(held, version, producer, self.block, is_half_precision)
         pending.base = None if base is None else AsStridedArgs.of(base)
         packed = PackedTensor(pending)
@@ -218,8 +227,8 @@ class Scope:
         if self.policy.weight_casts and producer.name() == "ToCopyBackward0":
             self._pin_weight(producer)
         self._pending.append(packed)
-        if self._calls.in_place_copies is not None and producer.name() == "CloneBackward0":
-            self._calls.in_place_copies.append(packed)
+        if self._call_observer.in_place_copies is not None and producer.name() == "CloneBackward0":
+            self._call_observer.in_place_copies.append(packed)
         return packed
 
     def _reason_to_keep(self, tensor: Tensor, node: Any, base: Tensor, producer: Any) -> str:
@@ -230,14 +239,18 @@ class Scope:
         is_known = not base.output_nr and base.dtype is tensor.dtype and tensor.layout is torch.strided
         if is_known and tensor._version:
             is_known = self._has_only_tracked_writes(base, producer)
-        if is_known and reaches_through_views(node, tensor.output_nr, producer) and _peek_transform() is None:
+        if (
+            is_known
+            and reaches_through_views(node, tensor.output_nr, producer)
+            and _peek_functorch_transform() is None
+        ):
             return ""
         op = display_op_name(skip_unsafe_view(producer).name())
         return f"one of several outputs of {op}, or written to before it was saved"
 
     def _has_only_tracked_writes(self, base: Tensor, node: Any) -> bool:
         """Returns whether all writes to `base` are ops in place that the graph shows, the last one `node`."""
-        info, expected = OutputInfo.of_node(node), self._calls.expected_write
+        info, expected = OutputInfo.of_node(node), self._call_observer.expected_write
         if expected is not None and expected[0] is base and expected[1] == base._version:
             info.expected_version = base._version  # the op saves its output before its call returns
         version = info.expected_version
@@ -248,8 +261,10 @@ class Scope:
     def _pin_weight(self, cast: Any) -> None:
         """Pins the weight that autocast has cast, when the cast is saved first."""
         weight, info = cast.next_functions[0][0], OutputInfo.of_node(cast)
-        if info.call is None and weight is not None and weight.name() == LEAF:
-            self._calls.store_call_args(cast, CallArgs(leaves=(self._calls.pin(weight.variable),)))
+        if info.call_args is None and weight is not None and weight.name() == LEAF_NODE:
+            self._call_observer.store_call_args(
+                cast, CallArgs(leaves=(self._call_observer.pin(weight.variable),))
+            )
 
     def plan_pending(self) -> None:
         """Plans all that is pending. Whatever raises, what is pending is kept."""
@@ -269,16 +284,16 @@ class Scope:
             is_shown: whether autograd's graph or the version shows the write. If neither does, autograd reads
                 what is written.
         """
-        if self._outer is not None:  # hooks around the scope may copy what they pack
+        if self._outer_hooks is not None:  # hooks around the scope may copy what they pack
             self.plan_pending()
-        self._tracker.save_pre_write_copies(tensor)
-        for packed in () if is_shown else self._tracker.restore_dropped(tensor):
-            if self._outer is not None:
-                packed.pack_by_outer_hooks(*self._outer)
+        self._write_tracker.save_pre_write_copies(tensor)
+        for packed in () if is_shown else self._write_tracker.restore_dropped(tensor):
+            if self._outer_hooks is not None:
+                packed.pack_by_outer_hooks(*self._outer_hooks)
 
     def has_outer_hooks(self) -> bool:
         """Returns whether there are saved-tensor hooks around the scope."""
-        return self._outer is not None
+        return self._outer_hooks is not None
 
     def abandon(self) -> None:
         """Keeps all that is pending, without a plan."""
@@ -297,10 +312,12 @@ class Scope:
         for packed in masked:
             if self._reason_against_mask(packed):
                 packed.make_mask = None
-        unsettled = self._tracker.settle_lent(pending)
-        keeps_bases, observer = self._outer is None, self._saved_tensor_observer
+        unsettled = self._write_tracker.check_lent_memory(pending)
+        keeps_bases, observer = self._outer_hooks is None, self._saved_tensor_observer
         unused = None if observer is None else observer.unused_recipes
-        RecomputePlanner(self.policy, RECOMPUTE_RULES, pending, self._tracker, keeps_bases, unused).plan()
+        RecomputePlanner(
+            self.policy, RECOMPUTE_RULES, pending, self._write_tracker, keeps_bases, unused
+        ).plan()
         if observer is not None:
             observer.add_plan()
         for info in unsettled:
@@ -308,16 +325,16 @@ class Scope:
         for packed in masked:
             if packed.make_mask is not None:
                 self._replace_by_mask(packed)
-        for packed in () if self._outer is None else pending:
+        for packed in () if self._outer_hooks is None else pending:
             if type(packed.state) is Kept and packed.state.is_unwritten():
-                packed.pack_by_outer_hooks(*self._outer)  # type: ignore[misc]
+                packed.pack_by_outer_hooks(*self._outer_hooks)  # type: ignore[misc]
 
     def _number_site(self, info: OutputInfo, block: str) -> None:
         if not info.site_number:
             info.block, info.site_number = block, self._next_number(block, info.node_name)
 
     def _next_number(self, block: str, node_name: str) -> int:
-        counts = self._num_sites[block]
+        counts = self._site_counts[block]
         counts[node_name] = number = counts.get(node_name, 0) + 1
         return number
 
@@ -338,7 +355,7 @@ class Scope:
     def _replace_by_mask(self, packed: PackedTensor) -> None:
         make_mask, packed.make_mask = packed.make_mask, None
         assert make_mask is not None
-        if packed.is_maskable() and self._tracker.count_of(packed.state.tensor) == packed.writes:  # type: ignore
+        if packed.is_maskable() and self._write_tracker.count_writes(packed.state.tensor) == packed.writes:  # type: ignore
             if (mask := make_mask(packed.state.tensor)) is not None:  # type: ignore[union-attr]
                 packed.replace_tensor(mask)
                 packed.is_excluded = True

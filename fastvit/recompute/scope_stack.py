@@ -17,49 +17,52 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._deprecation import renamed_arguments
 from . import torch_patches
 from .observer import SavedTensorObserver
 from .policy import Policy, RecomputeLevel
 from .scope import Scope, current_saved_tensor_hooks
 
 
+@renamed_arguments(products="matmuls", weight_casts="recompute_weight_casts")
 @contextlib.contextmanager
-def recompute_scope(products: bool = False, weight_casts: bool = False) -> Iterator[None]:
-    """Around a forward: outputs that take little arithmetic are rebuilt in backward instead of kept.
+def recompute_scope(matmuls: bool = False, recompute_weight_casts: bool = False) -> Iterator[None]:
+    """Recomputes cheap outputs in backward instead of keeping them, for ops that run inside this context.
 
         with fastvit.recompute_scope():
             loss = criterion(model(x), target)
         loss.backward()
 
-    These are outputs of torch's normalisations, activations, elementwise products, sums, casts, copies,
-    concatenations and poolings, and of BatchNormAct layers with memory="recompute", where the inputs of the
-    op are kept. An op is repeated by the same op on the same memory layout, so gradients have the same bits
-    as without the scope. Running statistics are not touched.
+    Cheap outputs are those of torch's normalisations, activations, elementwise products, sums, casts, copies,
+    concatenations and poolings, and of BatchNormAct layers with memory="recompute". An output is recomputed
+    if the inputs of its op are kept, by the same op on the same memory layout, so gradients have the same
+    bits as without the scope. Running statistics are not touched.
 
-    The backward may run inside or outside of the scope. Scopes nest: the end of an inner one decides what is
-    kept of the outputs so far. Inside other saved-tensor hooks (save_on_cpu, an activation offloader) a scope
-    hands on what it keeps; inside torch's checkpoint it has no effect. Where saved-tensor hooks are disabled
-    it has none either, and warns once.
+    The backward may run inside or outside of the scope. Scopes nest: the end of an inner scope plans which
+    of the outputs so far are kept. Inside other saved-tensor hooks (save_on_cpu, an activation offloader),
+    kept tensors go through those hooks. Inside torch's checkpoint a scope has no effect. If saved-tensor
+    hooks are disabled, a scope has no effect either, and warns once.
 
     An output that was written to before it was saved is kept, unless the write is an op in place that was
-    called in Python and is repeated too. Writes under no_grad, through `detach()`, `.data` and NumPy are
-    seen. A write that counts no version by code that is not Python's, such as a kernel of one's own, is not
-    noticed: gradients of what is rebuilt from that memory are wrong. `fastvit.verify` finds it.
+    called in Python and is recomputed too. A scope sees writes under no_grad, through `detach()`, `.data` and
+    NumPy. It does not see a write that counts no version by code that is not Python's, such as a kernel of
+    one's own: gradients of what is recomputed from that memory are wrong. `fastvit.verify` finds it.
 
     Args:
-        products: rebuild the output of a Linear too, where it is no narrower than the input. This halves the
-            remaining bytes, about, for the time of these matrix products. In half precision and under
-            autocast tensors are rebuilt then too whose recipe moves more than ten times their bytes.
-        weight_casts: cast weights again instead of keeping the half-precision copies that autocast makes: 2
-            bytes for each element of a weight, at any batch size. A write to a weight before the backward is
-            then an error. A write through `weight.data` is not noticed, and the gradient is that of the new
-            weight.
+        matmuls: recompute the output of a Linear too, if it is no narrower than the input. This halves the
+            remaining bytes, about, for the time of these matmuls. In half precision and under autocast, it
+            also recomputes tensors whose recipe moves more than ten times their bytes.
+        recompute_weight_casts: recompute the half-precision copies of weights that autocast makes, instead of
+            keeping them: 2 bytes for each element of a weight, at any batch size. A write to a weight before
+            the backward is then an error. A write through `weight.data` is not noticed, and the gradient is
+            that of the new weight.
     """
     if torch.compiler.is_compiling():
         yield
         return
     owner = object()
-    open_scope(owner, Policy(RecomputeLevel.MATMULS if products else RecomputeLevel.CHEAP, weight_casts), "")
+    level = RecomputeLevel.MATMULS if matmuls else RecomputeLevel.CHEAP
+    open_scope(owner, Policy(level, recompute_weight_casts), "")
     try:
         yield
     finally:

@@ -39,7 +39,7 @@ class Value:
         operands: what its op reads, of the values that may be recomputed.
         pinned_bytes: of tensors that a recipe holds and no op has saved, such as a mask of attention.
         mask_bytes: of the bit mask that stays in place of it; 0 where it is recomputed.
-        moved: bytes that its op reads and writes.
+        bytes_moved: bytes that its op reads and writes.
         flops: of its matrix product, in `dtype`.
         level: the lowest one that repeats its op.
         owner: what the observer annotated when it was saved first.
@@ -53,7 +53,7 @@ class Value:
     operands: list[Value] = field(default_factory=list)
     pinned_bytes: int = 0
     mask_bytes: int = 0
-    moved: int = 0
+    bytes_moved: int = 0
     flops: int = 0
     dtype: torch.dtype | None = None
     level: RecomputeLevel = RecomputeLevel.CHEAP
@@ -95,18 +95,18 @@ class StepRecord:
 
 
 def record_step(
-    observer: SavedTensorObserver, results: Iterable[Tensor], besides: Iterable[Tensor] = ()
+    observer: SavedTensorObserver, results: Iterable[Tensor], exclude: Iterable[Tensor] = ()
 ) -> StepRecord:
     """Returns the record of a forward that has just ended, and whose graph is alive.
 
     Args:
         observer: of the forward, whose policy recomputes all that can be.
         results: of the forward.
-        besides: tensors whose memory does not count, such as parameters.
+        exclude: tensors whose memory does not count, such as parameters.
     """
     results, first = list(results), observer.first_time
     length = max(observer.next_time() - first, 1)
-    builder = _Builder(first, {0, *map(storage_id, besides)})
+    builder = _ValueBuilder(first, {0, *map(storage_id, exclude)})
     seen = observer.seen_tensors()
     for recipe in (
         *observer.unused_recipes,
@@ -127,7 +127,7 @@ def _nbytes_of_storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if storage_id(tensor) and not tensor.is_nested else 0
 
 
-class _Builder:
+class _ValueBuilder:
     """Makes values of recipes and of packed tensors.
 
     Args:
@@ -136,59 +136,61 @@ class _Builder:
     """
 
     def __init__(self, first: int, others: set[int]):
-        self._first, self._others = first, others
-        self._of_info: dict[OutputInfo, Value] = {}
-        self._of_memory: dict[int, Value] = {}  # by the storage, or the packed tensor
-        self._operands: list[tuple[Value, list[OutputInfo]]] = []
+        self._first, self._excluded_storages = first, others
+        self._value_of_info: dict[OutputInfo, Value] = {}
+        self._value_of_memory: dict[int, Value] = {}  # by the storage, or the packed tensor
+        self._operand_infos: list[tuple[Value, list[OutputInfo]]] = []
 
     def add_recipe(self, recipe: Recipe) -> None:
-        if recipe.info not in self._of_info:
-            for one in recipe.in_topological_order(skip=lambda one: one.info in self._of_info):
+        if recipe.info not in self._value_of_info:
+            for one in recipe.in_topological_order(skip=lambda one: one.info in self._value_of_info):
                 self._add_op(one)
 
     def _add_op(self, recipe: Recipe) -> None:
         info, moved, flops = recipe.info, recipe.bytes_moved, recipe.flops
-        for inner in recipe.inner:
+        for inner in recipe.operand_recipes:
             if inner.info.as_strided_args is None:  # whose costs the recipe's have
                 moved, flops = moved - inner.bytes_moved, flops - inner.flops
         bases = [base_of(operand) for operand in recipe.operands]
         pins = [base.tensor for base in bases if isinstance(base, PinnedTensor) and not base.is_copy]
         level = RECOMPUTE_RULES.get(info.node_name, (RecomputeLevel.EVERY_OP, None))[0]
         value = Value(
-            recipe.size,
-            recipe.time - self._first,
+            recipe.nbytes,
+            recipe.sequence_nr - self._first,
             display_op_name(info.node_name),
             info.site,
             pinned_bytes=sum(
-                one.nbytes for one in pins if one is not None and storage_id(one) not in self._others
+                one.nbytes
+                for one in pins
+                if one is not None and storage_id(one) not in self._excluded_storages
             ),
-            moved=max(moved, 0),
+            bytes_moved=max(moved, 0),
             flops=max(flops, 0),
             dtype=recipe.dtype,
             level=RecomputeLevel.EVERY_OP if pins else level,
         )
         read = [base for base in bases if isinstance(base, (Recipe, PackedTensor))]
-        self._operands.append((value, [base.info for base in read if base.info is not None]))
-        self._of_info[info] = value
+        self._operand_infos.append((value, [base.info for base in read if base.info is not None]))
+        self._value_of_info[info] = value
 
     def add_saved(self, one: SeenTensor) -> None:
         packed, state = one.packed, one.packed.state
-        value = self._of_info.get(packed.info) if packed.info is not None else None
+        value = self._value_of_info.get(packed.info) if packed.info is not None else None
         if value is None and isinstance(state, Kept):
-            if (key := storage_id(state.tensor)) in self._others:
+            if (key := storage_id(state.tensor)) in self._excluded_storages:
                 return
-            value = self._of_memory.get(key)
+            value = self._value_of_memory.get(key)
             if value is None:
                 name = display_op_name(packed.info.node_name) if packed.info is not None else packed.reason
                 value = Value(_nbytes_of_storage(state.tensor), one.created - self._first, name)
-                self._of_memory[key] = value
+                self._value_of_memory[key] = value
         elif value is None:
             assert not isinstance(state, (Kept, Recomputed))
             value = Value(state.storage_nbytes, one.created - self._first, "packed by hooks around the scope")
             if isinstance(state.replacement, BitMask):
                 value.mask_bytes, value.name = state.replacement.packed.nbytes, state.replacement.reason
-                value.site, value.moved = packed.mask_site, value.nbytes
-            self._of_memory[id(packed)] = value
+                value.site, value.bytes_moved = packed.mask_site, value.nbytes
+            self._value_of_memory[id(packed)] = value
         if not value.uses:
             value.owner = one.annotation
         value.created = min(value.created, one.created - self._first)
@@ -196,12 +198,12 @@ class _Builder:
 
     def saved_storages(self) -> set[int]:
         """Returns those of the saved tensors that have no recipe."""
-        return {*self._of_memory}
+        return {*self._value_of_memory}
 
     def finish(self) -> list[Value]:
-        for value, infos in self._operands:
-            value.operands = [self._of_info[info] for info in infos if info in self._of_info]
-        every = [*self._of_info.values(), *self._of_memory.values()]
+        for value, infos in self._operand_infos:
+            value.operands = [self._value_of_info[info] for info in infos if info in self._value_of_info]
+        every = [*self._value_of_info.values(), *self._value_of_memory.values()]
         for value in every:
             value.created = max(value.created, 0)  # an input of the model
             value.uses.sort()

@@ -16,30 +16,30 @@ def as_signed(value):
     return value - 2**64 if type(value) is int and value >= 2**63 else value
 
 
-ViewOp = tuple  # a function of a tensor, and its other arguments
+ViewCall = tuple  # a function of a tensor, and its other arguments
 
 
-def _of_shape(node, _: int) -> ViewOp:
+def _view_rule(node, _: int) -> ViewCall:
     return Tensor.view, tuple(node._input_metadata[0].shape)
 
 
-def _expand(node, _: int) -> ViewOp:
+def _expand_rule(node, _: int) -> ViewCall:
     shape = tuple(node._input_metadata[0].shape)
     return (identity,) if node._saved_self_sym_sizes == shape else (Tensor.expand, *shape)
 
 
-def _method(name: str, *integers: str, is_part: bool = False) -> Callable:
-    """Returns the rule of a view by a method of Tensor; `is_part` if it returns several views."""
+def _make_view_rule(name: str, *integers: str, returns_several: bool = False) -> Callable:
+    """Returns the rule of a view by a method of Tensor; `returns_several` if it returns several views."""
     saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
 
-    def rule(node, number: int) -> ViewOp:
+    def rule(node, number: int) -> ViewCall:
         values = [as_signed(getattr(node, one)) for one in saved]
-        return (_part, method, number, *values) if is_part else (method, *values)
+        return (_take_view, method, number, *values) if returns_several else (method, *values)
 
     return rule
 
 
-def _part(tensor: Tensor, method: Callable, number: int, *values) -> Tensor:
+def _take_view(tensor: Tensor, method: Callable, number: int, *values) -> Tensor:
     return method(tensor, *values)[number]
 
 
@@ -52,12 +52,12 @@ def as_strided_in(tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...]
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
-def _slice(node, _: int) -> ViewOp:
+def _slice_rule(node, _: int) -> ViewCall:
     integers = (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
     return torch.ops.aten.slice.Tensor, *as_signed(integers)
 
 
-def as_strided_of_write(node) -> ViewOp | None:
+def as_strided_of_write(node) -> ViewCall | None:
     """Returns the view to which an op in place has written. Such a base begins where its storage does."""
     if node.name() != "AsStridedBackward0" or node.next_functions[0][0].name() != WRITE_TO_VIEW:
         return None
@@ -66,29 +66,31 @@ def as_strided_of_write(node) -> ViewOp | None:
 
 
 WRITE_TO_VIEW = "torch::autograd::CopySlices"
-VIEWS: dict[str, Callable[..., ViewOp]] = {
-    "ViewBackward0": _of_shape,
-    "ReshapeAliasBackward0": _of_shape,
+VIEW_RULES: dict[str, Callable[..., ViewCall]] = {
+    "ViewBackward0": _view_rule,
+    "ReshapeAliasBackward0": _view_rule,
     "AliasBackward0": lambda *_: (identity,),
-    "ExpandBackward0": _expand,
-    "PermuteBackward0": _method("permute", "dims"),
-    "TransposeBackward0": _method("transpose", "dim0", "dim1"),
-    "TBackward0": _method("t"),
-    "UnbindBackward0": _method("unbind", "dim", is_part=True),
-    "SplitBackward0": _method("split", "split_size", "dim", is_part=True),
-    "SplitWithSizesBackward0": _method("split_with_sizes", "split_sizes", "dim", is_part=True),
-    "SelectBackward0": _method("select", "dim", "index"),
-    "SliceBackward0": _slice,
-    "UnsqueezeBackward0": _method("unsqueeze", "dim"),
-    "SqueezeBackward0": _method("squeeze"),
-    "SqueezeBackward1": _method("squeeze", "dim"),
-    "UnfoldBackward0": _method("unfold", "dimension", "size", "step"),
+    "ExpandBackward0": _expand_rule,
+    "PermuteBackward0": _make_view_rule("permute", "dims"),
+    "TransposeBackward0": _make_view_rule("transpose", "dim0", "dim1"),
+    "TBackward0": _make_view_rule("t"),
+    "UnbindBackward0": _make_view_rule("unbind", "dim", returns_several=True),
+    "SplitBackward0": _make_view_rule("split", "split_size", "dim", returns_several=True),
+    "SplitWithSizesBackward0": _make_view_rule(
+        "split_with_sizes", "split_sizes", "dim", returns_several=True
+    ),
+    "SelectBackward0": _make_view_rule("select", "dim", "index"),
+    "SliceBackward0": _slice_rule,
+    "UnsqueezeBackward0": _make_view_rule("unsqueeze", "dim"),
+    "SqueezeBackward0": _make_view_rule("squeeze"),
+    "SqueezeBackward1": _make_view_rule("squeeze", "dim"),
+    "UnfoldBackward0": _make_view_rule("unfold", "dimension", "size", "step"),
 }
 
 
 def follow_views(node):
     """Follows view nodes back from `node`; returns the node of their base, or None for a leaf."""
-    while node is not None and node.name() in VIEWS:
+    while node is not None and node.name() in VIEW_RULES:
         node, _ = node.next_functions[0]
     return node
 
@@ -112,7 +114,7 @@ def reaches_through_views(node, number: int, producer) -> bool:
     while node is not producer:
         if node is None:
             return False
-        if (name := node.name()) in _ALL_VIEWS:
+        if (name := node.name()) in _VIEW_NODES:
             number = 0
         elif name not in PASS_THROUGH_NODES:
             return False
@@ -120,6 +122,6 @@ def reaches_through_views(node, number: int, producer) -> bool:
     return True
 
 
-_ALL_VIEWS = {*VIEWS, "AsStridedBackward0", "DiagonalBackward0", "SqueezeBackward2"}
+_VIEW_NODES = {*VIEW_RULES, "AsStridedBackward0", "DiagonalBackward0", "SqueezeBackward2"}
 # Nodes that return their inputs: FSDP2's round the forward of each unit, and those of full backward hooks.
 PASS_THROUGH_NODES = {"RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"}

@@ -23,7 +23,7 @@ from .weak_list import WeakList
 from .write_tracker import WriteTracker
 
 
-class Observer(Protocol):
+class WriteObserver(Protocol):
     """What a handler of writes asks of the call observer."""
 
     scope: Any
@@ -36,21 +36,21 @@ def get_argument(args: tuple, kwargs: dict, index: int, name: str, default: Any 
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
-def inplace_option_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
+def inplace_option_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes a function of torch.nn.functional with the option `inplace`, which it passes by name."""
     is_in_place = kwargs.get("inplace")
     return in_place_handler(observer, func, args, kwargs) if is_in_place else func(*args, **kwargs)
 
 
-def in_place_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
+def in_place_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes an op that writes into its first argument, a tensor or several, or into `out`."""
     call, targets = partial(func, *args, **kwargs), kwargs.get("out")
     if targets is None:
         targets = args[0] if args else kwargs.get("input", kwargs.get("tensor"))  # torch.nn.init calls it so
     if isinstance(targets, Tensor):
-        if getattr(func, "__name__", "") in _VIEWING and targets.is_leaf:
-            return _observe_viewing(observer, targets, call)
-        return _observe_write(observer, targets, call, partial(_repeat, func, args[1:], kwargs))
+        if getattr(func, "__name__", "") in _METADATA_ONLY and targets.is_leaf:
+            return _observe_metadata_write(observer, targets, call)
+        return _observe_write(observer, targets, call, partial(_make_write, func, args[1:], kwargs))
     for x in targets if isinstance(targets, (list, tuple)) else ():
         if isinstance(x, Tensor):
             call = partial(_observe_write, observer, x, call)
@@ -58,12 +58,15 @@ def in_place_handler(observer: Observer, func: Callable, args: tuple, kwargs: di
 
 
 def _observe_write(
-    observer: Observer, x: Tensor, call: Callable, repeat: Callable[[], Callable | None] = lambda: None
+    observer: WriteObserver,
+    x: Tensor,
+    call: Callable,
+    make_write: Callable[[], Callable | None] = lambda: None,
 ) -> Any:
     """Runs an op that may write into `x`.
 
     If the op creates an autograd node and the version counter rises by one, this op alone wrote the tensor.
-    Its recipe then repeats the op; on a view by `repeat()`, if that returns a function.
+    Its recipe then repeats the op; on a view by `make_write()`, if that returns a function.
     """
     if not has_storage(x) or x.is_inference():
         return call()
@@ -75,7 +78,7 @@ def _observe_write(
         try:
             return call()
         finally:
-            if base.grad_fn is None and x._version != version and not tracker.is_own_number(x):
+            if base.grad_fn is None and x._version != version and not tracker.is_unshared_number(x):
                 tracker.add_write(x)
     is_tracked = before == (OutputInfo.of_node(node).expected_version or 0) and torch.is_grad_enabled()
     is_view = is_tracked and base is not x and not base.storage_offset()
@@ -93,11 +96,11 @@ def _observe_write(
             elif is_tracked and base._version == before + 1:
                 info = OutputInfo.of_node(after)
                 info.expected_version = before + 1
-                if args is not None and (function := repeat()) is not None:
-                    info.call = CallArgs(in_place=InPlaceCall(function, *args, copies))
+                if args is not None and (function := make_write()) is not None:
+                    info.call_args = CallArgs(in_place=InPlaceCall(function, *args, copies))
 
 
-def _observe_viewing(observer: Observer, x: Tensor, call: Callable) -> Any:
+def _observe_metadata_write(observer: WriteObserver, x: Tensor, call: Callable) -> Any:
     """Runs an op that raises the version counter of a tensor without a graph, and writes nothing."""
     info, before = observer.tracker.find_owner(x), x._version
     result = call()
@@ -106,15 +109,15 @@ def _observe_viewing(observer: Observer, x: Tensor, call: Callable) -> Any:
     return result
 
 
-def _repeat(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor], Any] | None:
+def _make_write(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor], Any] | None:
     """Returns the function that repeats an op in place, if numbers alone are in its arguments."""
     numbers = (int, float, bool, type(None))
-    if func in _REPEATABLE and all(type(one) in numbers for one in (*args, *kwargs.values())):
+    if func in _RECOMPUTABLE_WRITES and all(type(one) in numbers for one in (*args, *kwargs.values())):
         return lambda t: func(t, *args, **kwargs)
     return None
 
 
-def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _set_data_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes `tensor.data = other`: the tensor has other memory, and both count as written to.
 
     Autograd holds the tensor itself if an op has saved it as an input, whose backward reads the other memory.
@@ -125,9 +128,9 @@ def _set_data_handler(observer: Observer, func: Callable, args: tuple, kwargs: d
         return func(*args, **kwargs)
     observer.scope.plan_pending()
     tracker.save_pre_write_copies(x)
-    tracker.counts[storage_id(x)] += 1
+    tracker.write_counts[storage_id(x)] += 1
     result = func(*args, **kwargs)
-    tracker.counts[storage_id(x)] += 1
+    tracker.write_counts[storage_id(x)] += 1
     if node is not None:
         info = OutputInfo.of_node(node)
         info.is_content_known = False
@@ -153,7 +156,7 @@ def _is_saved_by(node: Any, packed: PackedTensor) -> bool:
     return False
 
 
-def _alias_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _alias_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes `detach()` and `.data`, whose result has the memory and not the graph."""
     y = func(*args, **kwargs)
     x = get_argument(args, kwargs, 0, "input")
@@ -164,7 +167,7 @@ def _alias_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict
     return y
 
 
-def _lend_handler(observer: Observer, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _lend_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes a call that gives the memory to NumPy or others, who may read or write it."""
     if isinstance(args[0], Tensor) and has_storage(args[0]):
         if observer.scope.has_outer_hooks():  # they may copy what they pack now
@@ -183,7 +186,7 @@ def find_schema(func: Any) -> Any:
 def is_in_place(func: Callable) -> bool:
     """Returns whether the name of a function says that it writes into its first argument."""
     name = getattr(func, "__name__", "")
-    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+    return name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
 
 
 def find_inplace_options() -> Iterator[Callable]:
@@ -194,28 +197,28 @@ def find_inplace_options() -> Iterator[Callable]:
                 yield function
 
 
-_WRITING = frozenset(
+_IN_PLACE_DUNDERS = frozenset(
     f"__{name}__"
     for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
 )
 # They change a tensor that is no output of the graph, and not its memory.
-_VIEWING = frozenset(
+_METADATA_ONLY = frozenset(
     f"{name}_"
     for name in (
         "as_strided detach requires_grad rename share_memory squeeze swapaxes swapdims t transpose unsqueeze"
     ).split()
 )
-_IN_PLACE = "relu sigmoid tanh mul div add sub neg clamp clamp_min clamp_max abs exp square sqrt"
-_REPEATABLE: set[Callable] = {
+_RECOMPUTABLE_METHODS = "relu sigmoid tanh mul div add sub neg clamp clamp_min clamp_max abs exp square sqrt"
+_RECOMPUTABLE_WRITES: set[Callable] = {
     *(one for one in find_inplace_options() if not ("dropout" in one.__name__ or "rrelu" in one.__name__)),
-    *(getattr(Tensor, f"{name}_") for name in _IN_PLACE.split()),
+    *(getattr(Tensor, f"{name}_") for name in _RECOMPUTABLE_METHODS.split()),
     *(getattr(Tensor, name) for name in ("__imul__", "__iadd__", "__isub__", "__itruediv__")),
     *(torch.relu_, F.relu_, F.leaky_relu_, F.elu_, F.hardtanh_, F.selu_, F.celu_),
 }
-_data: Any = Tensor.data
+_data_property: Any = Tensor.data
 HANDLERS: dict[Callable, Callable] = {
-    **dict.fromkeys((Tensor.detach, torch.detach, _data.__get__), _alias_handler),
-    _data.__set__: _set_data_handler,
+    **dict.fromkeys((Tensor.detach, torch.detach, _data_property.__get__), _alias_handler),
+    _data_property.__set__: _set_data_handler,
     **dict.fromkeys(
         (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.untyped_storage), _lend_handler
     ),

@@ -36,18 +36,18 @@ class WriteTracker:
     """Counts untracked writes to memory, as long as a scope is open."""
 
     def __init__(self) -> None:
-        self.counts: dict[int, int] = defaultdict(int)  # untracked writes, by storage
+        self.write_counts: dict[int, int] = defaultdict(int)  # untracked writes, by storage
         self._owners: dict[int, _Owner] = {}  # of storages that have an alias without a graph
         self._max_owners = _MIN_OWNERS  # the number at which dead ones are removed
         self._recipes: WeakList[Recipe] = WeakList()  # whose operands are not in `_operands` yet
         self._operands: dict[int, WeakList[PackedTensor | PinnedTensor]] = defaultdict(WeakList)
-        self._lent: list[_Lent] = []
+        self._lent_memory: list[_LentMemory] = []
         # The leaves that composite functions read, and the numbers of the nodes that these have made.
         self.pins_of_calls: list[tuple[range, tuple[PinnedTensor, ...]]] = []
 
-    def count_of(self, tensor: Tensor) -> int:
+    def count_writes(self, tensor: Tensor) -> int:
         """Returns how many untracked writes to the memory of `tensor` there have been."""
-        return self.counts.get(storage_id(tensor), 0) if self.counts else 0
+        return self.write_counts.get(storage_id(tensor), 0) if self.write_counts else 0
 
     def add_alias(self, alias: Tensor, node: Any) -> None:
         """`alias` has the memory of the output of `node`, and not its graph."""
@@ -70,7 +70,7 @@ class WriteTracker:
                         self._operands[storage_id(tensor)].append(operand)
         self._recipes.clear()
 
-    def is_own_number(self, tensor: Tensor) -> bool:
+    def is_unshared_number(self, tensor: Tensor) -> bool:
         """Returns whether `tensor` is a number with memory of its own, and a leaf: recipes have copies."""
         is_number = not tensor.dim() and tensor.untyped_storage().nbytes() == tensor.element_size()
         return is_number and self.find_owner(tensor) is None
@@ -91,7 +91,7 @@ class WriteTracker:
 
     def add_write(self, tensor: Tensor) -> None:
         """Called after a write to `tensor`, of which the graph shows nothing."""
-        self.counts[storage_id(tensor)] += 1
+        self.write_counts[storage_id(tensor)] += 1
         if (info := self.find_owner(tensor)) is not None:
             info.is_content_known = False
 
@@ -126,9 +126,9 @@ class WriteTracker:
         info = self.find_owner(tensor)
         if info is None:  # a leaf: who reads it from here on, reads what may be written
             self.save_pre_write_copies(tensor)
-            self.counts[storage_id(tensor)] += 1
+            self.write_counts[storage_id(tensor)] += 1
         elif tensor.device.type == "cpu" and info.is_content_known:
-            self._lent.append(_Lent(info, tensor, self._is_dropped_or_read(info, tensor)))
+            self._lent_memory.append(_LentMemory(info, tensor, self._is_dropped_or_read(info, tensor)))
         else:
             info.is_content_known = False
 
@@ -138,44 +138,46 @@ class WriteTracker:
         is_dropped = any(packed.find_dropped_memory() is not None for packed in info.packed_tensors)
         return is_dropped or storage_id(tensor) in self._operands
 
-    def settle_lent(self, pending: list[PackedTensor]) -> list[OutputInfo]:
+    def check_lent_memory(self, pending: list[PackedTensor]) -> list[OutputInfo]:
         """Finds out which of the memory that was lent has been written to. Called before a plan.
 
         Returns the outputs that the plan must not read, because none of `pending` holds their memory.
         """
-        if not self._lent:
+        if not self._lent_memory:
             return []
         memory = {storage_id(one.state.tensor): one.state.tensor for one in pending}  # type: ignore[union-attr]
         waiting, unseen = [], []
-        for lent in self._lent:
+        for lent in self._lent_memory:
             tensor = memory.get(lent.storage)
             held = lent.held if tensor is None else tensor
             is_written = held is not None and lent.is_written(held)
-            lent.info.is_content_known = tensor is not None and not (is_written or lent.is_out())
+            lent.info.is_content_known = tensor is not None and not (
+                is_written or lent.may_still_be_written()
+            )
             if is_written and lent.held is not None:
                 self._restore(lent.info, lent.held)
                 for operand in self._operands.pop(lent.storage, ()):
                     if isinstance(operand, PackedTensor):
                         operand.is_overwritten = True
-                self.counts[lent.storage] += 1
+                self.write_counts[lent.storage] += 1
             elif tensor is None:
                 unseen.append(lent.info)
                 waiting.append(lent)
-            elif lent.held is not None and lent.is_out():
+            elif lent.held is not None and lent.may_still_be_written():
                 waiting.append(lent)
-        self._lent = waiting
+        self._lent_memory = waiting
         return unseen
 
     def close(self) -> None:
         """Called at the end of the scope."""
-        self.settle_lent([])
-        self._lent.clear()
+        self.check_lent_memory([])
+        self._lent_memory.clear()
         self.pins_of_calls.clear()
         self._recipes.clear()
         self._operands.clear()
 
 
-class _Lent:
+class _LentMemory:
     """Memory that was given away, and a checksum of it."""
 
     def __init__(self, info: OutputInfo, tensor: Tensor, is_dropped_or_read: bool):
@@ -184,7 +186,7 @@ class _Lent:
         self._alias = TensorWeakRef(tensor)  # which an array holds
         self._checksum = _checksum(tensor)
 
-    def is_out(self) -> bool:
+    def may_still_be_written(self) -> bool:
         """Returns whether somebody may still write to the memory."""
         alias = self._alias()
         return alias is not None and alias.grad_fn is None
