@@ -7,7 +7,7 @@ other programs hardly lengthen. A converted model makes objects for each saved t
 collector runs for them once in many rounds. The least and the median hide its time, which the mean has.
 
     vit_tiny of 12 blocks, 8 images of 32 pixels, in fp32 and under bf16 autocast: torch's, `fastvit.convert`,
-    and with products=True. A step makes gradients and drops them.
+    and with matmuls=True. A step makes gradients and drops them.
     a layer of (4, 8, 4, 4): torch's two layers, and fastvit's one. A multiplication before it makes the input
     an activation; its time is subtracted.
 
@@ -91,7 +91,7 @@ def models(rounds: int, device: str) -> list[dict]:
     contenders = {
         "torch": eager,
         "convert": fastvit.convert(copy.deepcopy(eager)),
-        "products": fastvit.convert(copy.deepcopy(eager), products=True),
+        "products": fastvit.convert(copy.deepcopy(eager), matmuls=True),
     }
     x = torch.randn(8, 3, 32, 32, device=device)
 

@@ -111,8 +111,8 @@ def selective(repeats_second: bool):
 
 MAKERS = {  # a contender's name -> what makes it of a copy of the eager model
     "convert": fastvit.convert,
-    "products": lambda model: fastvit.convert(model, products=True),
-    "weight_casts": lambda model: fastvit.convert(model, weight_casts=True),
+    "products": lambda model: fastvit.convert(model, matmuls=True),
+    "weight_casts": lambda model: fastvit.convert(model, recompute_weight_casts=True),
     "fuse": lambda model: fastvit.convert(fastvit.fuse(model)),
     "sac": lambda model: checkpointed(model, selective(False)),
     "sac_half": lambda model: checkpointed(model, selective(True)),
@@ -127,7 +127,7 @@ def make(contender: str, eager, x):
     if is_budget(plain):
         has_casts = torch.is_autocast_enabled(x.device.type)
         budget = "least" if plain == "least" else float(plain)
-        model = fastvit.convert(model, weight_casts=has_casts, budget=budget, example_inputs=x)
+        model = fastvit.convert(model, recompute_weight_casts=has_casts, budget=budget, example_inputs=x)
     elif plain != "eager":
         model = MAKERS[plain](model)
     return torch.compile(model) if contender in COMPILED else model

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vit_models import kept
 
 import fastvit
-from fastvit.conversion.budget import StepPlans, recording_policy
-from fastvit.conversion.plan_chain import make_plans
+from fastvit.conversion.budget import StepPlans, make_recording_policy
+from fastvit.conversion.plan_search import make_plans
 from fastvit.conversion.scope_hooks import add_scope_hooks
 from fastvit.memory import live_bytes
 from fastvit.recompute import Policy, RecomputeLevel, observe_saved_tensors, record_step
@@ -35,7 +35,7 @@ def policy(model):
 
 
 def record(model, x):
-    copied = add_scope_hooks(copy.deepcopy(model), recording_policy(Policy()))
+    copied = add_scope_hooks(copy.deepcopy(model), make_recording_policy(Policy()))
     with observe_saved_tensors(lambda _: None) as observer:
         y = copied(x)
     return record_step(observer, [y], [*copied.parameters(), *copied.buffers(), x])
@@ -395,24 +395,35 @@ def test_each_op_is_repeated_at_most_once_at_any_depth():
 )
 def test_a_budget_that_is_neither_a_share_nor_bytes(budget, x):
     """A float above 1 is no number of bytes."""
-    takes = "a share above 0 and at most 1, or bytes as an int or as '2 GiB', or 'least'"
+    takes = "a fraction above 0 and at most 1, or bytes as an int or as '2 GiB', or 'least'"
     with pytest.raises(ValueError) as error:
         fastvit.convert(Net(1), budget=budget, example_inputs=x)
     assert str(error.value) == f"convert: budget must be {takes}, got {budget!r}"
 
 
 @pytest.mark.parametrize("value", ["yes", "False", 1, 0, None, torch.tensor(True)], ids=str)
-@pytest.mark.parametrize("option", ["products", "weight_casts"])
+@pytest.mark.parametrize("option", ["matmuls", "recompute_weight_casts"])
 def test_an_option_that_is_no_bool(option, value):
     with pytest.raises(ValueError, match=f"convert: {option} is .*; True or False expected"):
         fastvit.convert(Net(1), **{option: value})
 
 
 @pytest.mark.parametrize(
+    ("old", "new"), [("products", "matmuls"), ("weight_casts", "recompute_weight_casts")]
+)
+def test_older_names_of_options_warn(old, new):
+    with pytest.warns(DeprecationWarning, match=rf"convert\({old}=\) is convert\({new}=\) now"):
+        converted = fastvit.convert(Net(1), **{old: True})
+    assert policy(converted) == policy(fastvit.convert(Net(1), **{new: True}))
+
+
+@pytest.mark.parametrize(
     "skip", ["blocks.0", {"blocks.0": "gelu"}, [("blocks.0",)], [("blocks.0", 1)], ["gelu"], None, 3], ids=str
 )
 def test_what_is_skipped_must_be_pairs_of_names(skip):
-    with pytest.raises(ValueError, match="convert: skip must have pairs of a block's name and an op, got "):
+    with pytest.raises(
+        ValueError, match="convert: skip must have pairs of a block's name and an op's name, "
+    ):
         fastvit.convert(Net(1), skip=skip)
 
 

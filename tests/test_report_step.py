@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
-from fastvit.conversion import memory_report
+from fastvit.conversion import largest_batch
 from fastvit.conversion.copy_runner import CopyRunner
 from fastvit.conversion.report_pictures import draw_timelines
 from fastvit.conversion.scope_hooks import add_scope_hooks
@@ -156,14 +156,16 @@ def test_what_is_not_on_paper_is_said():
 def convert_to_least(monkeypatch):
     """Returns a function that gives a copy of a model the plan of a report's largest batch."""
     plans = []
-    find = memory_report.BatchSearch.find_least_plan
+    find = largest_batch.BatchSearch.find_least_plan
 
     def spy(*args):
         plans.append(find(*args))
         return plans[-1]
 
-    monkeypatch.setattr(memory_report.BatchSearch, "find_least_plan", spy)
-    return lambda model: add_scope_hooks(copy.deepcopy(model), Policy(plans[-1].level, sites=plans[-1].sites))
+    monkeypatch.setattr(largest_batch.BatchSearch, "find_least_plan", spy)
+    return lambda model: add_scope_hooks(
+        copy.deepcopy(model), Policy(plans[-1].level, only_sites=plans[-1].sites)
+    )
 
 
 def check_batches(monkeypatch, model, x, memory):

@@ -18,13 +18,13 @@ from .._checks import check_module
 from .._norm_base import ProcessGroupMixin
 from ..memory import live_bytes, peak_bytes
 from ..recompute import SavedTensorObserver, StepRecord, active_scope, record_step
-from .nested_values import Arguments, copy_arguments, refuse_iterators, tensor_leaves
+from .nested_values import ForwardArguments, copy_arguments, refuse_iterators, tensor_leaves
 from .scope_hooks import revert
 
-_QUIET = 3.0  # seconds before progress is shown, and between its lines
+_SECONDS_BEFORE_PROGRESS = 3.0  # seconds before progress is shown, and between its lines
 
 
-def as_arguments(inputs: Tensor | Sequence | Mapping) -> Arguments:
+def split_example_inputs(inputs: Tensor | Sequence | Mapping) -> ForwardArguments:
     """Positional and keyword arguments from a tensor, a tuple of arguments or a dict of keyword arguments."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -33,13 +33,13 @@ def as_arguments(inputs: Tensor | Sequence | Mapping) -> Arguments:
     return (inputs,), {}
 
 
-def copy_input(tensor: Tensor) -> Tensor:
+def copy_input_tensor(tensor: Tensor) -> Tensor:
     """Copies an input. Of a result of an op the copy is one too: the model may overwrite it."""
     copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return copied if tensor.is_leaf else copied.clone()
 
 
-_HOLDERS = (
+_CONTAINER_HINTS = (
     (Mapping, "pass what it holds as keyword arguments, **batch"),
     ((tuple, list), "pass what it holds as arguments, *batch"),
     (DataLoader, "pass a batch of it, next(iter(loader)), or the part of that which the model takes"),
@@ -55,7 +55,7 @@ class CopyRunner:
         arguments: of the forward.
     """
 
-    def __init__(self, caller: str, model: nn.Module, arguments: Arguments):
+    def __init__(self, caller: str, model: nn.Module, arguments: ForwardArguments):
         self.caller, self.model, self.arguments = caller, model, arguments
         self._check_supported()
         refuse_iterators(caller, model, arguments)
@@ -64,8 +64,8 @@ class CopyRunner:
         if any(device.type not in ("cpu", "cuda") for device in self.devices):
             names = ", ".join(map(str, self.devices))
             raise ValueError(f"{caller}: a model and inputs on the CPU or on CUDA expected, got {names}")
-        self._begun = self._shown = time.monotonic()
-        self._forwards = 0
+        self._start_time = self._shown = time.monotonic()
+        self._num_forwards = 0
 
     def _check_supported(self) -> None:
         check_module(self.caller, self.model)
@@ -95,12 +95,12 @@ class CopyRunner:
 
     def measure_original_bytes(self) -> int:
         """Returns the kept bytes of a copy that is neither converted nor fused."""
-        original = revert(self.training_copy())
+        original = revert(self.copy_for_training())
         with self.holding_output(original):  # allocations of caches do not count
             pass
         return self.measure_kept_bytes(original)
 
-    def training_copy(self) -> nn.Module:
+    def copy_for_training(self) -> nn.Module:
         """Returns a copy in training mode.
 
         If the model is in training mode, submodules in evaluation mode stay in it.
@@ -116,11 +116,11 @@ class CopyRunner:
                     module.training = False
         return copied
 
-    def copy_inputs(self, copy_tensor: Callable[[Tensor], Tensor] = copy_input) -> Arguments:
+    def copy_inputs(self, copy_tensor: Callable[[Tensor], Tensor] = copy_input_tensor) -> ForwardArguments:
         """Copies the inputs, since a forward may overwrite them or change objects among them."""
         return copy_arguments(self.caller, self.model, self.arguments, copy_tensor)
 
-    def run_forward(self, model: nn.Module, arguments: Arguments) -> object:
+    def run_forward(self, model: nn.Module, arguments: ForwardArguments) -> object:
         """Runs a copy.
 
         Raises:
@@ -135,13 +135,13 @@ class CopyRunner:
             raise
 
     def _show_progress(self) -> None:
-        self._forwards += 1
-        if (now := time.monotonic()) - self._shown > _QUIET:
+        self._num_forwards += 1
+        if (now := time.monotonic()) - self._shown > _SECONDS_BEFORE_PROGRESS:
             self._shown = now
-            done = f"forward {self._forwards}, after {now - self._begun:.0f} s"
+            done = f"forward {self._num_forwards}, after {now - self._start_time:.0f} s"
             print(f"fastvit.{self.caller}: runs a copy of the model: {done}", file=sys.stderr)
 
-    def _explain_failure(self, error: Exception, arguments: Arguments) -> None:
+    def _explain_failure(self, error: Exception, arguments: ForwardArguments) -> None:
         """Raises TypeError where an argument shows why a forward has failed."""
         args, kwargs = arguments
         for value in (args, *args, *kwargs.values()):
@@ -150,7 +150,7 @@ class CopyRunner:
                 raise TypeError(
                     f"{self.caller}: a tensor expected, such as torch.zeros{size}, got the size {size}"
                 ) from error
-        for kind, instead in _HOLDERS:
+        for kind, instead in _CONTAINER_HINTS:
             if len(args) == 1 and isinstance(args[0], kind):
                 given = f"{self.caller}: the model failed with a {type(args[0]).__name__} ({error})"
                 raise TypeError(f"{given}; {instead}") from error
@@ -187,7 +187,7 @@ class CopyRunner:
 
     def measure_original_peak(self) -> int:
         """Returns the peak of a step of a copy that is neither converted nor fused."""
-        return self.measure_step_peak(revert(self.training_copy()))
+        return self.measure_step_peak(revert(self.copy_for_training()))
 
     def measure_step_peak(self, model: nn.Module) -> int:
         """Returns the peak bytes of a step above those before it, without what gradients of weights leave."""
@@ -217,7 +217,7 @@ class CopyRunner:
                 hook.remove()
 
     @contextlib.contextmanager
-    def holding_output(self, model: nn.Module) -> Iterator[Arguments]:
+    def holding_output(self, model: nn.Module) -> Iterator[ForwardArguments]:
         """Runs a forward, holds its result, and yields the copies of the inputs."""
         with self.preserving_random_state():
             arguments = self.copy_inputs()

@@ -20,24 +20,24 @@ from ..recompute import dynamo_hooks
 _HOOK_NAMES = ("_forward_hooks", "_forward_pre_hooks")  # what nn.TransformerEncoderLayer and TorchScript read
 
 
-class OwnHook:
+class ConversionHook:
     """A hook that conversion adds to modules. While one exists, TorchScript does not see such hooks."""
 
     def __init__(self) -> None:
-        _count_hooks(1)
+        _change_hook_count(1)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            _count_hooks(-1)
+            _change_hook_count(-1)
 
 
-def is_own_hook(hook: object) -> bool:
+def is_conversion_hook(hook: object) -> bool:
     """Returns whether conversion has added `hook`."""
-    return isinstance(hook, OwnHook) or hook is dynamo_hooks.announce_compiled_module
+    return isinstance(hook, ConversionHook) or hook is dynamo_hooks.announce_compiled_module
 
 
-def _select_hooks_of_others(hooks: Mapping[int, Callable]) -> OrderedDict[int, Callable]:
-    return OrderedDict((key, hook) for key, hook in hooks.items() if not is_own_hook(hook))
+def _select_foreign_hooks(hooks: Mapping[int, Callable]) -> OrderedDict[int, Callable]:
+    return OrderedDict((key, hook) for key, hook in hooks.items() if not is_conversion_hook(hook))
 
 
 _lock = threading.RLock()  # the garbage collector may delete a hook while another is counted
@@ -45,14 +45,14 @@ _num_hooks = 0
 _replacement: Callable | None = None  # of torch.jit._recursive.get_hook_stubs
 
 
-def _count_hooks(change: int) -> None:
+def _change_hook_count(change: int) -> None:
     """Replaces what TorchScript calls to read hooks, as long as there are hooks that it must not see."""
     global _num_hooks, _replacement
     torchscript = torch.jit._recursive
     with _lock:
         _num_hooks += change
         if _num_hooks and _replacement is None:
-            _replacement = _hide_own_hooks(torchscript.get_hook_stubs)
+            _replacement = _hide_conversion_hooks(torchscript.get_hook_stubs)
             torchscript.get_hook_stubs = _replacement
         elif not _num_hooks and torchscript.get_hook_stubs is _replacement:
             # A later replacement by other code calls this one, which then stays.
@@ -60,20 +60,20 @@ def _count_hooks(change: int) -> None:
             _replacement = None
 
 
-def _hide_own_hooks(get_hook_stubs: Callable) -> Callable:
+def _hide_conversion_hooks(get_hook_stubs: Callable) -> Callable:
     @functools.wraps(get_hook_stubs)
-    def get_hook_stubs_of_others(module: nn.Module):
+    def get_foreign_hook_stubs(module: nn.Module):
         # A module that shares all with the original, whose hooks another thread may call now.
         view = object.__new__(type(module))
         view.__dict__.update(module.__dict__)
         for name in _HOOK_NAMES:
-            view.__dict__[name] = _select_hooks_of_others(module.__dict__[name])
+            view.__dict__[name] = _select_foreign_hooks(module.__dict__[name])
         return get_hook_stubs(view)
 
-    return get_hook_stubs_of_others
+    return get_foreign_hook_stubs
 
 
-class EncoderLayerHook(OwnHook):
+class EncoderLayerHook(ConversionHook):
     """Lets an nn.TransformerEncoderLayer in evaluation count the hooks of others alone, in its forward."""
 
     def __reduce__(self):
@@ -88,7 +88,7 @@ class EncoderLayerHook(OwnHook):
                     hooks = inner.__dict__.get(name, {})
                     if result and isinstance(hooks, _UncountedHooks):
                         inner.__dict__[name] = hooks.data
-                    elif not result and any(map(is_own_hook, hooks.values())):
+                    elif not result and any(map(is_conversion_hook, hooks.values())):
                         inner.__dict__[name] = _UncountedHooks(hooks)
 
 
@@ -102,7 +102,7 @@ class _UncountedHooks(UserDict):
         self.data = hooks  # type: ignore[assignment]
 
     def __len__(self) -> int:
-        return len(_select_hooks_of_others(self.data))
+        return len(_select_foreign_hooks(self.data))
 
     def __bool__(self) -> bool:
         return bool(self.data)

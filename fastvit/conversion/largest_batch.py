@@ -14,7 +14,7 @@ from torch import Tensor
 from .budget import parse_bytes
 from .copy_runner import CopyRunner
 from .nested_values import copy_arguments, name_arguments, tensor_leaves
-from .plan_chain import Plan
+from .plan_search import Plan
 from .step_memory import StepMemory, extrapolate_record
 
 _MIN_BATCH = 4  # below it steps with the batch and twice the batch are measured, and else with half of it

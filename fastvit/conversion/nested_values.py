@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-Arguments = tuple[tuple, dict[str, object]]
+ForwardArguments = tuple[tuple, dict[str, object]]
 
 _MAPPINGS = (dict, UserDict, MappingProxyType)  # reading one of these runs no code of the program
 
@@ -68,8 +68,8 @@ class _CopyTensors(TorchFunctionMode):
 
 
 def copy_arguments(
-    caller: str, model: nn.Module, arguments: Arguments, copy_tensor: Callable[[Tensor], Tensor]
-) -> Arguments:
+    caller: str, model: nn.Module, arguments: ForwardArguments, copy_tensor: Callable[[Tensor], Tensor]
+) -> ForwardArguments:
     """Copies arguments with all that a forward may change: tensors, generators, and objects with state.
 
     Raises:
@@ -111,7 +111,7 @@ def copy_arguments(
     return tuple(copied[: len(args)]), dict(zip(kwargs, copied[len(args) :], strict=True))
 
 
-def refuse_iterators(caller: str, model: nn.Module, arguments: Arguments) -> None:
+def refuse_iterators(caller: str, model: nn.Module, arguments: ForwardArguments) -> None:
     """Raises TypeError where an argument is or has an iterator, which a forward of a copy would use up."""
     for name, value in name_arguments(model, arguments):
         for part in _walk(value):
@@ -124,7 +124,7 @@ def refuse_iterators(caller: str, model: nn.Module, arguments: Arguments) -> Non
                 )
 
 
-def name_arguments(model: nn.Module, arguments: Arguments) -> list[tuple[str, object]]:
+def name_arguments(model: nn.Module, arguments: ForwardArguments) -> list[tuple[str, object]]:
     """Returns arguments with what messages call them: by the forward's parameters where it has names."""
     args, kwargs = arguments
     names: list[object] = list(range(1, len(args) + 1))

@@ -13,7 +13,7 @@ from .._checks import Model, check_module
 from ..fusion import unfuse
 from ..recompute import Policy, close_scope, dynamo_hooks, open_scope
 from .blocks import find_entry_modules, name_scoped_modules
-from .hook_visibility import EncoderLayerHook, OwnHook, is_own_hook, reveal_hooks
+from .hook_visibility import ConversionHook, EncoderLayerHook, is_conversion_hook, reveal_hooks
 from .nested_values import iterate_tensors
 
 _HOOK_DICTIONARIES = (
@@ -22,7 +22,7 @@ _HOOK_DICTIONARIES = (
 )
 
 
-class ScopeHook(OwnHook):
+class ScopeHook(ConversionHook):
     """Opens a recompute scope as a forward pre-hook; closes it as a forward hook, after an exception too."""
 
     def __init__(self, policy: Policy, block: str):
@@ -114,7 +114,7 @@ def _remove_hooks(model: nn.Module) -> None:
     for module in model.modules():
         reveal_hooks(module)
         every = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
-        for key in [key for key, hook in every if is_own_hook(hook)]:
+        for key in [key for key, hook in every if is_conversion_hook(hook)]:
             for name in _HOOK_DICTIONARIES:
                 getattr(module, name).pop(key, None)
         dynamo_hooks.disable_traced_scopes(module)

@@ -10,8 +10,8 @@ import torch
 
 from ..recompute import OpSite, StepRecord, Value
 from .budget import GRADIENTS, StepPlans
-from .module_labels import label_module
-from .plan_chain import Plan
+from .module_labels import make_module_label
+from .plan_search import Plan
 from .timeline import Timeline
 
 
@@ -51,7 +51,7 @@ class StepMemory:
 def _get_label(value: Value) -> str:
     if value.owner is not None:
         return value.owner
-    return label_module(value.site.block if value.site is not None else "")
+    return make_module_label(value.site.block if value.site is not None else "")
 
 
 def extrapolate_record(small: StepRecord, large: StepRecord, steps: float) -> StepRecord:

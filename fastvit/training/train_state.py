@@ -114,7 +114,7 @@ class TrainState:
                 if config.budget is not None:
                     convert(model, budget=config.budget, example_inputs=images)
                 else:
-                    convert(model, products=config.memory == "products")
+                    convert(model, matmuls=config.memory == "products")
             except ValueError as error:  # the budget is less than is possible
                 raise ConfigError(
                     f"--memory {config.memory}: {str(error).removeprefix('convert: ')}"

@@ -26,7 +26,7 @@ _MAX_STEP = 0.01  # between the peaks of neighbours, as a share of the largest o
 _MAX_CHANGES = 64  # of single values
 _MAX_VISITS = 3_000_000  # of values in replays, which take about two seconds per million
 _MAX_SEGMENTS = 64  # of a forward without blocks
-Price = Callable[[Value], float]
+EstimateWork = Callable[[Value], float]
 
 
 class Plan(NamedTuple):
@@ -51,13 +51,13 @@ class _ValueSet(NamedTuple):
     values: frozenset[Value]
 
 
-def make_plans(record: StepRecord, price: Price) -> list[Plan]:
+def make_plans(record: StepRecord, price: EstimateWork) -> list[Plan]:
     """Returns plans with ever smaller peaks and ever more work, the first one without recomputed values.
 
     Args:
         price: the work of making a value from what its op reads.
     """
-    search = _Search(record, price)
+    search = _PlanSearch(record, price)
     while search.take_next_set():
         pass
     search.try_segments()
@@ -77,10 +77,10 @@ def _drop_dominated(plans: list[Plan]) -> list[Plan]:
     return kept
 
 
-class _Search:
+class _PlanSearch:
     """The search for plans."""
 
-    def __init__(self, record: StepRecord, price: Price):
+    def __init__(self, record: StepRecord, price: EstimateWork):
         self._record, self._price = record, price
         self._timeline = Timeline(record)
         self._replays_left = _MAX_VISITS // max(len(record.values), 1)
@@ -194,7 +194,7 @@ def _group_choices(record: StepRecord) -> list[tuple[frozenset[Value], list[Valu
     return groups
 
 
-def _find_sets(group: frozenset[Value], block: list[Value], price: Price) -> list[_ValueSet]:
+def _find_sets(group: frozenset[Value], block: list[Value], price: EstimateWork) -> list[_ValueSet]:
     """Returns sets of a group on the convex hull of freed bytes over work, from none to all.
 
     Sets without what later blocks read are on a hull of their own: with them a block is made from its input.
