@@ -100,16 +100,16 @@ def test_the_peak_on_paper_is_that_of_a_step(make, difference, x):
     for plan in plans[:: max(1, len(plans) // 6)]:
         planned = Policy(plan.level, only_sites=plan.sites)
         copied = add_scope_hooks(copy.deepcopy(model), planned)
-        assert peak(copied, given) == pytest.approx(plan.peak, rel=difference)
-        assert kept(copied, given) == pytest.approx(plan.kept, rel=difference)
+        assert peak(copied, given) == pytest.approx(plan.peak_bytes, rel=difference)
+        assert kept(copied, given) == pytest.approx(plan.kept_bytes, rel=difference)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_plans_have_ever_smaller_peaks_for_ever_more_work(seed, x):
     plans = make_plans(record(random_net(seed), x), lambda value: value.bytes_moved + value.flops / 16)
-    assert len(plans) > 3 and not plans[0].recomputed
+    assert len(plans) > 3 and not plans[0].recomputed_values
     for before, after in itertools.pairwise(plans):
-        assert after.peak < before.peak and after.work > before.work
+        assert after.peak_bytes < before.peak_bytes and after.work > before.work
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -134,7 +134,7 @@ def test_no_budget_takes_more_work_than_the_mix_of_two_others(seed, x):
     step = 3 * plans[-1].work  # a backward takes twice the time of a forward
     for i, plan in enumerate(plans):
         for before, after in itertools.product(plans[:i], plans[i + 1 :]):
-            share = (before.peak - plan.peak) / (before.peak - after.peak)
+            share = (before.peak_bytes - plan.peak_bytes) / (before.peak_bytes - after.peak_bytes)
             mixed = before.work + share * (after.work - before.work)
             assert plan.work <= mixed + 0.03 * step
 
@@ -264,7 +264,7 @@ def test_constants_that_recipes_hold_are_on_paper(x):
     model = nn.Sequential(*(AddsNoise() for _ in range(4)))
     for plan in StepPlans(record(model, x), torch.device("cpu")).plans[::12]:
         copied = add_scope_hooks(copy.deepcopy(model), Policy(plan.level, only_sites=plan.sites))
-        assert peak(copied, x) == pytest.approx(plan.peak, rel=0.06)
+        assert peak(copied, x) == pytest.approx(plan.peak_bytes, rel=0.06)
 
 
 def test_a_plan_holds_nothing_of_the_step_that_it_was_made_from(x):
@@ -442,6 +442,6 @@ def test_example_inputs_that_are_wrong(given, error, message):
 
 def test_a_model_that_cannot_be_copied(x):
     model = holding(Net(1), x)
-    with pytest.raises(ValueError, match=r"convert: it runs a copy of the model, and copy.deepcopy\(model\)"):
+    with pytest.raises(ValueError, match=r"convert: a copy of the model is run, and copy.deepcopy\(model\)"):
         fastvit.convert(model, budget=0.5, example_inputs=x)
     assert fastvit.convert(model) is model

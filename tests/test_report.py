@@ -265,7 +265,9 @@ def test_torchs_profiler_writes_nothing_in_a_report_and_what_it_wrote_before_in_
     def lines():
         return [re.sub(r"\d+", "#", line) for line in capfd.readouterr().err.splitlines()]
 
-    monkeypatch.setattr("fastvit.conversion.copy_runner._SECONDS_BEFORE_PROGRESS", 600.0)  # no lines of progress
+    monkeypatch.setattr(
+        "fastvit.conversion.copy_runner._SECONDS_BEFORE_PROGRESS", 600.0
+    )  # no lines of progress
     exec(PROFILED)  # the first of a process may write more
     lines()
     exec(PROFILED)
@@ -288,21 +290,26 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
 
 def test_a_profiler_that_runs_goes_on(x):
     with torch.profiler.profile() as profile:
-        with pytest.raises(RuntimeError, match="a profiler of torch is running, and counting bytes on the CPU would end it"):
+        with pytest.raises(
+            RuntimeError, match="a profiler of torch is running, and counting bytes on the CPU would end it"
+        ):
             fastvit.report(fastvit.convert(Net()), x)
     assert profile.key_averages()
 
 
 def test_models_that_cannot_be_measured(x):
     for model, y, message in (
-        (holding(Net(), x), x, r"it runs a copy of the model, and copy.deepcopy\(model\) raised "),
+        (holding(Net(), x), x, r"a copy of the model is run, and copy.deepcopy\(model\) raised "),
         (Net().to("meta"), x.to("meta"), "a model and inputs on the CPU or on CUDA expected, got meta"),
     ):
         with pytest.raises(ValueError, match=f"report: {message}"):
             fastvit.report(model, y)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         fastvit.report(Net(), torch.zeros(2, 3))  # an error of the model
-    with fastvit.recompute_scope(), pytest.raises(RuntimeError, match="call it outside of recompute_scope"):
+    with (
+        fastvit.recompute_scope(),
+        pytest.raises(RuntimeError, match="report: a recompute_scope\\(\\) is open; call report outside"),
+    ):
         fastvit.report(Net(), x)
 
 

@@ -240,7 +240,7 @@ def test_inputs_without_a_batch_are_named():
         def forward(self, x):
             return super().forward(x.reshape(16, 48, WIDTH))
 
-    with pytest.raises(ValueError, match="first dimension of the inputs, 16, for the batch, and with 8"):
+    with pytest.raises(ValueError, match="first dimension of the inputs, 16, as the batch, and with 8"):
         fastvit.report(Fixed(), x, memory="1 GiB")
 
 

@@ -59,16 +59,16 @@ class StepPlans:
 
     @property
     def original_peak(self) -> int:
-        return self.plans[0].peak
+        return self.plans[0].peak_bytes
 
     def choose_plan(self, allowed_bytes: float) -> Plan | None:
         """Returns the plan with the least work whose peak is allowed; None if none is."""
-        return next((plan for plan in self.plans if plan.peak <= allowed_bytes), None)
+        return next((plan for plan in self.plans if plan.peak_bytes <= allowed_bytes), None)
 
     def describe_holders(self, plan: Plan) -> str:
         """Returns the names and bytes of the values that hold most at the peak of a plan."""
         sizes = Counter[str]()
-        for one in Timeline(self.record).find_peak(plan.recomputed):
+        for one in Timeline(self.record).find_peak(plan.recomputed_values):
             sizes[_describe(one.value)] += one.nbytes
         return ", ".join(f"{name}: {nbytes}" for name, nbytes in sizes.most_common(_NUM_HOLDERS))
 
@@ -81,7 +81,7 @@ def _describe(value: Value | None) -> str:
 
 def apply_plan(policy: Policy, plan: Plan, original: Plan) -> Policy:
     """Returns the policy that recomputes what `plan` does."""
-    kept_fraction = plan.kept / max(original.kept, 1)
+    kept_fraction = plan.kept_bytes / max(original.kept_bytes, 1)
     return dataclasses.replace(policy, level=plan.level, only_sites=plan.sites, kept_fraction=kept_fraction)
 
 
@@ -128,7 +128,7 @@ def _find_least(plans: list[Plan], measure: Callable[[Plan], int]) -> tuple[Plan
     Near the least, peaks on paper are as far from measured ones as from one another.
     """
     near = [
-        next(plan for plan in plans if plan.peak <= factor * plans[-1].peak)
+        next(plan for plan in plans if plan.peak_bytes <= factor * plans[-1].peak_bytes)
         for factor in (1, *_NEAR_LEAST_FACTORS)
     ]
     measured = {plan.work: (plan, measure(plan)) for plan in near}

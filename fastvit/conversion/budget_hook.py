@@ -1,4 +1,4 @@
-"""`BudgetHook`: meets a budget from what a training step itself saves. Nothing else is run."""
+"""`BudgetHook`: plans for a budget in a training step, and runs nothing else."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .scope_hooks import ScopeHook, change_policies, get_scope_hook
 class BudgetHook(ScopeHook):
     """The hook of a module that a user calls, with a budget.
 
-    The first training forward recomputes all that can be inside of blocks, and its record gives the plan for
-    the forwards to come. Inputs of more bytes plan again.
+    The first training forward recomputes every op with a rule inside of blocks, and its record gives the plan
+    for the forwards to come. Inputs of more bytes plan again.
 
     Args:
-        policy: until the first plan, outside of training; shared with the hooks of the blocks.
+        policy: the policy until the first plan; shared with the hooks of the blocks.
         block: the name of the module.
-        budget: to be met.
+        budget: the budget to meet.
         planned: the bytes of the inputs of the last plan, and whether a warning was given.
     """
 
@@ -88,9 +88,9 @@ class BudgetHook(ScopeHook):
         if not self.budget.is_least:
             allowed = self.budget.find_allowed_bytes(step.original_peak)
             plan = step.choose_plan(allowed) or plan
-            if plan.peak > allowed and not self.has_warned:
+            if plan.peak_bytes > allowed and not self.has_warned:
                 self.has_warned = True
-                message = describe_unmet_budget(self.budget, plan.peak, step.original_peak, self.policy)
+                message = describe_unmet_budget(self.budget, plan.peak_bytes, step.original_peak, self.policy)
                 warnings.warn(
                     f"convert: {message}; at that peak there are {step.describe_holders(plan)} bytes. Until "
                     f"then the plan is the one with the least peak, with inputs of {input_bytes} bytes",

@@ -1,6 +1,6 @@
-"""Keeps the hooks of scopes out of the sight of torch's code that asks for hooks.
+"""Hides the hooks of scopes from torch's code that counts or compiles hooks.
 
-nn.TransformerEncoderLayer counts the hooks of itself and of what is in it: where there are none it takes
+nn.TransformerEncoderLayer counts the hooks of itself and of its submodules. If there are none, it takes
 another path in evaluation, whose result is zero at padded positions. torch.jit.script compiles hooks.
 """
 
@@ -17,11 +17,14 @@ from torch import nn
 
 from ..recompute import dynamo_hooks
 
-_HOOK_NAMES = ("_forward_hooks", "_forward_pre_hooks")  # what nn.TransformerEncoderLayer and TorchScript read
+_HOOK_NAMES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+)  # nn.TransformerEncoderLayer and TorchScript read these
 
 
 class ConversionHook:
-    """A hook that conversion adds to modules. While one exists, TorchScript does not see such hooks."""
+    """A hook that conversion adds to modules. TorchScript does not see such hooks."""
 
     def __init__(self) -> None:
         _change_hook_count(1)
@@ -46,7 +49,7 @@ _replacement: Callable | None = None  # of torch.jit._recursive.get_hook_stubs
 
 
 def _change_hook_count(change: int) -> None:
-    """Replaces what TorchScript calls to read hooks, as long as there are hooks that it must not see."""
+    """Replaces the function by which TorchScript reads hooks, as long as there are hooks to hide."""
     global _num_hooks, _replacement
     torchscript = torch.jit._recursive
     with _lock:
@@ -63,7 +66,7 @@ def _change_hook_count(change: int) -> None:
 def _hide_conversion_hooks(get_hook_stubs: Callable) -> Callable:
     @functools.wraps(get_hook_stubs)
     def get_foreign_hook_stubs(module: nn.Module):
-        # A module that shares all with the original, whose hooks another thread may call now.
+        # This module shares all attributes with the original, whose hooks another thread may call now.
         view = object.__new__(type(module))
         view.__dict__.update(module.__dict__)
         for name in _HOOK_NAMES:
@@ -74,7 +77,7 @@ def _hide_conversion_hooks(get_hook_stubs: Callable) -> Callable:
 
 
 class EncoderLayerHook(ConversionHook):
-    """Lets an nn.TransformerEncoderLayer in evaluation count the hooks of others alone, in its forward."""
+    """Hides conversion's hooks from an nn.TransformerEncoderLayer during its forward in evaluation."""
 
     def __reduce__(self):
         return EncoderLayerHook, ()
@@ -93,9 +96,9 @@ class EncoderLayerHook(ConversionHook):
 
 
 class _UncountedHooks(UserDict):
-    """Stands for a dictionary of hooks, with the length of those of others.
+    """Wraps a dictionary of hooks. Its length does not count the hooks of conversion.
 
-    Forwards in several threads each put one in place of what they find, and take one off at the end.
+    Each forward, of several threads, wraps the dictionary that it finds, and unwraps it once at the end.
     """
 
     def __init__(self, hooks: OrderedDict | UserDict):
@@ -115,7 +118,7 @@ class _UncountedHooks(UserDict):
 
 
 def reveal_hooks(module: nn.Module) -> None:
-    """Puts back the dictionaries of hooks that a forward has left hidden, after a KeyboardInterrupt."""
+    """Puts back the dictionaries of hooks that a forward has left wrapped, after a KeyboardInterrupt."""
     for name in _HOOK_NAMES:
         while isinstance(hooks := module.__dict__.get(name), _UncountedHooks):
             module.__dict__[name] = hooks.data

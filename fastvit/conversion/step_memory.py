@@ -16,10 +16,11 @@ from .timeline import Timeline
 
 
 class StepMemory:
-    """A training step on paper, for any choice of what is recomputed.
+    """Replays a training step on paper, for any choice of recomputed sites.
 
     Args:
-        record: of a forward that recomputes all that can be, whose observer annotates labels of modules.
+        record: the record of a forward that recomputes every op with a rule, whose observer annotates labels
+            of modules.
 
     Attributes:
         weight_gradients: bytes of the gradients of parameters in each slot, if there are none before.
