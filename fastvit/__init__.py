@@ -7,7 +7,7 @@ from . import fuse as _module_in_pickles  # noqa: F401  # Imported before the fu
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .conversion import Report, TensorReport, Verification, convert, report, revert, verify
 from .convert_syncbn import convert_syncbn_model, revert_syncbn_model
-from .fusion import fuse
+from .fusion import fuse, unfuse
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .layer_norm import LayerNorm
 from .recompute import recompute_scope
@@ -34,6 +34,7 @@ __all__ = [
     "revert",
     "revert_syncbn_model",
     "sync",
+    "unfuse",
     "verify",
 ]
 __version__: str

@@ -143,6 +143,9 @@ def check_input(options: "NormOptions", x: Tensor, residual: Tensor | None, tens
     channel_dim = options.channel_dim(x)
     check_eps(name, options.eps)
     check_momentum(name, options.momentum)
+    is_cumulative = options.training and options.momentum is None and tensors.running_mean is not None
+    if is_cumulative and tensors.num_batches_tracked is None:
+        raise ValueError(f"{name}: momentum is None without num_batches_tracked; both or a number expected")
     if is_distributed(x):
         raise ValueError(
             f"{name}: the input is a DTensor, whose shards the op cannot read; pass x.to_local(), or keep "

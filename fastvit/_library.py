@@ -148,7 +148,7 @@ def increment_versions(*tensors: torch.Tensor | None) -> None:
 
 
 class LibraryStatus(NamedTuple):
-    """What `load_libraries` has loaded."""
+    """The libraries that `load_libraries` has loaded."""
 
     missing_reason: str  # Why there is no library; "" if there is one.
     has_cuda_kernels: bool

@@ -20,7 +20,10 @@ from ._formulas import ACTIVATIONS, effective_gamma
 
 _MAX_XHAT_ERROR = 0.05  # Relative error of the recovered xhat above which a layer warns.
 _FORWARDS_BETWEEN_CHECKS = 1024  # Each check reads one number on the host.
-_FOREIGN_CONVERTERS = ("convert_sync_batchnorm", "convert_syncbn_model")  # Those of torch and timm, and apex.
+_FOREIGN_CONVERTERS = (
+    "convert_sync_batchnorm",
+    "convert_syncbn_model",
+)  # The first is torch's and timm's, the second apex's.
 _OPTIONS_TORCH_LACKS = ("channel_last", "fuse_relu", "abs_weight", "activation", "act")
 
 

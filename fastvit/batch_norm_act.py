@@ -21,7 +21,7 @@ class BatchNormAct(_norm_base.BatchNormBase):
             "hardswish".
         activation_param: slope of leaky_relu (None: 0.01) or alpha of elu (None: 1); the others have none.
         memory: what is kept for backward.
-            "recompute": the input. Where a later layer saves the output, the output is recomputed in one pass
+            "recompute": the input. If a later layer saves the output, the output is recomputed in one pass
             when that layer's backward needs it, bit for bit. This needs an open
             `fastvit.recompute_scope()` around the forward; without one the layer works as with "keep".
             "inplace": the output, which is written over the input, with the conditions of `InPlaceABN` on

@@ -59,7 +59,7 @@ class NormTensors(NamedTuple):
 
 
 class NormOptions(NamedTuple):
-    """What a batch norm takes besides its tensors."""
+    """The options of a batch norm: its arguments that are no tensors."""
 
     function_name: str  # The function of this module, for errors.
     training: bool  # Normalise by batch statistics, and update the running ones.
@@ -108,16 +108,14 @@ def apply_batch_norm(
     if options.inplace and not is_compiling:
         check_can_overwrite(options.function_name, x)
     transport = _choose_transport(options, process_group, is_compiling)
-    is_checked = is_compiling or transport is not sync.LOCAL or x.dim() < 2
+    is_checked = is_compiling or transport is not sync.LOCAL_TRANSPORT or x.dim() < 2
     if is_checked:
         check_input(options, x, residual, tensors)
     _check_values_per_channel(x, options, transport)
+    if is_compiling:
+        return _forward_traced(x, residual, tensors, options, transport)
     weight, bias, *running = tensors
     arguments = x, weight, bias, residual, *running, options, transport
-    if is_compiling and options.inplace:
-        return x.copy_(InPlaceABNFunction.apply(*arguments))
-    if is_compiling:
-        return _forward_with_torch_ops(*arguments)
     try:
         return select_apply(InPlaceABNFunction if options.inplace else BatchNormFunction, x)(*arguments)
     except RuntimeError:
@@ -133,13 +131,13 @@ def _choose_transport(
 ) -> sync.Transport:
     """Returns from where the layer gets its statistics. In evaluation no rank exchanges numbers."""
     if process_group is None:
-        return sync.LOCAL
+        return sync.LOCAL_TRANSPORT
     if options.training:
         key = sync.LayerKey(options.function_name, options.layer_id, options.momentum)
-        return sync.transport_for(process_group, key)
+        return sync.get_transport(process_group, key)
     if not is_compiling:
         sync.check()  # Raises errors of the last exchanges of training.
-    return sync.LOCAL
+    return sync.LOCAL_TRANSPORT
 
 
 def _check_values_per_channel(x: Tensor, options: NormOptions, transport: sync.Transport) -> None:
@@ -148,7 +146,11 @@ def _check_values_per_channel(x: Tensor, options: NormOptions, transport: sync.T
     With several ranks this is not checked: another rank may have more values, and reading the global count
     back would wait for the GPU.
     """
-    if options.training and transport is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)] > 0:
+    if (
+        options.training
+        and transport is sync.LOCAL_TRANSPORT
+        and x.numel() == x.shape[options.channel_dim(x)] > 0
+    ):
         raise ValueError(
             f"{options.function_name}: Expected more than 1 value per channel when training, got input size "
             f"{x.shape}"
@@ -179,18 +181,43 @@ def _apply_to_strided(x, residual, tensors: NormTensors, options, process_group)
     return y
 
 
-def _forward_with_torch_ops(x, weight, bias, residual, mean, var, batches, options, transport) -> Tensor:
-    """Runs torch's ops, which torch.compile can fuse and recompute, where they compute the same."""
-    dtypes = {t.dtype for t in (weight, bias, mean, var) if t is not None}
+def _forward_traced(
+    x: Tensor,
+    residual: Tensor | None,
+    tensors: NormTensors,
+    options: NormOptions,
+    transport: sync.Transport,
+) -> Tensor:
+    """Runs a batch norm inside torch.compile, by torch's ops where these compute the same."""
+    weight, bias, *running = tensors
+    arguments = x, weight, bias, residual, *running, options, transport
+    if options.inplace:
+        return x.copy_(InPlaceABNFunction.apply(*arguments))
+    if transport is sync.LOCAL_TRANSPORT and _has_torch_ops(x, tensors, options):
+        return _forward_with_torch_ops(x, residual, tensors, options)
+    return BatchNormFunction.apply(*arguments)
+
+
+def _has_torch_ops(x: Tensor, tensors: NormTensors, options: NormOptions) -> bool:
+    """Returns whether torch's ops compute the same."""
+    dtypes = {t.dtype for t in tensors[:4] if t is not None}
     is_mixed = x.dtype in (torch.float16, torch.bfloat16) and dtypes == {torch.float32}
     # F.batch_norm needs a number as its factor; a cumulative average would read the number from the device.
-    if options.momentum is None or transport is not sync.LOCAL or not (is_mixed or dtypes <= {x.dtype}):
-        return BatchNormFunction.apply(x, weight, bias, residual, mean, var, batches, options, transport)
+    return options.momentum is not None and (is_mixed or dtypes <= {x.dtype})
+
+
+def _forward_with_torch_ops(
+    x: Tensor, residual: Tensor | None, tensors: NormTensors, options: NormOptions
+) -> Tensor:
+    """Runs torch's ops, which torch.compile can fuse and recompute."""
+    weight, bias, mean, var, batches = tensors
+    momentum = options.momentum
+    assert momentum is not None
     if batches is not None:
         batches.add_(1)
 
     def batch_norm(x: Tensor) -> Tensor:
-        return F.batch_norm(x, mean, var, weight, bias, options.training, options.momentum, options.eps)
+        return F.batch_norm(x, mean, var, weight, bias, options.training, momentum, options.eps)
 
     if options.channel_dim(x) == 1:
         y = batch_norm(x)

@@ -23,7 +23,7 @@ class LiveBytes(NamedTuple):
     """The result of `live_bytes`."""
 
     nbytes: int  # Bytes that are still allocated.
-    result: object  # What the function returned.
+    result: object  # The return value of the function.
 
 
 @renamed_arguments(work="function")

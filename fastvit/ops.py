@@ -114,7 +114,7 @@ def bn_stats(x: Tensor, channel_dim: int, **_) -> Tensor:
 def bn_forward(x: Tensor, channel_dim: int, **_) -> tuple[Tensor, Tensor]:
     """Returns `(y, saved)` with `y = act((x - mean) * invstd * weight + bias + residual)`.
 
-    In training x is normalised by `moments`. Where they are None, the op computes the moments of x, with the
+    In training x is normalised by `moments`. If they are None, the op computes the moments of x, with the
     bits of `bn_stats(x)`; on CUDA one kernel then reads x once, if x fits on chip (into the shared memory of
     all multiprocessors together). `running_mean`, `running_var` (unbiased) and `num_batches_tracked` are
     updated in place; a `momentum` of None averages cumulatively, with the factor `1 / num_batches_tracked`.
@@ -169,7 +169,7 @@ def bn_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dx, dresidual, local_sums)`.
 
-    dx = weight * invstd * (dv - sum dv / n - xhat * sum(dv*xhat) / n), with n the count in `saved`. Where
+    dx = weight * invstd * (dv - sum dv / n - xhat * sum(dv*xhat) / n), with n the count in `saved`. If
     `global_sums`, `(2C,)`, are None in training, the op computes the sums with the bits of `bn_reduce` and
     returns them as `local_sums`, which is empty otherwise; on CUDA that is one kernel where the operands fit
     on chip. Without `training` the statistics were constants, so dx = weight * invstd * dv. dresidual, which

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastvit.sync.agreement import Agreement
-from fastvit.sync.cuda_peer import DeviceMemory, load_kernels
-from fastvit.sync.protocol import FLOAT64, LEAST_PACKETS, Arena, Exchange, ExchangeState, NumberKind, Tag
+from fastvit.sync.cuda_ipc import CudaIpcBackend, warm_up_kernels
+from fastvit.sync.protocol import FLOAT64, MIN_ARENA_PACKETS, Arena, Exchange, ExchangeState, NumberKind, Tag
+from fastvit.sync.store_consensus import StoreConsensus
 
 T = TypeVar("T")
 HEADER = 2  # packets
 arena_bytes = torch.ops.fastvit.arena_bytes
-_load_once = functools.cache(load_kernels)
+_warm_up_once = functools.cache(warm_up_kernels)
 INBOX = arena_bytes(1, 6) - 2 * (HEADER + 6) * 16  # where it begins in an arena
 
 
@@ -24,10 +24,10 @@ def describe(tag: Tag, direction: str) -> str:
     return f"{direction} of layer {tag.layer}, step {tag.forward_index}"
 
 
-def agreements(world: int, timeout: float = 20.0) -> list[Agreement]:
-    """Of ranks in one process, over a store without a group."""
+def consensuses(world: int, timeout: float = 20.0) -> list[StoreConsensus]:
+    """Returns those of ranks in one process, over a store without a group."""
     store = dist.HashStore()
-    return [Agreement(store, rank, world, timeout) for rank in range(world)]
+    return [StoreConsensus(store, rank, world, timeout) for rank in range(world)]
 
 
 def rows(world: int, n: int, sums: bool, dtype: torch.dtype = torch.float32, device="cpu") -> list[Tensor]:
@@ -43,7 +43,7 @@ def check_mismatch(got: Tensor, exchange: Exchange, tags: list[Tag], rank: int, 
     assert got[-1:].isnan().all() if sums else got.isnan().all()
     peer, direction = 2 if rank == 0 else 0, "backward" if sums else "forward"
     assert exchange.report.fault == ExchangeState.MISMATCH and exchange.report.peer == peer
-    said = str(exchange.mismatch(describe))
+    said = str(exchange.mismatch_error(describe))
     assert said.startswith(f"rank {rank} is in {describe(tags[rank], direction)}, but rank {peer} in ")
     assert describe(tags[peer], direction) in said
 
@@ -69,7 +69,7 @@ def message(numbers: Tensor, tag: Tag, epoch: int, of_gpu: bool) -> Tensor:
     return torch.cat([in_packets(head, epoch), payload]).view(torch.uint8)
 
 
-def exchange_of_one_rank(device: str, capacity: int = LEAST_PACKETS) -> tuple[Exchange, Tensor]:
+def exchange_of_one_rank(device: str, capacity: int = MIN_ARENA_PACKETS) -> tuple[Exchange, Tensor]:
     """An exchange that ends when it begins, and its arena, which must live as long."""
     arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)
     exchange = Exchange(0, 1, arena.is_cuda, [arena.data_ptr()])
@@ -80,22 +80,22 @@ def exchange_of_one_rank(device: str, capacity: int = LEAST_PACKETS) -> tuple[Ex
 class Loopback:
     """Ranks on one device, each on a stream of its own: the kernels of one wait while the others' run.
 
-    `ranks[r]` is rank r's DeviceMemory. Where launches run one after the other, under a sanitizer, `send`
+    `ranks[r]` is rank r's CudaIpcBackend. Where launches run one after the other, under a sanitizer, `send`
     writes the others' messages.
     """
 
-    def __init__(self, world: int, capacity: int = LEAST_PACKETS, timeout: float = 5.0, device="cuda"):
+    def __init__(self, world: int, capacity: int = MIN_ARENA_PACKETS, timeout: float = 5.0, device="cuda"):
         self.capacity = capacity
         size = arena_bytes(world, capacity)
         self.arenas = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world)]
         addresses = [arena.data_ptr() for arena in self.arenas]
         self.ranks = [
-            DeviceMemory("Loopback", own, addresses, rank, capacity, timeout, describe)
+            CudaIpcBackend(own, addresses, rank, capacity, timeout, describe)
             for rank, own in enumerate(self.arenas)
         ]
         self.of_gpu = self.arenas[0].is_cuda  # a model of a GPU on the CPU sets it
         if self.of_gpu:
-            _load_once(self.arenas[0].device)
+            _warm_up_once(self.arenas[0].device)
         self.streams = [torch.cuda.Stream() if self.of_gpu else None for _ in self.ranks]
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class Loopback:
         with torch.cuda.stream(stream):
             yield
 
-    def each(self, work: Callable[[int, DeviceMemory], T]) -> list[T]:
+    def each(self, work: Callable[[int, CudaIpcBackend], T]) -> list[T]:
         """Runs `work(rank, way)` of every rank on its stream, and waits for all of them."""
         results = []
         for rank, way in enumerate(self.ranks):

@@ -322,7 +322,7 @@ def test_wrapped_models_name_what_to_pass(tmp_path, x):
         assert fastvit.report(layers, torch.randn(4, 8, 16, 16)).freed_bytes > 0  # no exchange
         sharded = Net()
         distributed.fsdp.fully_shard(sharded, mesh=distributed.init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match="FSDPNet is sharded, .* pass the model as it is before"):
+        with pytest.raises(ValueError, match="FSDPNet is sharded, .* pass the model before it is sharded"):
             fastvit.report(sharded, x)
     finally:
         distributed.destroy_process_group()
