@@ -2,9 +2,9 @@
 
 Each contender is made from a copy of the eager model:
 
-    convert, products   fastvit.convert, and with products=True
+    convert, products   fastvit.convert, and with matmuls=True
     0.8, least          fastvit.convert with budget=0.8, or any other share, and budget="least"
-    weight_casts        fastvit.convert with weight_casts=True (bf16 only)
+    weight_casts        fastvit.convert with recompute_weight_casts=True (bf16 only)
     fuse                fastvit.fuse, then fastvit.convert (models with BatchNorm only): other roundings
     sac                 selective checkpointing of each block: products, convolutions and attention are kept
     sac_half            torchtitan's: every second matrix product is repeated too

@@ -8,7 +8,7 @@ and Python's garbage collector runs for them once in many rounds. The mean inclu
 which the least and the median would hide.
 
     vit_tiny of 12 blocks, 8 images of 32 pixels, in fp32 and under bf16 autocast: torch's, `fastvit.convert`,
-    and with products=True. A step makes gradients and drops them.
+    and with matmuls=True. A step makes gradients and drops them.
     a layer of (4, 8, 4, 4): torch's two layers, and fastvit's one. A multiplication before the layer makes
     the input an activation; the time of the multiplication is subtracted.
 
@@ -93,7 +93,7 @@ def bench_models(rounds: int, device: str) -> list[dict]:
     contenders = {
         "torch": eager,
         "convert": fastvit.convert(copy.deepcopy(eager)),
-        "products": fastvit.convert(copy.deepcopy(eager), products=True),
+        "products": fastvit.convert(copy.deepcopy(eager), matmuls=True),
     }
     x = torch.randn(8, 3, 32, 32, device=device)
 

@@ -21,7 +21,7 @@ from harness import markdown_table
 
 BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "least")
 REFERENCE_CONTENDERS = {  # a contender -> its name in the picture, and its marker
-    "products": ("products=True", "v"),
+    "products": ("matmuls=True", "v"),
     "sac": ("selective checkpointing", "s"),
     "sac_half": ("every second product", "D"),
     "checkpoint": ("block checkpointing", "^"),

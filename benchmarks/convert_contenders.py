@@ -116,8 +116,8 @@ def selective_checkpoint_context(recomputes_half: bool):
 
 CONTENDER_FACTORIES = {  # a contender's name -> a function that converts a copy of the eager model
     "convert": fastvit.convert,
-    "products": lambda model: fastvit.convert(model, products=True),
-    "weight_casts": lambda model: fastvit.convert(model, weight_casts=True),
+    "products": lambda model: fastvit.convert(model, matmuls=True),
+    "weight_casts": lambda model: fastvit.convert(model, recompute_weight_casts=True),
     "fuse": lambda model: fastvit.convert(fastvit.fuse(model)),
     "sac": lambda model: with_checkpointing(model, selective_checkpoint_context(False)),
     "sac_half": lambda model: with_checkpointing(model, selective_checkpoint_context(True)),
@@ -133,7 +133,7 @@ def make_contender(contender: str, eager, x):
     if is_budget(name):
         has_casts = torch.is_autocast_enabled(x.device.type)
         budget = "least" if name == "least" else float(name)
-        model = fastvit.convert(model, weight_casts=has_casts, budget=budget, example_inputs=x)
+        model = fastvit.convert(model, recompute_weight_casts=has_casts, budget=budget, example_inputs=x)
     elif name != "eager":
         model = CONTENDER_FACTORIES[name](model)
     return torch.compile(model) if contender in COMPILED else model

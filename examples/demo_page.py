@@ -31,7 +31,7 @@ LAYERS = {  # label and colour, by the trainer's --norm and, of torch's layers, 
     "inplace-abn": ("fastvit InPlaceABN", "#e2762d"),
     "inplace-abn-sync": ("fastvit InPlaceABNSync", "#3b82f6"),
     "convert": ("torch, convert(model)", "#0ea5a4"),
-    "products": ("torch, convert(model, products=True)", "#0f766e"),
+    "products": ("torch, convert(model, matmuls=True)", "#0f766e"),
 }
 RUNS = LAYERS | {
     "fastvit-sync": ("apex's SyncBatchNorm by fastvit.compat, LeakyReLU", SYNC_COLOR),

@@ -40,7 +40,7 @@ def kept_bytes(images: torch.Tensor) -> dict[str, int]:
     """Returns the bytes that the model keeps for backward: with each norm, and converted."""
     kept = {norm: fastvit.report(vit_digits(norm), images).kept_before for norm in MEASURED_NORMS}
     for memory in ("convert", "products"):
-        model = fastvit.convert(vit_digits("torch"), products=memory == "products")
+        model = fastvit.convert(vit_digits("torch"), matmuls=memory == "products")
         kept[memory] = fastvit.report(model, images).kept_after
     return kept
 

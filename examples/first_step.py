@@ -36,7 +36,7 @@ def main() -> None:
         optimizer.step()
         losses.append(loss.item())
     print(f"torch {torch.__version__}, loss {losses[0]:.4f}, after one step {losses[1]:.4f}")
-    if not (report.saved_bytes > 0 and losses[1] < losses[0]):
+    if not (report.freed_bytes > 0 and losses[1] < losses[0]):
         raise SystemExit("first_step: convert freed no bytes, or the step did not lower the loss")
 
 

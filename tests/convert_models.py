@@ -13,7 +13,7 @@ from fastvit.conversion.scope_hooks import add_scope_hooks
 from fastvit.recompute import Policy, RecomputeLevel
 
 D = 64  # features of a token
-LEVELS = {"default": {}, "products": {"products": True}, "least": {"budget": "least"}}
+LEVELS = {"default": {}, "products": {"matmuls": True}, "least": {"budget": "least"}}
 WRITTEN = "modified by an inplace operation"  # what autograd says of a saved tensor that was written to
 
 
@@ -117,9 +117,9 @@ def assert_eager_bits_or_named_error(run, **options):
 
 def options_that_keep(message, options):
     """`options` as this error of a backward asks for."""
-    if options.get("weight_casts") and "weight_casts" in message:
-        return options | {"weight_casts": False}
-    pair = re.search(r"""\(['"]([\w.]*)['"], ['"](\w+)['"]\)""", message)
+    if options.get("recompute_weight_casts") and "recompute_weight_casts" in message:
+        return options | {"recompute_weight_casts": False}
+    pair = re.search(r"""\(['"]([\w.]*)['"], ['"]([\w ]+)['"]\)""", message)
     assert "skip" in message and pair, f"the error names no pair of skip=: {message}"
     pairs = options.get("skip", [])
     assert pair.groups() not in pairs, f"what is skipped is rebuilt: {message}"

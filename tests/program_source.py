@@ -13,9 +13,9 @@ from program_kinds import ACTIVATIONS, KINDS, MASKS, NORMS, SUMS, UNCOUNTED
 
 OPTIONS = {  # arguments of convert
     "convert": {},
-    "products": {"products": True},
-    "weight_casts": {"weight_casts": True},
-    "products, weight_casts": {"products": True, "weight_casts": True},
+    "products": {"matmuls": True},
+    "weight_casts": {"recompute_weight_casts": True},
+    "products, weight_casts": {"matmuls": True, "recompute_weight_casts": True},
     "least": {},  # every op that has a rule, but what goes into blocks and comes out of them
     "some": {},  # a random part of the sites, at a random level
     "across": {},  # a random part of the sites, and across blocks

@@ -89,7 +89,7 @@ class Execution:
         names = {name: getattr(program_tools, name) for name in program_tools.__all__}
         names["RUN"] = self.run
         names["SCOPE"] = (
-            functools.partial(fastvit.recompute_scope, products=products) if scope else contextlib.nullcontext
+            functools.partial(fastvit.recompute_scope, matmuls=products) if scope else contextlib.nullcontext
         )
         exec(_compile(program.source), names)
         torch.manual_seed(program.seed)

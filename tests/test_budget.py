@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vit_models import kept
 
 import fastvit
-from fastvit.conversion.budget import StepPlans, recording_policy
-from fastvit.conversion.plan_chain import make_plans
+from fastvit.conversion.budget import StepPlans, make_recording_policy
+from fastvit.conversion.plan_search import make_plans
 from fastvit.conversion.scope_hooks import add_scope_hooks
 from fastvit.memory import live_bytes
 from fastvit.recompute import Policy, RecomputeLevel, observe_saved_tensors, record_step
@@ -35,7 +35,7 @@ def policy(model):
 
 
 def record(model, x):
-    copied = add_scope_hooks(copy.deepcopy(model), recording_policy(Policy()))
+    copied = add_scope_hooks(copy.deepcopy(model), make_recording_policy(Policy()))
     with observe_saved_tensors(lambda _: None) as observer:
         y = copied(x)
     return record_step(observer, [y], [*copied.parameters(), *copied.buffers(), x])
@@ -100,16 +100,16 @@ def test_the_peak_on_paper_is_that_of_a_step(make, difference, x):
     for plan in plans[:: max(1, len(plans) // 6)]:
         planned = Policy(plan.level, only_sites=plan.sites)
         copied = add_scope_hooks(copy.deepcopy(model), planned)
-        assert peak(copied, given) == pytest.approx(plan.peak, rel=difference)
-        assert kept(copied, given) == pytest.approx(plan.kept, rel=difference)
+        assert peak(copied, given) == pytest.approx(plan.peak_bytes, rel=difference)
+        assert kept(copied, given) == pytest.approx(plan.kept_bytes, rel=difference)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_plans_have_ever_smaller_peaks_for_ever_more_work(seed, x):
     plans = make_plans(record(random_net(seed), x), lambda value: value.bytes_moved + value.flops / 16)
-    assert len(plans) > 3 and not plans[0].recomputed
+    assert len(plans) > 3 and not plans[0].recomputed_values
     for before, after in itertools.pairwise(plans):
-        assert after.peak < before.peak and after.work > before.work
+        assert after.peak_bytes < before.peak_bytes and after.work > before.work
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -134,7 +134,7 @@ def test_no_budget_takes_more_work_than_the_mix_of_two_others(seed, x):
     step = 3 * plans[-1].work  # a backward takes twice the time of a forward
     for i, plan in enumerate(plans):
         for before, after in itertools.product(plans[:i], plans[i + 1 :]):
-            share = (before.peak - plan.peak) / (before.peak - after.peak)
+            share = (before.peak_bytes - plan.peak_bytes) / (before.peak_bytes - after.peak_bytes)
             mixed = before.work + share * (after.work - before.work)
             assert plan.work <= mixed + 0.03 * step
 
@@ -264,7 +264,7 @@ def test_constants_that_recipes_hold_are_on_paper(x):
     model = nn.Sequential(*(AddsNoise() for _ in range(4)))
     for plan in StepPlans(record(model, x), torch.device("cpu")).plans[::12]:
         copied = add_scope_hooks(copy.deepcopy(model), Policy(plan.level, only_sites=plan.sites))
-        assert peak(copied, x) == pytest.approx(plan.peak, rel=0.06)
+        assert peak(copied, x) == pytest.approx(plan.peak_bytes, rel=0.06)
 
 
 def test_a_plan_holds_nothing_of_the_step_that_it_was_made_from(x):
@@ -395,24 +395,35 @@ def test_each_op_is_repeated_at_most_once_at_any_depth():
 )
 def test_a_budget_that_is_neither_a_share_nor_bytes(budget, x):
     """A float above 1 is no number of bytes."""
-    takes = "a share above 0 and at most 1, or bytes as an int or as '2 GiB', or 'least'"
+    takes = "a fraction above 0 and at most 1, or bytes as an int or as '2 GiB', or 'least'"
     with pytest.raises(ValueError) as error:
         fastvit.convert(Net(1), budget=budget, example_inputs=x)
     assert str(error.value) == f"convert: budget must be {takes}, got {budget!r}"
 
 
 @pytest.mark.parametrize("value", ["yes", "False", 1, 0, None, torch.tensor(True)], ids=str)
-@pytest.mark.parametrize("option", ["products", "weight_casts"])
+@pytest.mark.parametrize("option", ["matmuls", "recompute_weight_casts"])
 def test_an_option_that_is_no_bool(option, value):
     with pytest.raises(ValueError, match=f"convert: {option} is .*; True or False expected"):
         fastvit.convert(Net(1), **{option: value})
 
 
 @pytest.mark.parametrize(
+    ("old", "new"), [("products", "matmuls"), ("weight_casts", "recompute_weight_casts")]
+)
+def test_older_names_of_options_warn(old, new):
+    with pytest.warns(DeprecationWarning, match=rf"convert\({old}=\) is convert\({new}=\) now"):
+        converted = fastvit.convert(Net(1), **{old: True})
+    assert policy(converted) == policy(fastvit.convert(Net(1), **{new: True}))
+
+
+@pytest.mark.parametrize(
     "skip", ["blocks.0", {"blocks.0": "gelu"}, [("blocks.0",)], [("blocks.0", 1)], ["gelu"], None, 3], ids=str
 )
 def test_what_is_skipped_must_be_pairs_of_names(skip):
-    with pytest.raises(ValueError, match="convert: skip must have pairs of a block's name and an op, got "):
+    with pytest.raises(
+        ValueError, match="convert: skip must have pairs of a block's name and an op's name, "
+    ):
         fastvit.convert(Net(1), skip=skip)
 
 
@@ -431,6 +442,6 @@ def test_example_inputs_that_are_wrong(given, error, message):
 
 def test_a_model_that_cannot_be_copied(x):
     model = holding(Net(1), x)
-    with pytest.raises(ValueError, match=r"convert: it runs a copy of the model, and copy.deepcopy\(model\)"):
+    with pytest.raises(ValueError, match=r"convert: a copy of the model is run, and copy.deepcopy\(model\)"):
         fastvit.convert(model, budget=0.5, example_inputs=x)
     assert fastvit.convert(model) is model

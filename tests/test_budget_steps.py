@@ -152,7 +152,7 @@ def test_a_budget_in_a_converted_model_and_models_without_gradients(x):
 
 def test_a_part_with_options_of_its_own_keeps_them(x):
     model = fastvit.convert(Net(3), budget=0.8)
-    fastvit.convert(model.blocks[1], products=True)
+    fastvit.convert(model.blocks[1], matmuls=True)
     model(x).sum().backward()
     assert (
         policy(model.blocks[1]).level == RecomputeLevel.MATMULS and policy(model.blocks[1]).only_sites is None

@@ -332,7 +332,9 @@ def test_casts_under_convert_compile_and_a_second_derivative(level):
 
     want = trained()
     for casts in (False, True):
-        assert torch.equal(trained(lambda m, casts=casts: fastvit.convert(m, weight_casts=casts)), want)
+        assert torch.equal(
+            trained(lambda m, casts=casts: fastvit.convert(m, recompute_weight_casts=casts)), want
+        )
     torch.testing.assert_close(
         trained(lambda m: torch.compile(m, backend="aot_eager", fullgraph=True)), want, rtol=0.05, atol=0.01
     )

@@ -4,10 +4,12 @@ import copy
 import dataclasses
 import inspect
 import io
+import itertools
 import pickle
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from collections import OrderedDict
 
@@ -250,6 +252,53 @@ def test_pickles_name_the_hook_of_an_older_module():
     loaded = torch.load(file, weights_only=False)
     assert kept(loaded, x) < 0.7 * whole
     assert kept(fastvit.revert(loaded), x) == whole
+
+
+def stub_module(monkeypatch, name, **names):
+    for path in itertools.accumulate(name.split("."), "{}.{}".format):
+        monkeypatch.setitem(sys.modules, path, types.ModuleType(path))
+    vars(sys.modules[name]).update(names)
+
+
+def test_older_fields_of_the_adapter_for_torchtitan(monkeypatch):
+    class ActivationCheckpointing:
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config:
+            pass
+
+        def __init__(self, config):
+            self.config = config
+
+    name = "torchtitan.distributed.activation_checkpoint"
+    stub_module(monkeypatch, name, ActivationCheckpointing=ActivationCheckpointing)
+    monkeypatch.delitem(sys.modules, "fastvit.adapters.torchtitan", raising=False)
+    from fastvit.adapters.torchtitan import Convert
+
+    monkeypatch.delitem(sys.modules, "fastvit.adapters.torchtitan")
+    with pytest.warns(DeprecationWarning, match=r"Convert.Config\(products=\) is Convert.Config\(matmuls=\)"):
+        older = Convert.Config(products=True)
+    assert older == Convert.Config(matmuls=True)
+    model = Model(Layer)
+    Convert(Convert.Config(matmuls=True, skip=(("", "gelu"),))).apply(model)
+    assert get_scope_hook(model).policy == Policy(RecomputeLevel.MATMULS, skip=frozenset({("", "gelu")}))
+
+
+def test_both_names_of_the_hook_of_mmengine(monkeypatch):
+    registered = []
+
+    class Registry:
+        def register_module(self, name):
+            registered.extend(name)
+            return lambda cls: cls
+
+    stub_module(monkeypatch, "mmengine.hooks", Hook=object)
+    stub_module(monkeypatch, "mmengine.registry", HOOKS=Registry())
+    stub_module(monkeypatch, "mmengine.runner", Runner=object)
+    monkeypatch.delitem(sys.modules, "fastvit.adapters.mmengine", raising=False)
+    from fastvit.adapters import mmengine
+
+    monkeypatch.delitem(sys.modules, "fastvit.adapters.mmengine")
+    assert registered == ["Convert", "FastvitConvertHook"] and mmengine.FastvitConvertHook is mmengine.Convert
 
 
 def test_pickles_have_older_names_of_the_fields_of_a_policy():

@@ -326,15 +326,15 @@ def test_quantisation():
 def test_a_converted_model_in_another_keeps_its_own_options():
     torch.manual_seed(0)
     teacher, student, x = Model(depth=2), Model(depth=2), torch.randn(16, 50, 64)
-    inner = fastvit.convert(copy.deepcopy(teacher.blocks[0]), products=True)
+    inner = fastvit.convert(copy.deepcopy(teacher.blocks[0]), matmuls=True)
     both = nn.Sequential(inner, student.blocks[1])
     fastvit.convert(both)
-    fastvit.convert(both[0], products=True)
+    fastvit.convert(both[0], matmuls=True)
     plain = nn.Sequential(teacher.blocks[0], copy.deepcopy(student.blocks[1]))
     assert not differing(step(both, x), step(plain, x))
     without = fastvit.convert(copy.deepcopy(fastvit.revert(both)))
     fastvit.convert(both)
-    fastvit.convert(both[0], products=True)
+    fastvit.convert(both[0], matmuls=True)
     assert kept(both, x) < 0.8 * kept(without, x)
 
 

@@ -132,7 +132,7 @@ def under_autocast(model, **options):
         (each_block, Net, {}, 4, 0.66),
         (as_module, lambda: Net(Residual), {}, 4, 0.66),  # statistics of BatchNorm
         (under_autocast, Net, {}, 32, 0.7),
-        (as_module, Net, {"products": True}, 4, 0.45),
+        (as_module, Net, {"matmuls": True}, 4, 0.45),
     ],
 )
 def test_keeps_less_with_the_same_values(how, make, options, batch, most):

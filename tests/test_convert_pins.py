@@ -96,7 +96,7 @@ def program_of(use, write, place, frozen):
 @pytest.mark.parametrize("use", USES)
 def test_a_small_operand_is_as_its_op_read_it(use, write, place, frozen):
     make, between = program_of(use, write, place, frozen)
-    assert_eager_bits(make_step(make, tokens(), between=between), products=use == "bias of linear")
+    assert_eager_bits(make_step(make, tokens(), between=between), matmuls=use == "bias of linear")
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["parameter", "buffer"])
@@ -105,7 +105,7 @@ def test_a_small_operand_is_as_its_op_read_it(use, write, place, frozen):
 def test_the_cast_of_a_bias_is_of_the_bias_that_the_op_read(write, place, frozen):
     make, between = program_of("bias of linear", write, place, frozen)
     step = make_step(make, tokens(), lambda: torch.autocast("cpu", torch.bfloat16), between)
-    assert_eager_bits(step, products=True)
+    assert_eager_bits(step, matmuls=True)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -265,5 +265,5 @@ def test_a_weight_that_is_cast_again(place):
         write if place == "after the forward" else lambda model: None,
     )
     (assert_eager_bits if place == "in the forward" else assert_eager_bits_or_named_error)(
-        step, weight_casts=True
+        step, recompute_weight_casts=True
     )

@@ -57,7 +57,7 @@ def test_autocast_keeps_less(device):
 @pytest.mark.parametrize("block", ["plain", "rope, SwiGLU", "convnext", "separate, quick gelu"])
 def test_matrix_products_on_demand(block):
     for context in CONTEXTS.values():
-        before, after = compared(Model(BLOCKS[block][0]), patches(16), context, products=True)
+        before, after = compared(Model(BLOCKS[block][0]), patches(16), context, matmuls=True)
         assert after < 0.42 * before or context is not CONTEXTS["fp32"]
 
 
@@ -201,7 +201,7 @@ def test_rebuilt_tensors_are_not_held():
 )
 def test_weights_changed_before_backward_are_an_error(what, casts):
     """Also where a weight was cast, and is to be cast again."""
-    model = fastvit.convert(Model(scale_block, 2), weight_casts=casts)
+    model = fastvit.convert(Model(scale_block, 2), recompute_weight_casts=casts)
     with autocast(enabled=casts)():
         loss = model(patches()).float().sum()
     with torch.no_grad():
@@ -278,11 +278,11 @@ def test_weight_casts_are_made_again():
     copies = sum(2 * p.numel() for name, p in eager.blocks.named_parameters() if p.ndim == 2)
     for n in (8, 16):
         (_, before), (_, after) = (
-            compared(eager, patches(n), autocast(), weight_casts=casts) for casts in (False, True)
+            compared(eager, patches(n), autocast(), recompute_weight_casts=casts) for casts in (False, True)
         )
         assert before - after == pytest.approx(copies, rel=0.05)
     for context in (contextlib.nullcontext, autocast(torch.float16)):
-        compared(eager, patches(16), context, weight_casts=True)
+        compared(eager, patches(16), context, recompute_weight_casts=True)
 
 
 def test_weight_casts_in_a_scope_around_a_model():

@@ -124,7 +124,7 @@ def under_fsdp1(rank, world, kinds, converts_last):
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
 
     x = patches(8)[rank::world]
-    return compared(blocks(2), wrap, x, nn.Module.parameters, converts_last, products=True)
+    return compared(blocks(2), wrap, x, nn.Module.parameters, converts_last, matmuls=True)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

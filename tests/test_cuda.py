@@ -137,7 +137,7 @@ def eager_and_converted(products):
     torch.manual_seed(0)
     parts = (nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     eager = nn.Sequential(*parts, nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 8)).to(DEVICE)
-    return eager, fastvit.convert(copy.deepcopy(eager), products=products)
+    return eager, fastvit.convert(copy.deepcopy(eager), matmuls=products)
 
 
 @pytest.mark.parametrize("products", [False, True])

@@ -63,7 +63,7 @@ def test_in_place_layers_and_conversions_save_memory(demo):
     assert saved["products"] > saved["convert"] + 4 * slack
     page = (demo[0] / "index.html").read_text()
     svg = page[page.index('aria-label="kept for backward by layer"') :].split("</svg>")[0]
-    assert "convert(model, products=True)" in svg
+    assert "convert(model, matmuls=True)" in svg
     assert all(f"{size:,} B" in page and f"{size / 2**20:.2f} MiB" in svg for size in kept.values())
 
 

@@ -236,7 +236,7 @@ def test_the_input_of_a_frozen_batch_norm_is_kept_where_it_costs_less_than_the_o
 def test_the_report_names_masks():
     model = fastvit.convert(Perceptual(chain(nn.ReLU)))
     assert "where an activation passes the gradient on" in str(fastvit.report(model, images()))
-    assert not fastvit.verify(model, images()).sites
+    assert not fastvit.verify(model, images()).skip
 
 
 @pytest.mark.parametrize("size", [4096, 4099, 5000])
@@ -262,5 +262,5 @@ def test_products_of_frozen_weights():
             return x
 
     eager, x = Adapted(), torch.randn(4, TOKENS, DIM)
-    (before, some), (_, most) = (compared(eager, x, products=products) for products in (False, True))
+    (before, some), (_, most) = (compared(eager, x, matmuls=products) for products in (False, True))
     assert most < 0.6 * before and most < 0.8 * some

@@ -72,8 +72,8 @@ def run(model, is_half, context=contextlib.nullcontext):
 
 OPTIONS = {
     "all": {},
-    "products": {"products": True},
-    "weight casts": {"products": True, "weight_casts": True},
+    "products": {"matmuls": True},
+    "weight casts": {"matmuls": True, "recompute_weight_casts": True},
     "skip": {"skip": [("0", "gelu"), ("2", "layer_norm")]},
     "skip of all": {
         "skip": [(str(i), op) for i in range(3) for op in ("gelu", "layer_norm", "to_copy", "add")]

@@ -28,14 +28,14 @@ def x():
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_said_is_what_a_step_keeps(products, training, x):
     model = Net()
-    converted = fastvit.convert(copy.deepcopy(model), products=products)
+    converted = fastvit.convert(copy.deepcopy(model), matmuls=products)
     found = fastvit.report(converted.train(training), x)
     before, after = kept(model, x), kept(converted.train(), x)
     assert abs(found.kept_before - before) < 2**17 and abs(found.kept_after - after) < 2**17
-    assert found.saved_bytes == found.kept_before - found.kept_after > 0.25 * before
+    assert found.freed_bytes == found.kept_before - found.kept_after > 0.25 * before
     rows = found.tensors
     assert sum(row.kept_bytes for row in rows) <= found.kept_after
-    assert sum(row.rebuilt_bytes for row in rows) == pytest.approx(found.saved_bytes, rel=0.05)
+    assert sum(row.recomputed_bytes for row in rows) == pytest.approx(found.freed_bytes, rel=0.05)
 
 
 def test_a_forward_is_measured_as_it_runs(x):
@@ -43,7 +43,7 @@ def test_a_forward_is_measured_as_it_runs(x):
     model = nn.Sequential(nn.Linear(50, 256), nn.GELU(), nn.Linear(256, 256))
     y = torch.randn(16, 50, 512).transpose(1, 2)
     for products in (False, True):
-        converted = fastvit.convert(copy.deepcopy(model), products=products)
+        converted = fastvit.convert(copy.deepcopy(model), matmuls=products)
         assert abs(fastvit.report(converted, y).kept_after - kept(converted, y)) < 2**16
 
 
@@ -58,18 +58,19 @@ def test_under_autocast(x):
 
 def test_rows_name_modules_and_reasons(x):
     by_reason = {row.reason: row for row in fastvit.report(Net(drop=0.1), x).tensors}
-    rebuilt = by_reason["recomputed by layer_norm from its saved input"]
-    assert rebuilt.names in (("blocks.*.fc1",), ("blocks.*.qkv",)) and rebuilt.count == 4
-    assert rebuilt.rebuilt_bytes == 4 * x.nbytes
-    assert rebuilt.kept_bytes == 4 * 2 * 64 * 4  # copies of weight and bias, as the op read them
+    recomputed = by_reason["recomputed by layer_norm from its saved input"]
+    assert recomputed.names in (("blocks.*.fc1",), ("blocks.*.qkv",)) and recomputed.count == 4
+    assert recomputed.recomputed_bytes == 4 * x.nbytes
+    assert set(recomputed.skip) == {(f"blocks.{i}", "layer_norm") for i in range(4)}
+    assert recomputed.kept_bytes == 4 * 2 * 64 * 4  # copies of weight and bias, as the op read them
     mask = by_reason["dropout's mask, kept as a bit an element"]
     assert mask.names == ("blocks.*.drop",) and mask.kept_bytes == 4 * x.numel() * 4 // 8
     product = by_reason[
         "the result of addmm: recomputed with matmuls=True, where it is no narrower than its input"
     ]
     assert product.names == ("blocks.*",) and product.kept_bytes == 4 * 7 * x.nbytes
-    by_reason = {row.reason: row for row in fastvit.report(fastvit.convert(Net(), products=True), x).tensors}
-    assert by_reason["recomputed by layer_norm, addmm from the saved input"].rebuilt_bytes == 28 * x.nbytes
+    by_reason = {row.reason: row for row in fastvit.report(fastvit.convert(Net(), matmuls=True), x).tensors}
+    assert by_reason["recomputed by layer_norm, addmm from the saved input"].recomputed_bytes == 28 * x.nbytes
 
 
 @pytest.mark.parametrize("bias, op", [(True, "addmm"), (False, "mm")])
@@ -83,10 +84,28 @@ def test_it_prints_and_plots(x, tmp_path):
     found = fastvit.report(Net(), x)
     text = str(found)
     assert text.splitlines()[0] == found.summary() and "less (measured)" in found.summary()
-    assert text.splitlines()[2].split() == ["saved", "by", "count", "rebuilt", "kept", "why"]
+    assert text.splitlines()[2].split() == ["saved", "by", "count", "recomputed", "kept", "why"]
     assert "in smaller tensors, the result, compiled code" in text
     found.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_the_pairs_of_a_row_are_those_that_convert_skips(x):
+    model = Net()
+    first = fastvit.report(model, x)
+    row = next(row for row in first.tensors if row.reason == "recomputed by gelu from its saved input")
+    assert f"convert(model, skip=[{first._large_tensors()[0].skip[0]}]) keeps one of them" in str(first)
+    after = fastvit.report(fastvit.convert(model, skip=row.skip), x)
+    assert row.skip not in [other.skip for other in after.tensors]
+    assert after.kept_after - first.kept_after == pytest.approx(row.recomputed_bytes, rel=0.01)
+
+
+def test_older_names_warn(x):
+    found = fastvit.report(Net(), x)
+    with pytest.warns(DeprecationWarning, match="Report.saved_bytes is Report.freed_bytes now"):
+        assert found.saved_bytes == found.freed_bytes
+    with pytest.warns(DeprecationWarning, match="TensorReport.rebuilt_bytes is TensorReport.recomp"):
+        assert found.tensors[0].rebuilt_bytes == found.tensors[0].recomputed_bytes
 
 
 def test_more_is_not_a_negative_less():
@@ -130,10 +149,10 @@ def test_nothing_of_the_model_changes():
 
 
 def test_progress_of_slow_models(x, monkeypatch, capsys):
-    monkeypatch.setattr("fastvit.conversion.copy_runner._QUIET", 600.0)
+    monkeypatch.setattr("fastvit.conversion.copy_runner._SECONDS_BEFORE_PROGRESS", 600.0)
     fastvit.report(Net(), x)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("fastvit.conversion.copy_runner._QUIET", 0.0)
+    monkeypatch.setattr("fastvit.conversion.copy_runner._SECONDS_BEFORE_PROGRESS", 0.0)
     fastvit.report(Net(), x)
     assert (
         capsys.readouterr()
@@ -150,7 +169,7 @@ def test_checkpointed_blocks_are_noted(x):
             return x
 
     found = fastvit.report(Checkpointed(), x)
-    assert found.notes == ["blocks.*: nothing is rebuilt, because torch.utils.checkpoint runs it"]
+    assert found.notes == ["blocks.*: nothing is recomputed, because torch.utils.checkpoint runs it"]
     assert f"note: {found.notes[0]}" in str(found)
 
 
@@ -159,13 +178,13 @@ def test_disabled_hooks_are_noted(x):
     with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
         found = fastvit.report(Net(), x)
     assert found.notes[0].endswith("because saved-tensor hooks are disabled: not now")
-    assert abs(found.saved_bytes) < 2**16
+    assert abs(found.freed_bytes) < 2**16
 
 
 def test_compiled_models(x):
     model = Net()
     found = fastvit.report(torch.compile(model, backend="aot_eager"), x)
-    assert found.saved_bytes > 0.2 * found.kept_before
+    assert found.freed_bytes > 0.2 * found.kept_before
     assert fastvit.convert(torch.compile(model, backend="aot_eager"))(x).shape == x.shape
     model.compile(backend="eager")
     notes = fastvit.report(model, x).notes
@@ -246,7 +265,9 @@ def test_torchs_profiler_writes_nothing_in_a_report_and_what_it_wrote_before_in_
     def lines():
         return [re.sub(r"\d+", "#", line) for line in capfd.readouterr().err.splitlines()]
 
-    monkeypatch.setattr("fastvit.conversion.copy_runner._QUIET", 600.0)  # no lines of progress
+    monkeypatch.setattr(
+        "fastvit.conversion.copy_runner._SECONDS_BEFORE_PROGRESS", 600.0
+    )  # no lines of progress
     exec(PROFILED)  # the first of a process may write more
     lines()
     exec(PROFILED)
@@ -262,28 +283,33 @@ def test_torchs_profiler_writes_nothing_in_a_report_and_what_it_wrote_before_in_
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message = r"Report.plot needs matplotlib: pip install matplotlib, or in .* pip install '.\[train\]'"
+    message = r"Report.plot: matplotlib cannot .*; pip install matplotlib, or in .* pip install '.\[train\]'"
     with pytest.raises(ImportError, match=message):
         fastvit.Report(1, 1).plot(tmp_path / "report.png")
 
 
 def test_a_profiler_that_runs_goes_on(x):
     with torch.profiler.profile() as profile:
-        with pytest.raises(RuntimeError, match="a profiler of torch is running"):
+        with pytest.raises(
+            RuntimeError, match="a profiler of torch is running, and counting bytes on the CPU would end it"
+        ):
             fastvit.report(fastvit.convert(Net()), x)
     assert profile.key_averages()
 
 
 def test_models_that_cannot_be_measured(x):
     for model, y, message in (
-        (holding(Net(), x), x, r"it runs a copy of the model, and copy.deepcopy\(model\) raised "),
+        (holding(Net(), x), x, r"a copy of the model is run, and copy.deepcopy\(model\) raised "),
         (Net().to("meta"), x.to("meta"), "a model and inputs on the CPU or on CUDA expected, got meta"),
     ):
         with pytest.raises(ValueError, match=f"report: {message}"):
             fastvit.report(model, y)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         fastvit.report(Net(), torch.zeros(2, 3))  # an error of the model
-    with fastvit.recompute_scope(), pytest.raises(RuntimeError, match="call it outside of recompute_scope"):
+    with (
+        fastvit.recompute_scope(),
+        pytest.raises(RuntimeError, match="report: a recompute_scope\\(\\) is open; call report outside"),
+    ):
         fastvit.report(Net(), x)
 
 
@@ -293,10 +319,10 @@ def test_wrapped_models_name_what_to_pass(tmp_path, x):
         with pytest.raises(ValueError, match="DistributedDataParallel cannot run .* pass its .module"):
             fastvit.report(DistributedDataParallel(Net()), x)
         layers = nn.Sequential(nn.Conv2d(8, 8, 3), nn.SyncBatchNorm(8), fastvit.SyncBatchNorm(8), nn.GELU())
-        assert fastvit.report(layers, torch.randn(4, 8, 16, 16)).saved_bytes > 0  # no exchange
+        assert fastvit.report(layers, torch.randn(4, 8, 16, 16)).freed_bytes > 0  # no exchange
         sharded = Net()
         distributed.fsdp.fully_shard(sharded, mesh=distributed.init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match="FSDPNet is sharded, .* pass the model as it is before"):
+        with pytest.raises(ValueError, match="FSDPNet is sharded, .* pass the model before it is sharded"):
             fastvit.report(sharded, x)
     finally:
         distributed.destroy_process_group()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
-from fastvit.conversion import memory_report
+from fastvit.conversion import largest_batch
 from fastvit.conversion.copy_runner import CopyRunner
 from fastvit.conversion.report_pictures import draw_timelines
 from fastvit.conversion.scope_hooks import add_scope_hooks
@@ -156,13 +156,13 @@ def test_what_is_not_on_paper_is_said():
 def convert_to_least(monkeypatch):
     """Returns a function that gives a copy of a model the plan of a report's largest batch."""
     plans = []
-    find = memory_report.BatchSearch.find_least_plan
+    find = largest_batch.BatchSearch.find_least_plan
 
     def spy(*args):
         plans.append(find(*args))
         return plans[-1]
 
-    monkeypatch.setattr(memory_report.BatchSearch, "find_least_plan", spy)
+    monkeypatch.setattr(largest_batch.BatchSearch, "find_least_plan", spy)
     return lambda model: add_scope_hooks(
         copy.deepcopy(model), Policy(plans[-1].level, only_sites=plans[-1].sites)
     )
@@ -240,7 +240,7 @@ def test_inputs_without_a_batch_are_named():
         def forward(self, x):
             return super().forward(x.reshape(16, 48, WIDTH))
 
-    with pytest.raises(ValueError, match="first dimension of the inputs, 16, for the batch, and with 8"):
+    with pytest.raises(ValueError, match="first dimension of the inputs, 16, as the batch, and with 8"):
         fastvit.report(Fixed(), x, memory="1 GiB")
 
 

@@ -393,7 +393,7 @@ def test_torchtitan():
 
     want, got = both(run, adapter)
     same(want, got)
-    table("torchtitan, `products=True`", *(kept(model, IMAGES) for _, model in (want, got)))
+    table("torchtitan, `matmuls=True`", *(kept(model, IMAGES) for _, model in (want, got)))
     full = Model()
     FullAC.Config().build().apply(full)
     assert fastvit.convert(full) is full and trained(full) == want[0]

@@ -13,6 +13,7 @@ from test_recompute_writes import WRITES, Rotated
 from torch import nn
 
 import fastvit
+from fastvit.conversion.scope_hooks import is_converted
 from fastvit.recompute import RecomputeLevel
 from fastvit.recompute.recompute_rules import RECOMPUTE_RULES
 
@@ -38,10 +39,11 @@ MODELS = {
 @pytest.mark.parametrize("dtype", [torch.float64, None])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_converted_model_agrees_to_the_bit(name, dtype, x):
-    for model in (MODELS[name](), fastvit.convert(MODELS[name](), products=True)):
+    for model in (MODELS[name](), fastvit.convert(MODELS[name](), matmuls=True)):
         found = fastvit.verify(model, x, dtype=dtype)
-        assert found and found.limit == 0 and not found.sites and max(found.differences.values()) == 0, found
-        assert "tensors agree" in str(found) and not found.unsteady
+        assert found and found.tolerance == 0 and not found.skip, found
+        assert max(found.differences.values()) == 0, found
+        assert "tensors agree" in str(found) and not found.nondeterministic
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -52,7 +54,7 @@ def test_the_model_and_the_random_states_do_not_change(x, monkeypatch):
     seen = []
     model[0].register_forward_hook(lambda *_: seen.append(1))
     state, rng, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state(), numpy.random.get_state()
-    assert fastvit.verify(model, x) and not fastvit.convert.__globals__["is_converted"](model)
+    assert fastvit.verify(model, x) and not is_converted(model)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), rng) and all(p.grad is None for p in model.parameters())
     assert all(numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), drawn, strict=True))
@@ -135,11 +137,11 @@ def test_a_write_that_autograd_does_not_record_is_found(hole, x):
     right = same_step(original, model, x)
     for dtype in (torch.float64, None):
         found = fastvit.verify(model, x, dtype=dtype)
-        assert found or found.sites, found
+        assert found or found.skip, found
         assert bool(found) == right, found
     if not right:
-        assert "which convert(model, skip=verification.sites) keeps" in str(found)
-        fastvit.convert(model, skip=found.sites)
+        assert "which convert(model, skip=verification.skip) keeps" in str(found)
+        fastvit.convert(model, skip=found.skip)
         assert fastvit.verify(model, x, dtype=None) and same_step(original, model, x)
 
 
@@ -152,7 +154,7 @@ def test_a_layer_of_fastvit_whose_output_was_written_to(x):
     model = nn.Sequential(
         nn.Unflatten(1, (16, 1)), nn.Conv2d(16, 16, 1), layer, Writes(), nn.Conv2d(16, 4, 1)
     )
-    assert len(fastvit.verify(model, x).sites) == 1
+    assert len(fastvit.verify(model, x).skip) == 1
 
 
 def test_a_recipe_in_a_block_is_named_by_it(x):
@@ -162,8 +164,52 @@ def test_a_recipe_in_a_block_is_named_by_it(x):
 
     model = nn.Sequential(Block(), Hidden(), Block())
     found = fastvit.verify(model, x)
-    assert found.sites == (("1", "gelu"),)
-    assert fastvit.verify(fastvit.convert(model, skip=found.sites), x)
+    assert found.skip == (("1", "gelu"),)
+    assert fastvit.verify(fastvit.convert(model, skip=found.skip), x)
+
+
+def test_older_names_warn(x):
+    with pytest.warns(DeprecationWarning, match=r"verify\(limit=\) is verify\(tolerance=\) now"):
+        found = fastvit.verify(Net(1), x, limit=0.5)
+    names = {"limit": "tolerance", "sites": "skip", "unsteady": "nondeterministic", "wrong": "failures"}
+    for old, new in names.items():
+        with pytest.warns(DeprecationWarning, match=f"Verification.{old} is Verification.{new} now"):
+            assert getattr(found, old) == getattr(found, new)
+    assert found.tolerance == 0.5
+
+
+def test_an_op_is_skipped_by_the_name_that_a_report_prints(x):
+    class Copies(nn.Module):
+        def forward(self, x):
+            return double(torch.tanh(x).transpose(-1, -2).contiguous())
+
+    model = nn.Sequential(Copies(), nn.Linear(16, 4))
+    found = fastvit.verify(model, x)
+    assert found.skip == (("", "copy"),) and "('', 'copy')" in str(found)
+    for name in ("copy", "clone"):  # clone is the plain name of the op
+        assert fastvit.verify(fastvit.convert(model, skip=[("", name)]), x)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+@pytest.mark.parametrize("op", ["linalg_qr", "cast", "to_copy", "dropout", "addmm", "batch_norm", "twice"])
+def test_an_op_of_any_name_may_be_skipped(op):
+    fastvit.convert(Net(1), skip=[("", op)])
+
+
+@pytest.mark.parametrize(("op", "nearest"), [("geluu", "gelu"), ("LayerNorm", "layer_norm"), ("", "")])
+def test_a_name_that_no_op_has(op, nearest):
+    message = f"convert: skip must have names of ops .*, got {op!r}; the nearest names are .*{nearest}"
+    with pytest.raises(ValueError, match=message):
+        fastvit.convert(Net(1), skip=[("", op)])
 
 
 def test_what_is_skipped_must_exist():
@@ -180,7 +226,10 @@ def test_what_is_skipped_must_exist():
             ("dtype", value, "a floating-point torch.dtype or None")
             for value in ("float64", torch.int64, float)
         ),
-        *(("limit", value, "a number of at least 0, or None,") for value in ("0", -1, float("nan"), True)),
+        *(
+            ("tolerance", value, "a number of at least 0, or None,")
+            for value in ("0", -1, float("nan"), True)
+        ),
     ],
 )
 def test_options_of_another_kind(option, value, takes, x):
@@ -191,9 +240,9 @@ def test_options_of_another_kind(option, value, takes, x):
 def test_a_wrong_gradient_fails_and_prints(x, monkeypatch):
     monkeypatch.setitem(RECOMPUTE_RULES, "GeluBackward0", (RecomputeLevel.CHEAP, _twice))
     found = fastvit.verify(Net(2), x)
-    assert not found and set(found.sites) == {("blocks.0", "gelu"), ("blocks.1", "gelu")}
+    assert not found and set(found.skip) == {("blocks.0", "gelu"), ("blocks.1", "gelu")}
     assert "tensors differ by more than 0" in str(found) and "gradient of blocks.0.fc2.weight" in str(found)
-    assert not fastvit.verify(Net(2), x, limit=1e9)  # the sites remain
+    assert not fastvit.verify(Net(2), x, tolerance=1e9)  # the sites remain
 
 
 def _twice(read):
@@ -209,15 +258,15 @@ def test_a_model_that_differs_from_itself(x):
             return super().forward(x) * (1 + 1e-12 * Unsteady.count)
 
     found = fastvit.verify(Unsteady(), x)
-    assert found.unsteady and found and "differ between two runs of the original" in str(found)
+    assert found.nondeterministic and found and "differ between two runs of the original" in str(found)
 
 
 def test_fused_layers_have_a_tolerance(x):
     model = fastvit.fuse(Net(2))
     for dtype, limit in ((torch.float64, 1e-7), (None, 2e-2)):
         found = fastvit.verify(model, x, dtype=dtype)
-        assert found and found.limit == limit and max(found.differences.values()) > 0
-    assert not fastvit.verify(model, x, dtype=None, limit=0)
+        assert found and found.tolerance == limit and max(found.differences.values()) > 0
+    assert not fastvit.verify(model, x, dtype=None, tolerance=0)
 
 
 def test_a_model_that_returns_no_tensor(x):
@@ -225,5 +274,5 @@ def test_a_model_that_returns_no_tensor(x):
         def forward(self, x):
             return None
 
-    with pytest.raises(ValueError, match="verify: a forward that returns tensors expected"):
+    with pytest.raises(ValueError, match="verify: the model returned no tensor"):
         fastvit.verify(Nothing(), x)

@@ -1,4 +1,4 @@
-"""`fastvit.convert` in frameworks that have a socket for it: lightning, mmengine, torchtitan, transformers.
+"""`fastvit.convert` as the `Convert` of a framework: lightning, mmengine, torchtitan, transformers.
 
 Each module imports its framework; this package imports none.
 """

@@ -18,7 +18,7 @@ class Convert(Callback):
     """Converts the module when training begins.
 
     Args:
-        options: of `fastvit.convert`.
+        options: keyword arguments of `fastvit.convert`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -29,7 +29,7 @@ class Convert(Callback):
 
 
 class SyncBatchNorm(LayerSync):
-    """`Trainer(plugins=[SyncBatchNorm()])`: fastvit's in place of torch's, on CPUs too."""
+    """Puts fastvit's SyncBatchNorm in place of torch's, on CPUs too: `Trainer(plugins=[SyncBatchNorm()])`."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         return convert_syncbn_model(model)

@@ -10,15 +10,15 @@ from mmengine.runner import Runner
 
 from ..conversion import convert
 
-__all__ = ["FastvitConvertHook"]
+__all__ = ["Convert", "FastvitConvertHook"]
 
 
-@HOOKS.register_module()
-class FastvitConvertHook(Hook):
-    """Converts the runner's model before training.
+@HOOKS.register_module(name=["Convert", "FastvitConvertHook"])
+class Convert(Hook):
+    """Converts the runner's model before training. Its older name is `FastvitConvertHook`.
 
     Args:
-        options: of `fastvit.convert`.
+        options: keyword arguments of `fastvit.convert`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -26,3 +26,6 @@ class FastvitConvertHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         convert(runner.model, **self.options)
+
+
+FastvitConvertHook = Convert

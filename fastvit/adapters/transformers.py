@@ -13,10 +13,10 @@ __all__ = ["Convert"]
 
 
 class Convert(TrainerCallback):
-    """Converts the model when training begins, whatever it is wrapped in then.
+    """Converts the model when training begins, in whatever wrapper the model is then.
 
     Args:
-        options: of `fastvit.convert`.
+        options: keyword arguments of `fastvit.convert`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -28,11 +28,11 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     A block is an element of a container that has a normalisation and a module with a weight of two or more
     dimensions. Outside of such elements, modules of one class that are attributes of one module are blocks
-    too, where two or more of them have a normalisation and two such weights: a block of one convolution would
+    too, if two or more of them have a normalisation and two such weights: a block of one convolution would
     keep more than it saves. Each nn.TransformerEncoderLayer is a block.
     """
     found: dict[nn.Module, None] = {}
-    inside: set[nn.Module] = set()  # blocks and what is in them
+    in_blocks: set[nn.Module] = set()  # blocks and their submodules
     for parent in model.modules():
         blocks = [
             child for child in parent.children() if not isinstance(child, _CONTAINERS) and _has_norm(child)
@@ -40,12 +40,12 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         if isinstance(parent, _CONTAINERS):
             blocks = [block for block in blocks if _count_weights(block)]
         else:
-            blocks = [block for block in blocks if _count_weights(block) > 1 and parent not in inside]
+            blocks = [block for block in blocks if _count_weights(block) > 1 and parent not in in_blocks]
             num_of_class = Counter(map(type, blocks))
             blocks = [block for block in blocks if num_of_class[type(block)] > 1]
         blocks += [child for child in parent.children() if isinstance(child, nn.TransformerEncoderLayer)]
         found.update(dict.fromkeys(blocks))
-        inside.update(inner for block in blocks for inner in block.modules())
+        in_blocks.update(inner for block in blocks for inner in block.modules())
     return list(found)
 
 

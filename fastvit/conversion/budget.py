@@ -1,4 +1,4 @@
-"""A budget for the peak of a training step: what it says, and the plan that meets it with example inputs."""
+"""A budget for the peak of a training step, and the plan that meets it with example inputs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torch import nn
 
 from ..recompute import Policy, RecomputeLevel, StepRecord, Value, observe_saved_tensors
 from .copy_runner import CopyRunner
-from .nested_values import Arguments
-from .plan_chain import Plan, make_plans
+from .nested_values import ForwardArguments
+from .plan_search import Plan, make_plans
 from .scope_hooks import add_scope_hooks
 from .timeline import Timeline
 
-_NEAR_LEAST = 1.05, 1.12, 1.25  # times the least peak on paper
-_NUM_HOLDERS = 3  # in messages
+_NEAR_LEAST_FACTORS = 1.05, 1.12, 1.25  # times the least peak on paper
+_NUM_HOLDERS = 3  # that a message names
 GRADIENTS = "gradients of activations and the result"  # what no value of a record holds
 
 
 class Budget(NamedTuple):
-    """The peak that a step may have: a fraction of the original's, or, if that is 0, bytes. 0: the least."""
+    """The peak that a step may have: a fraction of the original's, or bytes; the least if both are 0."""
 
     fraction: float
     nbytes: int
 
-    def allowed_bytes(self, original_bytes: int) -> int:
+    def find_allowed_bytes(self, original_bytes: int) -> int:
         return int(self.fraction * original_bytes) if self.fraction else self.nbytes
 
     @property
@@ -55,20 +55,20 @@ class StepPlans:
 
     def __init__(self, record: StepRecord, device: torch.device):
         self.record = record
-        self.plans = make_plans(record, make_price(device))
+        self.plans = make_plans(record, make_work_estimator(device))
 
     @property
     def original_peak(self) -> int:
-        return self.plans[0].peak
+        return self.plans[0].peak_bytes
 
-    def choose(self, allowed_bytes: float) -> Plan | None:
+    def choose_plan(self, allowed_bytes: float) -> Plan | None:
         """Returns the plan with the least work whose peak is allowed; None if none is."""
-        return next((plan for plan in self.plans if plan.peak <= allowed_bytes), None)
+        return next((plan for plan in self.plans if plan.peak_bytes <= allowed_bytes), None)
 
     def describe_holders(self, plan: Plan) -> str:
-        """Returns what holds most at the peak of a plan."""
+        """Returns the names and bytes of the values that hold most at the peak of a plan."""
         sizes = Counter[str]()
-        for one in Timeline(self.record).find_peak(plan.recomputed):
+        for one in Timeline(self.record).find_peak(plan.recomputed_values):
             sizes[_describe(one.value)] += one.nbytes
         return ", ".join(f"{name}: {nbytes}" for name, nbytes in sizes.most_common(_NUM_HOLDERS))
 
@@ -81,23 +81,23 @@ def _describe(value: Value | None) -> str:
 
 def apply_plan(policy: Policy, plan: Plan, original: Plan) -> Policy:
     """Returns the policy that recomputes what `plan` does."""
-    share = plan.kept / max(original.kept, 1)
-    return dataclasses.replace(policy, level=plan.level, only_sites=plan.sites, kept_fraction=share)
+    kept_fraction = plan.kept_bytes / max(original.kept_bytes, 1)
+    return dataclasses.replace(policy, level=plan.level, only_sites=plan.sites, kept_fraction=kept_fraction)
 
 
-def recording_policy(policy: Policy) -> Policy:
+def make_recording_policy(policy: Policy) -> Policy:
     """Returns the policy under which a forward shows all that can be recomputed."""
     return dataclasses.replace(policy, level=RecomputeLevel.EVERY_OP, only_sites=None)
 
 
-def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arguments) -> Policy:
+def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: ForwardArguments) -> Policy:
     """Returns the policy with the least work that meets `budget`, by a record and measured steps of copies.
 
     Raises:
-        ValueError: none meets it.
+        ValueError: no policy meets the budget.
     """
     runner = CopyRunner("convert", model, arguments)
-    copied = add_scope_hooks(runner.training_copy(), recording_policy(policy))
+    copied = add_scope_hooks(runner.copy_for_training(), make_recording_policy(policy))
     record = runner.record_step(copied, observe_saved_tensors(lambda _: None))
     step = StepPlans(record, runner.devices[0])
     original = step.plans[0]
@@ -108,17 +108,17 @@ def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: Arg
     if budget.is_least:
         return apply_plan(policy, _find_least(step.plans, measure)[0], original)
     measured_original = runner.measure_original_peak()
-    allowed = budget.allowed_bytes(measured_original)
+    allowed = budget.find_allowed_bytes(measured_original)
     if allowed >= measured_original:
         return dataclasses.replace(policy, only_sites=frozenset())
     # The bisection of a smaller budget takes the same plans or later ones.
-    number = bisect_left(range(len(step.plans)), True, key=lambda i: measure(step.plans[i]) <= allowed)
-    if number < len(step.plans):
-        return apply_plan(policy, step.plans[number], original)
+    index = bisect_left(range(len(step.plans)), True, key=lambda i: measure(step.plans[i]) <= allowed)
+    if index < len(step.plans):
+        return apply_plan(policy, step.plans[index], original)
     plan, measured = _find_least(step.plans, measure)
     if measured <= allowed:
         return apply_plan(policy, plan, original)
-    message = describe_least(budget, measured, measured_original, policy)
+    message = describe_unmet_budget(budget, measured, measured_original, policy)
     raise ValueError(f"convert: {message}; at that peak there are {step.describe_holders(plan)} bytes")
 
 
@@ -128,40 +128,42 @@ def _find_least(plans: list[Plan], measure: Callable[[Plan], int]) -> tuple[Plan
     Near the least, peaks on paper are as far from measured ones as from one another.
     """
     near = [
-        next(plan for plan in plans if plan.peak <= share * plans[-1].peak) for share in (1, *_NEAR_LEAST)
+        next(plan for plan in plans if plan.peak_bytes <= factor * plans[-1].peak_bytes)
+        for factor in (1, *_NEAR_LEAST_FACTORS)
     ]
     measured = {plan.work: (plan, measure(plan)) for plan in near}
     least = min(peak for _, peak in measured.values())
     return next(measured[work] for work in sorted(measured) if measured[work][1] <= 1.005 * least)
 
 
-def describe_least(budget: Budget, least: int, original: int, policy: Policy) -> str:
-    """Returns what to say of a budget that cannot be met."""
+def describe_unmet_budget(budget: Budget, least: int, original: int, policy: Policy) -> str:
+    """Returns a message: which budget cannot be met, the least one, and what to pass."""
     fraction = math.ceil(1000 * least / max(original, 1)) / 1000
     has_casts = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) and not policy.weight_casts
     return (
         f"a budget of {budget} cannot be met; the least peak of a step is {least} bytes, {fraction:.3f} of "
         f"the original's {original}; pass budget='least' or a budget of at least {fraction:.3f}"
-        + ("; weight_casts=True frees copies of weights too" if has_casts else "")
+        + ("; recompute_weight_casts=True frees copies of weights too" if has_casts else "")
     )
 
 
-def make_price(device: torch.device) -> Callable[[Value], float]:
-    """Returns the price of an op: the bytes that it moves, and operations of products in their time."""
+def make_work_estimator(device: torch.device) -> Callable[[Value], float]:
+    """Returns a function that estimates the work of an op: the bytes that it moves in its time.
 
-    def price(value: Value) -> float:
+    The flops of its matmuls count as the bytes that are moved in their time.
+    """
+
+    def estimate_work(value: Value) -> float:
         if not value.flops:
             return float(value.bytes_moved)
-        return value.bytes_moved + value.flops / measure_operations_per_byte(
-            device, value.dtype or torch.float32
-        )
+        return value.bytes_moved + value.flops / measure_flops_per_byte(device, value.dtype or torch.float32)
 
-    return price
+    return estimate_work
 
 
 @functools.cache
-def measure_operations_per_byte(device: torch.device, dtype: torch.dtype) -> float:
-    """Measures how many operations of a matrix product take the time of moving a byte.
+def measure_flops_per_byte(device: torch.device, dtype: torch.dtype) -> float:
+    """Measures how many flops of a matmul take the time of moving a byte.
 
     The result is a power of two, so that it is the same in each run: 8 to 32 in fp32, up to 512 in half
     precision on a GPU, 1 and less in half precision on a CPU without instructions for it.
@@ -170,17 +172,17 @@ def measure_operations_per_byte(device: torch.device, dtype: torch.dtype) -> flo
     options: dict[str, Any] = {"device": device, "dtype": dtype}
     with torch.no_grad(), torch._C._DisableAutocast():
         matrix, memory = torch.ones(size, size, **options), torch.ones(size, 8 * size, **options)
-        product = _measure_seconds(lambda: matrix @ matrix, device) / (2 * size**3)
-        copy = _measure_seconds(lambda: memory + memory, device) / (2 * memory.nbytes)
-    return 2.0 ** min(max(round(math.log2(copy / product)), -3), 9)
+        seconds_per_flop = _measure_seconds(lambda: matrix @ matrix, device) / (2 * size**3)
+        seconds_per_byte = _measure_seconds(lambda: memory + memory, device) / (2 * memory.nbytes)
+    return 2.0 ** min(max(round(math.log2(seconds_per_byte / seconds_per_flop)), -3), 9)
 
 
-def _measure_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the least time of a few runs."""
+def _measure_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Returns the least time of a few calls of `function`."""
 
     def run() -> float:
         begin = time.perf_counter()
-        work()
+        function()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - begin
@@ -191,11 +193,11 @@ def _measure_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def parse_bytes(text: object) -> int | None:
     """Returns a number of bytes: an int above 1, or a str such as "2 GiB"; None for anything else."""
-    found = re.fullmatch(r"\s*([0-9.e+-]+)\s*([KMGT]i?B)?\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9.e+-]+)\s*([KMGT]i?B)?\s*", str(text))
     with contextlib.suppress(ValueError, OverflowError):
-        number = float(found[1]) if found and not isinstance(text, bool) else math.nan
-        if found and found[2]:
-            number *= (1024 if "i" in found[2] else 1000) ** ("KMGT".index(found[2][0]) + 1)
+        number = float(match[1]) if match and not isinstance(text, bool) else math.nan
+        if match and match[2]:
+            number *= (1024 if "i" in match[2] else 1000) ** ("KMGT".index(match[2][0]) + 1)
         elif not str(text).strip().isdecimal():  # 2.0 is no number of bytes
             return None
         if number > 1:
@@ -204,10 +206,10 @@ def parse_bytes(text: object) -> int | None:
 
 
 def parse_budget(budget: object) -> Budget:
-    """Returns the share or the bytes that a budget says.
+    """Returns the fraction or the bytes of a budget.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `budget` is neither, nor "least".
     """
     if isinstance(budget, str) and budget == "least":
         return Budget(0.0, 0)
@@ -218,6 +220,6 @@ def parse_budget(budget: object) -> Budget:
         if 0 < number <= 1:
             return Budget(number, 0)
     raise ValueError(
-        "convert: budget must be a share above 0 and at most 1, or bytes as an int or as '2 GiB', or "
+        "convert: budget must be a fraction above 0 and at most 1, or bytes as an int or as '2 GiB', or "
         f"'least', got {budget!r}"
     )

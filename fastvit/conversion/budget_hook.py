@@ -1,4 +1,4 @@
-"""`BudgetHook`: meets a budget from what a training step itself saves. Nothing else is run."""
+"""`BudgetHook`: plans for a budget in a training step, and runs nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..recompute import (
     observe_saved_tensors,
     record_step,
 )
-from .budget import Budget, StepPlans, apply_plan, describe_least, recording_policy
+from .budget import Budget, StepPlans, apply_plan, describe_unmet_budget, make_recording_policy
 from .nested_values import tensor_leaves
 from .scope_hooks import ScopeHook, change_policies, get_scope_hook
 
@@ -27,13 +27,13 @@ from .scope_hooks import ScopeHook, change_policies, get_scope_hook
 class BudgetHook(ScopeHook):
     """The hook of a module that a user calls, with a budget.
 
-    The first training forward recomputes all that can be inside of blocks, and its record gives the plan for
-    the forwards to come. Inputs of more bytes plan again.
+    The first training forward recomputes every op with a rule inside of blocks, and its record gives the plan
+    for the forwards to come. Inputs of more bytes plan again.
 
     Args:
-        policy: until the first plan, outside of training; shared with the hooks of the blocks.
+        policy: the policy until the first plan; shared with the hooks of the blocks.
         block: the name of the module.
-        budget: to be met.
+        budget: the budget to meet.
         planned: the bytes of the inputs of the last plan, and whether a warning was given.
     """
 
@@ -53,7 +53,7 @@ class BudgetHook(ScopeHook):
             with torch._C.DisableTorchFunction():  # of subclasses, which see every look at them
                 input_bytes = sum(one.numel() * one.element_size() for one in tensor_leaves((args, kwargs)))
             if input_bytes > self.input_bytes and not _is_compiled(module):
-                self.replace_policies(module, recording_policy(self.policy))
+                self.replace_policies(module, make_recording_policy(self.policy))
                 if active_scope() is None:
                     with observe_saved_tensors(lambda _: None) as observer:
                         super().open_scope(module, args, kwargs, frame)
@@ -86,11 +86,11 @@ class BudgetHook(ScopeHook):
         self.input_bytes = input_bytes
         plan = step.plans[-1]
         if not self.budget.is_least:
-            allowed = self.budget.allowed_bytes(step.original_peak)
-            plan = step.choose(allowed) or plan
-            if plan.peak > allowed and not self.has_warned:
+            allowed = self.budget.find_allowed_bytes(step.original_peak)
+            plan = step.choose_plan(allowed) or plan
+            if plan.peak_bytes > allowed and not self.has_warned:
                 self.has_warned = True
-                message = describe_least(self.budget, plan.peak, step.original_peak, self.policy)
+                message = describe_unmet_budget(self.budget, plan.peak_bytes, step.original_peak, self.policy)
                 warnings.warn(
                     f"convert: {message}; at that peak there are {step.describe_holders(plan)} bytes. Until "
                     f"then the plan is the one with the least peak, with inputs of {input_bytes} bytes",
@@ -121,5 +121,5 @@ def freeze_budgets(model: nn.Module) -> None:
     """Ends planning: each module keeps the policy that its next training forward begins with."""
     for module, hook in find_budget_hooks(model):
         if hook.input_bytes < 0:
-            hook.replace_policies(module, recording_policy(hook.policy))
+            hook.replace_policies(module, make_recording_policy(hook.policy))
         hook.input_bytes = 2**63

@@ -1,4 +1,4 @@
-"""The name by which pickles of converted models know the hook; its calls then have no keyword arguments."""
+"""The module by whose name pickles of converted models find the hook, which gets no keyword arguments."""
 
 from . import scope_hooks
 

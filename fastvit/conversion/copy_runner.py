@@ -18,14 +18,18 @@ from .._checks import check_module
 from .._norm_base import ProcessGroupMixin
 from ..memory import live_bytes, peak_bytes
 from ..recompute import SavedTensorObserver, StepRecord, active_scope, record_step
-from .nested_values import Arguments, copy_arguments, refuse_iterators, tensor_leaves
+from .nested_values import ForwardArguments, copy_arguments, refuse_iterators, tensor_leaves
 from .scope_hooks import revert
 
-_QUIET = 3.0  # seconds before progress is shown, and between its lines
+_SECONDS_BEFORE_PROGRESS = 3.0  # and between two lines
 
 
-def as_arguments(inputs: Tensor | Sequence | Mapping) -> Arguments:
-    """Positional and keyword arguments from a tensor, a tuple of arguments or a dict of keyword arguments."""
+def split_example_inputs(inputs: Tensor | Sequence | Mapping) -> ForwardArguments:
+    """Returns the positional and the keyword arguments of a forward.
+
+    Args:
+        inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+    """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):
@@ -33,13 +37,13 @@ def as_arguments(inputs: Tensor | Sequence | Mapping) -> Arguments:
     return (inputs,), {}
 
 
-def copy_input(tensor: Tensor) -> Tensor:
-    """Copies an input. Of a result of an op the copy is one too: the model may overwrite it."""
+def copy_input_tensor(tensor: Tensor) -> Tensor:
+    """Copies an input. The copy of an op's result is an op's result too, since the model may overwrite it."""
     copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return copied if tensor.is_leaf else copied.clone()
 
 
-_HOLDERS = (
+_CONTAINER_HINTS = (
     (Mapping, "pass what it holds as keyword arguments, **batch"),
     ((tuple, list), "pass what it holds as arguments, *batch"),
     (DataLoader, "pass a batch of it, next(iter(loader)), or the part of that which the model takes"),
@@ -47,15 +51,15 @@ _HOLDERS = (
 
 
 class CopyRunner:
-    """A model and the inputs with which copies of it run.
+    """Runs forwards of copies of a model.
 
     Args:
         caller: the public function, named in errors.
         model: never called, and never changed.
-        arguments: of the forward.
+        arguments: arguments of the forward.
     """
 
-    def __init__(self, caller: str, model: nn.Module, arguments: Arguments):
+    def __init__(self, caller: str, model: nn.Module, arguments: ForwardArguments):
         self.caller, self.model, self.arguments = caller, model, arguments
         self._check_supported()
         refuse_iterators(caller, model, arguments)
@@ -64,19 +68,21 @@ class CopyRunner:
         if any(device.type not in ("cpu", "cuda") for device in self.devices):
             names = ", ".join(map(str, self.devices))
             raise ValueError(f"{caller}: a model and inputs on the CPU or on CUDA expected, got {names}")
-        self._begun = self._shown = time.monotonic()
-        self._forwards = 0
+        self._start_time = self._last_progress_time = time.monotonic()
+        self._num_forwards = 0
 
     def _check_supported(self) -> None:
         check_module(self.caller, self.model)
         if active_scope() is not None:
-            raise RuntimeError(f"{self.caller}: call it outside of recompute_scope()")
+            raise RuntimeError(
+                f"{self.caller}: a recompute_scope() is open; call {self.caller} outside of scopes"
+            )
         for module in self.model.modules():
             name = type(module).__name__
             if any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(module).__mro__):
                 raise ValueError(
                     f"{self.caller}: {name} is sharded, and copies of it cannot run alone; pass the model "
-                    "as it is before it is sharded"
+                    "before it is sharded"
                 )
             if type(module).__module__.startswith("torch.nn.parallel"):
                 raise ValueError(
@@ -89,18 +95,18 @@ class CopyRunner:
             return copy.deepcopy(self.model)
         except Exception as error:
             raise ValueError(
-                f"{self.caller}: it runs a copy of the model, and copy.deepcopy(model) raised "
+                f"{self.caller}: a copy of the model is run, and copy.deepcopy(model) raised "
                 f"{type(error).__name__}: {error}"
             ) from error
 
     def measure_original_bytes(self) -> int:
         """Returns the kept bytes of a copy that is neither converted nor fused."""
-        original = revert(self.training_copy())
+        original = revert(self.copy_for_training())
         with self.holding_output(original):  # allocations of caches do not count
             pass
         return self.measure_kept_bytes(original)
 
-    def training_copy(self) -> nn.Module:
+    def copy_for_training(self) -> nn.Module:
         """Returns a copy in training mode.
 
         If the model is in training mode, submodules in evaluation mode stay in it.
@@ -116,15 +122,15 @@ class CopyRunner:
                     module.training = False
         return copied
 
-    def copy_inputs(self, copy_tensor: Callable[[Tensor], Tensor] = copy_input) -> Arguments:
+    def copy_inputs(self, copy_tensor: Callable[[Tensor], Tensor] = copy_input_tensor) -> ForwardArguments:
         """Copies the inputs, since a forward may overwrite them or change objects among them."""
         return copy_arguments(self.caller, self.model, self.arguments, copy_tensor)
 
-    def run_forward(self, model: nn.Module, arguments: Arguments) -> object:
-        """Runs a copy.
+    def run_forward(self, model: nn.Module, arguments: ForwardArguments) -> object:
+        """Returns the result of a forward of a copy.
 
         Raises:
-            TypeError: it failed, and an argument is the size of a tensor, or holds the arguments.
+            TypeError: the forward failed, and an argument is the size of a tensor, or holds the arguments.
         """
         self._show_progress()
         args, kwargs = arguments
@@ -135,14 +141,14 @@ class CopyRunner:
             raise
 
     def _show_progress(self) -> None:
-        self._forwards += 1
-        if (now := time.monotonic()) - self._shown > _QUIET:
-            self._shown = now
-            done = f"forward {self._forwards}, after {now - self._begun:.0f} s"
-            print(f"fastvit.{self.caller}: runs a copy of the model: {done}", file=sys.stderr)
+        self._num_forwards += 1
+        if (now := time.monotonic()) - self._last_progress_time > _SECONDS_BEFORE_PROGRESS:
+            self._last_progress_time = now
+            progress = f"forward {self._num_forwards}, after {now - self._start_time:.0f} s"
+            print(f"fastvit.{self.caller}: runs a copy of the model: {progress}", file=sys.stderr)
 
-    def _explain_failure(self, error: Exception, arguments: Arguments) -> None:
-        """Raises TypeError where an argument shows why a forward has failed."""
+    def _explain_failure(self, error: Exception, arguments: ForwardArguments) -> None:
+        """Raises TypeError if an argument shows why a forward has failed."""
         args, kwargs = arguments
         for value in (args, *args, *kwargs.values()):
             if isinstance(value, (tuple, list)) and value and all(type(n) is int for n in value):
@@ -150,23 +156,23 @@ class CopyRunner:
                 raise TypeError(
                     f"{self.caller}: a tensor expected, such as torch.zeros{size}, got the size {size}"
                 ) from error
-        for kind, instead in _HOLDERS:
+        for kind, hint in _CONTAINER_HINTS:
             if len(args) == 1 and isinstance(args[0], kind):
-                given = f"{self.caller}: the model failed with a {type(args[0]).__name__} ({error})"
-                raise TypeError(f"{given}; {instead}") from error
+                message = f"{self.caller}: the model failed with a {type(args[0]).__name__} ({error})"
+                raise TypeError(f"{message}; {hint}") from error
 
     def measure_kept_bytes(self, model: nn.Module) -> int:
-        """Bytes that a forward keeps for backward, its result included."""
+        """Returns the bytes that a forward keeps for backward, its result included."""
         with self.preserving_random_state():
             arguments = self.copy_inputs()
 
-            def work() -> object:
+            def run_once() -> object:
                 result = self.run_forward(model, arguments)
                 torch.clear_autocast_cache()  # it holds casts of weights, which a backward may not need
                 return result
 
             torch.clear_autocast_cache()
-            return live_bytes(work, *self.devices)[0]
+            return live_bytes(run_once, *self.devices)[0]
 
     def record_step(
         self, model: nn.Module, observing: AbstractContextManager[SavedTensorObserver]
@@ -187,10 +193,10 @@ class CopyRunner:
 
     def measure_original_peak(self) -> int:
         """Returns the peak of a step of a copy that is neither converted nor fused."""
-        return self.measure_step_peak(revert(self.training_copy()))
+        return self.measure_step_peak(revert(self.copy_for_training()))
 
     def measure_step_peak(self, model: nn.Module) -> int:
-        """Returns the peak bytes of a step above those before it, without what gradients of weights leave."""
+        """Returns the peak of a step above the bytes before it. Gradients of weights are freed at once."""
         # A copy of a scripted module has parameters that are no leaves.
         trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
         hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
@@ -217,7 +223,7 @@ class CopyRunner:
                 hook.remove()
 
     @contextlib.contextmanager
-    def holding_output(self, model: nn.Module) -> Iterator[Arguments]:
+    def holding_output(self, model: nn.Module) -> Iterator[ForwardArguments]:
         """Runs a forward, holds its result, and yields the copies of the inputs."""
         with self.preserving_random_state():
             arguments = self.copy_inputs()
@@ -229,10 +235,10 @@ class CopyRunner:
     @contextlib.contextmanager
     def preserving_random_state(self) -> Iterator[None]:
         """Enables gradients; restores random states at the end, so all forwards draw the same numbers."""
-        gpus = {device.index or 0 for device in self.devices if device.type == "cuda"}
+        gpu_indices = {device.index or 0 for device in self.devices if device.type == "cuda"}
         numpy = sys.modules.get("numpy.random")
         states = random.getstate(), numpy.get_state() if numpy else None
-        with torch.random.fork_rng(sorted(gpus)), torch.inference_mode(False), torch.enable_grad():
+        with torch.random.fork_rng(sorted(gpu_indices)), torch.inference_mode(False), torch.enable_grad():
             try:
                 yield
             finally:

@@ -1,6 +1,6 @@
-"""Keeps the hooks of scopes out of the sight of torch's code that asks for hooks.
+"""Hides the hooks of scopes from torch's code that counts or compiles hooks.
 
-nn.TransformerEncoderLayer counts the hooks of itself and of what is in it: where there are none it takes
+nn.TransformerEncoderLayer counts the hooks of itself and of its submodules. If there are none, it takes
 another path in evaluation, whose result is zero at padded positions. torch.jit.script compiles hooks.
 """
 
@@ -17,27 +17,30 @@ from torch import nn
 
 from ..recompute import dynamo_hooks
 
-_HOOK_NAMES = ("_forward_hooks", "_forward_pre_hooks")  # what nn.TransformerEncoderLayer and TorchScript read
+_HOOK_NAMES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+)  # nn.TransformerEncoderLayer and TorchScript read these
 
 
-class OwnHook:
-    """A hook that conversion adds to modules. While one exists, TorchScript does not see such hooks."""
+class ConversionHook:
+    """A hook that conversion adds to modules. TorchScript does not see such hooks."""
 
     def __init__(self) -> None:
-        _count_hooks(1)
+        _change_hook_count(1)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            _count_hooks(-1)
+            _change_hook_count(-1)
 
 
-def is_own_hook(hook: object) -> bool:
+def is_conversion_hook(hook: object) -> bool:
     """Returns whether conversion has added `hook`."""
-    return isinstance(hook, OwnHook) or hook is dynamo_hooks.announce_compiled_module
+    return isinstance(hook, ConversionHook) or hook is dynamo_hooks.announce_compiled_module
 
 
-def _select_hooks_of_others(hooks: Mapping[int, Callable]) -> OrderedDict[int, Callable]:
-    return OrderedDict((key, hook) for key, hook in hooks.items() if not is_own_hook(hook))
+def _select_foreign_hooks(hooks: Mapping[int, Callable]) -> OrderedDict[int, Callable]:
+    return OrderedDict((key, hook) for key, hook in hooks.items() if not is_conversion_hook(hook))
 
 
 _lock = threading.RLock()  # the garbage collector may delete a hook while another is counted
@@ -45,14 +48,14 @@ _num_hooks = 0
 _replacement: Callable | None = None  # of torch.jit._recursive.get_hook_stubs
 
 
-def _count_hooks(change: int) -> None:
-    """Replaces what TorchScript calls to read hooks, as long as there are hooks that it must not see."""
+def _change_hook_count(change: int) -> None:
+    """Replaces the function by which TorchScript reads hooks, as long as there are hooks to hide."""
     global _num_hooks, _replacement
     torchscript = torch.jit._recursive
     with _lock:
         _num_hooks += change
         if _num_hooks and _replacement is None:
-            _replacement = _hide_own_hooks(torchscript.get_hook_stubs)
+            _replacement = _hide_conversion_hooks(torchscript.get_hook_stubs)
             torchscript.get_hook_stubs = _replacement
         elif not _num_hooks and torchscript.get_hook_stubs is _replacement:
             # A later replacement by other code calls this one, which then stays.
@@ -60,21 +63,21 @@ def _count_hooks(change: int) -> None:
             _replacement = None
 
 
-def _hide_own_hooks(get_hook_stubs: Callable) -> Callable:
+def _hide_conversion_hooks(get_hook_stubs: Callable) -> Callable:
     @functools.wraps(get_hook_stubs)
-    def get_hook_stubs_of_others(module: nn.Module):
-        # A module that shares all with the original, whose hooks another thread may call now.
+    def get_foreign_hook_stubs(module: nn.Module):
+        # This module shares all attributes with the original, whose hooks another thread may call now.
         view = object.__new__(type(module))
         view.__dict__.update(module.__dict__)
         for name in _HOOK_NAMES:
-            view.__dict__[name] = _select_hooks_of_others(module.__dict__[name])
+            view.__dict__[name] = _select_foreign_hooks(module.__dict__[name])
         return get_hook_stubs(view)
 
-    return get_hook_stubs_of_others
+    return get_foreign_hook_stubs
 
 
-class EncoderLayerHook(OwnHook):
-    """Lets an nn.TransformerEncoderLayer in evaluation count the hooks of others alone, in its forward."""
+class EncoderLayerHook(ConversionHook):
+    """Hides conversion's hooks from an nn.TransformerEncoderLayer during its forward in evaluation."""
 
     def __reduce__(self):
         return EncoderLayerHook, ()
@@ -88,21 +91,21 @@ class EncoderLayerHook(OwnHook):
                     hooks = inner.__dict__.get(name, {})
                     if result and isinstance(hooks, _UncountedHooks):
                         inner.__dict__[name] = hooks.data
-                    elif not result and any(map(is_own_hook, hooks.values())):
+                    elif not result and any(map(is_conversion_hook, hooks.values())):
                         inner.__dict__[name] = _UncountedHooks(hooks)
 
 
 class _UncountedHooks(UserDict):
-    """Stands for a dictionary of hooks, with the length of those of others.
+    """Wraps a dictionary of hooks. Its length does not count the hooks of conversion.
 
-    Forwards in several threads each put one in place of what they find, and take one off at the end.
+    Each forward, of several threads, wraps the dictionary that it finds, and unwraps it once at the end.
     """
 
     def __init__(self, hooks: OrderedDict | UserDict):
         self.data = hooks  # type: ignore[assignment]
 
     def __len__(self) -> int:
-        return len(_select_hooks_of_others(self.data))
+        return len(_select_foreign_hooks(self.data))
 
     def __bool__(self) -> bool:
         return bool(self.data)
@@ -115,7 +118,7 @@ class _UncountedHooks(UserDict):
 
 
 def reveal_hooks(module: nn.Module) -> None:
-    """Puts back the dictionaries of hooks that a forward has left hidden, after a KeyboardInterrupt."""
+    """Puts back the dictionaries of hooks that a forward has left wrapped, after a KeyboardInterrupt."""
     for name in _HOOK_NAMES:
         while isinstance(hooks := module.__dict__.get(name), _UncountedHooks):
             module.__dict__[name] = hooks.data

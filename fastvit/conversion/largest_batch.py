@@ -14,22 +14,22 @@ from torch import Tensor
 from .budget import parse_bytes
 from .copy_runner import CopyRunner
 from .nested_values import copy_arguments, name_arguments, tensor_leaves
-from .plan_chain import Plan
+from .plan_search import Plan
 from .step_memory import StepMemory, extrapolate_record
 
-_MIN_BATCH = 4  # below it steps with the batch and twice the batch are measured, and else with half of it
+_MIN_BATCH = 4  # a smaller batch is measured and doubled, and a larger one is measured and halved
 _MAX_BATCH = 2**40
-_MAX_PLANS = 3  # each one for the batch that fits by the one before
-_FAR = 0.1  # share of a measured peak by which that on paper may differ
+_MAX_PLANS = 3  # each plan is for the batch that fits by the plan before
+_MAX_DIFFERENCE = 0.1  # fraction of a measured peak by which the peak on paper may differ
 
 Result = TypeVar("Result")
 
 
 def parse_memory(memory: object) -> int:
-    """Returns the bytes that `memory` says.
+    """Returns the bytes of an int or a str such as "8 GiB".
 
     Raises:
-        ValueError: it says none.
+        ValueError: `memory` is neither.
     """
     if (nbytes := parse_bytes(memory)) is not None:
         return nbytes
@@ -60,58 +60,60 @@ class BatchSearch:
         large = self._batch if self._batch >= _MIN_BATCH else 2 * self._batch
         self.sizes = large // 2, large
         trained = [one.nbytes for one in runner.model.parameters() if one.requires_grad]
-        self._weights = sum(trained)
+        self._gradient_bytes = sum(trained)
         self.model_bytes = _sum_bytes([*runner.model.parameters(), *runner.model.buffers()])
         self.model_bytes += 2 * sum(trained)
         self._input_bytes = _sum_bytes(tensor_leaves(runner.arguments)) / self._batch
         # AdamW takes the root of one of its tensors: of all parameters at once on a GPU, and else of each.
         is_gpu = any(device.type == "cuda" for device in runner.devices)
-        self._temporary = sum(trained) if is_gpu else 2 * max(trained, default=0)
+        self._optimizer_bytes = sum(trained) if is_gpu else 2 * max(trained, default=0)
 
-    def run_sizes(self, work: Callable[[], Result]) -> tuple[Result, Result]:
-        """Calls `work` with either batch: the runner has a part of the inputs, or the inputs repeated."""
-        small, large = (self._run_size(work, size) for size in self.sizes)
+    def run_sizes(self, function: Callable[[], Result]) -> tuple[Result, Result]:
+        """Calls `function` with either batch: the runner has a part of the inputs, or the inputs repeated."""
+        small, large = (self._run_size(function, size) for size in self.sizes)
         return small, large
 
-    def _run_size(self, work: Callable[[], Result], size: int) -> Result:
-        runner, given = self._runner, self._runner.arguments
+    def _run_size(self, function: Callable[[], Result], size: int) -> Result:
+        runner, arguments = self._runner, self._runner.arguments
         resize = partial(_resize_tensor, batch=self._batch, size=size)
-        runner.arguments = copy_arguments(runner.caller, runner.model, given, resize)
+        runner.arguments = copy_arguments(runner.caller, runner.model, arguments, resize)
         try:
-            return work()
+            return function()
         except Exception as error:
             if size == self._batch:
                 raise
             raise ValueError(
-                f"report: memory= takes the first dimension of the inputs, {self._batch}, for the batch, and "
+                f"report: memory= takes the first dimension of the inputs, {self._batch}, as the batch, and "
                 f"with {size} in place of it the model raised {type(error).__name__}: {error}; pass inputs "
                 "whose first dimension is the batch, or call report without memory="
             ) from error
         finally:
-            runner.arguments = given
+            runner.arguments = arguments
 
     def find_batch(
-        self, peaks: tuple[int, int], timelines: tuple[list[int], list[int]], made: list[int]
+        self, peaks: tuple[int, int], timelines: tuple[list[int], list[int]], gradients: list[int]
     ) -> int:
         """Returns the largest batch that fits; 0 if none does.
 
         Args:
             peaks: of steps with either batch, measured.
             timelines: of these steps, on paper.
-            made: bytes of the gradients of parameters in each slot of the second one.
+            gradients: bytes of the gradients of parameters in each slot of the second one.
         """
-        (small, large), slots = self.sizes, list(zip(*self._align(timelines), made, strict=True))
+        (small, large), slots = self.sizes, list(zip(*self._align(timelines), gradients, strict=True))
         low_excess, high_excess = (
             peak - max(timeline) for peak, timeline in zip(peaks, timelines, strict=True)
         )
-        is_exact = abs(high_excess) < _FAR * peaks[1]
-        high_share = high_excess / max(*timelines[1], 1)
+        is_exact = abs(high_excess) < _MAX_DIFFERENCE * peaks[1]
+        excess_fraction = high_excess / max(*timelines[1], 1)
 
         def count_bytes(batch: int) -> int:
             steps = (batch - large) / (large - small)
             on_paper = max(high + (high - low) * steps + more for low, high, more in slots)
-            excess = on_paper * high_share if is_exact else high_excess + (high_excess - low_excess) * steps
-            most = max(on_paper + excess, self._weights + self._temporary)
+            excess = (
+                on_paper * excess_fraction if is_exact else high_excess + (high_excess - low_excess) * steps
+            )
+            most = max(on_paper + excess, self._gradient_bytes + self._optimizer_bytes)
             return math.ceil(self.model_bytes + self._input_bytes * batch + most)
 
         limit = 1

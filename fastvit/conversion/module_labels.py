@@ -13,33 +13,33 @@ from torch import nn
 from ..recompute import SavedTensorObserver, active_scope, observe_saved_tensors, reason_no_scope
 from .scope_hooks import get_scope_hook
 
-_NUMBER = re.compile(r"\d+(?=\.)|(?<![^.])\d+$")  # of all parts of a name but the last, unless it is one
+_BLOCK_INDEX = re.compile(r"\d+(?=\.)|(?<![^.])\d+$")  # numbers before a dot, or a last part of digits
 
 
-def label_module(name: str) -> str:
+def make_module_label(name: str) -> str:
     """Returns the name of a module with `*` in place of numbers that change from block to block."""
-    return _NUMBER.sub("*", name) or "the model"
+    return _BLOCK_INDEX.sub("*", name) or "the model"
 
 
 @contextlib.contextmanager
 def observe_modules(model: nn.Module, notes: dict[str, None]) -> Iterator[SavedTensorObserver]:
     """Yields an observer that annotates every saved tensor with the module whose forward is running."""
-    running = ["the model"]  # inner ones last
+    module_stack = ["the model"]  # labels of the modules whose forwards run, inner ones last
 
     def enter(label: str, module: nn.Module, _: object) -> None:
         if not torch.compiler.is_compiling():
-            running.append(label)
+            module_stack.append(label)
             if get_scope_hook(module) is not None and active_scope() is None:
-                notes[f"{label}: nothing is rebuilt, because {reason_no_scope()}"] = None
+                notes[f"{label}: nothing is recomputed, because {reason_no_scope()}"] = None
 
     def leave(*_: object) -> None:
         if not torch.compiler.is_compiling():
-            running.pop()
+            module_stack.pop()
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                label = label_module(name)
+            if not isinstance(module, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
+                label = make_module_label(name)
                 hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, label)))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-        yield hooks.enter_context(observe_saved_tensors(lambda _: running[-1]))
+        yield hooks.enter_context(observe_saved_tensors(lambda _: module_stack[-1]))

@@ -1,4 +1,4 @@
-"""Tensors in the arguments and the result of a forward: which there are, and copies of what holds them."""
+"""Finds the tensors in the arguments and the result of a forward, and copies arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-Arguments = tuple[tuple, dict[str, object]]
+ForwardArguments = tuple[tuple, dict[str, object]]
 
 _MAPPINGS = (dict, UserDict, MappingProxyType)  # reading one of these runs no code of the program
 
@@ -28,23 +28,23 @@ def tensor_leaves(values: object) -> list[Tensor]:
 
 def iterate_tensors(values: object) -> Iterator[Tensor]:
     """Yields the tensors in a structure, which it reads only when asked for the first."""
-    for value in _walk(values):
+    for value in _iterate_parts(values):
         if isinstance(value, Tensor):
             yield value
 
 
-def _walk(values: object) -> Iterator[object]:
-    """Yields a structure and all that is in it, in its order, each as often as it occurs."""
-    waiting, parents = [values], set()
-    while waiting:
-        value = waiting.pop()
+def _iterate_parts(values: object) -> Iterator[object]:
+    """Yields a structure and all of its parts, in its order, each as often as it occurs."""
+    pending, parents = [values], set()
+    while pending:
+        value = pending.pop()
         yield value
-        if (parts := _parts(value)) and id(value) not in parents:
+        if (parts := _list_parts(value)) and id(value) not in parents:
             parents.add(id(value))  # a structure may hold itself
-            waiting.extend(reversed(parts))
+            pending.extend(reversed(parts))
 
 
-def _parts(value: object) -> list[Any]:
+def _list_parts(value: object) -> list[Any]:
     if isinstance(value, (tuple, list, set, frozenset)):
         return list(value)
     if isinstance(value, _MAPPINGS):
@@ -68,14 +68,14 @@ class _CopyTensors(TorchFunctionMode):
 
 
 def copy_arguments(
-    caller: str, model: nn.Module, arguments: Arguments, copy_tensor: Callable[[Tensor], Tensor]
-) -> Arguments:
+    caller: str, model: nn.Module, arguments: ForwardArguments, copy_tensor: Callable[[Tensor], Tensor]
+) -> ForwardArguments:
     """Copies arguments with all that a forward may change: tensors, generators, and objects with state.
 
     Raises:
         TypeError: an object cannot be copied.
     """
-    memo: dict[int, Any] = {}  # as copy.deepcopy has it: what occurs twice is copied once
+    memo: dict[int, Any] = {}  # a value that occurs twice is copied once, as by copy.deepcopy
 
     def copy_value(name: str, value: Any) -> Any:
         if id(value) in memo:
@@ -90,7 +90,7 @@ def copy_arguments(
         elif type(value) is dict:
             copied = {key: copy_value(name, part) for key, part in value.items()}
         elif isinstance(value, (Enum, MethodType, ModuleType)) or type(value) is object:
-            copied = value  # it is told apart by identity
+            copied = value  # programs compare such a value by identity
         else:
             try:
                 with _CopyTensors(copy_tensor):
@@ -111,21 +111,21 @@ def copy_arguments(
     return tuple(copied[: len(args)]), dict(zip(kwargs, copied[len(args) :], strict=True))
 
 
-def refuse_iterators(caller: str, model: nn.Module, arguments: Arguments) -> None:
-    """Raises TypeError where an argument is or has an iterator, which a forward of a copy would use up."""
+def refuse_iterators(caller: str, model: nn.Module, arguments: ForwardArguments) -> None:
+    """Raises TypeError if an argument is or has an iterator, which a forward of a copy would use up."""
     for name, value in name_arguments(model, arguments):
-        for part in _walk(value):
+        for part in _iterate_parts(value):
             if hasattr(type(part), "__next__"):
-                what = "is" if part is value else "has"
+                verb = "is" if part is value else "has"
                 raise TypeError(
-                    f"{caller}: {name} {what} an iterator ({type(part).__name__}), which a forward of a copy "
-                    "would use up; pass a model whose forward takes what the iterator gives, such as "
-                    "next(it) or list(it)"
+                    f"{caller}: {name} {verb} an iterator ({type(part).__name__}), which a forward of a copy "
+                    "would use up; pass a model whose forward takes the elements, such as "
+                    "next(iterator) or list(iterator)"
                 )
 
 
-def name_arguments(model: nn.Module, arguments: Arguments) -> list[tuple[str, object]]:
-    """Returns arguments with what messages call them: by the forward's parameters where it has names."""
+def name_arguments(model: nn.Module, arguments: ForwardArguments) -> list[tuple[str, object]]:
+    """Returns arguments with their names in messages, which are those of the forward's parameters."""
     args, kwargs = arguments
     names: list[object] = list(range(1, len(args) + 1))
     with contextlib.suppress(TypeError, ValueError):

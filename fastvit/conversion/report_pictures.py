@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_FORWARD_COLUMNS, _BACKWARD_COLUMNS = 14, 28  # with labels and bytes 72 columns at most
-_BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
+_FORWARD_COLUMNS, _BACKWARD_COLUMNS = 14, 28  # a line with label and bytes has 72 columns at most
+_BLOCK_CHARACTERS, _ASCII_CHARACTERS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _COLORS = ("#8b949e", "#1f77b4", "#2ca02c")
 
 
@@ -17,7 +17,7 @@ class Bar(NamedTuple):
 
     label: str
     kept_bytes: int
-    rebuilt_bytes: int
+    recomputed_bytes: int
 
 
 def format_bytes(count: float) -> str:
@@ -28,7 +28,7 @@ def format_bytes(count: float) -> str:
 def draw_timelines(timelines: Mapping[str, Sequence[int]]) -> list[str]:
     """Returns a line of characters for each timeline, their heights as shares of the largest value."""
     top = max(map(max, timelines.values()))
-    characters = _BLOCKS if _prints_blocks() else _ASCII
+    characters = _BLOCK_CHARACTERS if _can_print_blocks() else _ASCII_CHARACTERS
     width = max(map(len, timelines))
     lines = [f"{'on paper':{width}}  {'forward':{_FORWARD_COLUMNS}}|{'backward':{_BACKWARD_COLUMNS}}|  peak"]
     for name, memory in timelines.items():
@@ -44,9 +44,9 @@ def draw_timelines(timelines: Mapping[str, Sequence[int]]) -> list[str]:
     return lines
 
 
-def _prints_blocks() -> bool:
+def _can_print_blocks() -> bool:
     try:
-        _BLOCKS.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+        _BLOCK_CHARACTERS.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except (UnicodeError, LookupError):
         return False
     return True
@@ -72,8 +72,8 @@ def plot_report(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        where = "pip install matplotlib, or in fastvit's sources pip install '.[train]'"
-        raise ImportError(f"Report.plot needs matplotlib: {where} ({error})") from error
+        hint = "pip install matplotlib, or in fastvit's sources pip install '.[train]'"
+        raise ImportError(f"Report.plot: matplotlib cannot be imported ({error}); {hint}") from error
 
     heights = [3.0] * bool(timelines) + [0.8 + 0.3 * len(bars)]
     figure = Figure(figsize=(10, 0.8 + sum(heights)), layout="constrained")
@@ -104,10 +104,11 @@ def _plot_timelines(axis, timelines: Mapping[str, Sequence[int]]) -> None:
 
 
 def _plot_bars(axis, bars: Sequence[Bar]) -> None:
-    kept, rebuilt = [one.kept_bytes / 2**20 for one in bars], [one.rebuilt_bytes / 2**20 for one in bars]
+    kept = [bar.kept_bytes / 2**20 for bar in bars]
+    recomputed = [bar.recomputed_bytes / 2**20 for bar in bars]
     axis.barh(range(len(bars)), kept, label="kept", color="#1f77b4")
-    axis.barh(range(len(bars)), rebuilt, label="rebuilt", color="#c9d1d9", left=kept)
-    axis.set_yticks(range(len(bars)), [one.label for one in bars], fontsize=7)
+    axis.barh(range(len(bars)), recomputed, label="recomputed", color="#c9d1d9", left=kept)
+    axis.set_yticks(range(len(bars)), [bar.label for bar in bars], fontsize=7)
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.03 * max(map(sum, zip(kept, rebuilt, strict=True)), default=0) or 1)
+    axis.set_xlim(0, 1.03 * max(map(sum, zip(kept, recomputed, strict=True)), default=0) or 1)
     axis.set_xlabel("MiB for backward", fontsize=8)

@@ -13,7 +13,7 @@ from .._checks import Model, check_module
 from ..fusion import unfuse
 from ..recompute import Policy, close_scope, dynamo_hooks, open_scope
 from .blocks import find_entry_modules, name_scoped_modules
-from .hook_visibility import EncoderLayerHook, OwnHook, is_own_hook, reveal_hooks
+from .hook_visibility import ConversionHook, EncoderLayerHook, is_conversion_hook, reveal_hooks
 from .nested_values import iterate_tensors
 
 _HOOK_DICTIONARIES = (
@@ -22,7 +22,7 @@ _HOOK_DICTIONARIES = (
 )
 
 
-class ScopeHook(OwnHook):
+class ScopeHook(ConversionHook):
     """Opens a recompute scope as a forward pre-hook; closes it as a forward hook, after an exception too."""
 
     def __init__(self, policy: Policy, block: str):
@@ -46,7 +46,7 @@ class ScopeHook(OwnHook):
             self.open_scope(module, args, kwargs, sys._getframe(depth))
 
     def open_scope(self, module: nn.Module, args: tuple, kwargs: dict, frame: FrameType) -> None:
-        """`frame` is that of the module's call."""
+        """Opens the scope; `frame` is the frame of the module's call."""
         if self.policy.only_sites != frozenset():
             open_scope(module, self.policy, self.block, iterate_tensors((args, kwargs)), frame)
 
@@ -57,11 +57,11 @@ class ScopeHook(OwnHook):
 def add_scope_hooks(
     model: Model, policy: Policy, make_entry_hook: Callable[[Policy, str], ScopeHook] = ScopeHook
 ) -> Model:
-    """Adds hooks in place of those that there are. A policy without sites needs none.
+    """Adds hooks in place of existing ones; none for a policy that recomputes nothing.
 
     Args:
         model: changed in place.
-        policy: of all hooks.
+        policy: the policy of all hooks.
         make_entry_hook: returns the hook of a module that the user calls.
     """
     _remove_hooks(model)
@@ -113,8 +113,8 @@ def _remove_hooks(model: nn.Module) -> None:
     """Removes what `add_scope_hooks` has added, and no hook of others."""
     for module in model.modules():
         reveal_hooks(module)
-        every = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
-        for key in [key for key, hook in every if is_own_hook(hook)]:
+        hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
+        for key in [key for key, hook in hooks if is_conversion_hook(hook)]:
             for name in _HOOK_DICTIONARIES:
                 getattr(module, name).pop(key, None)
         dynamo_hooks.disable_traced_scopes(module)

@@ -10,16 +10,17 @@ import torch
 
 from ..recompute import OpSite, StepRecord, Value
 from .budget import GRADIENTS, StepPlans
-from .module_labels import label_module
-from .plan_chain import Plan
+from .module_labels import make_module_label
+from .plan_search import Plan
 from .timeline import Timeline
 
 
 class StepMemory:
-    """A training step on paper, for any choice of what is recomputed.
+    """Replays a training step on paper, for any choice of recomputed sites.
 
     Args:
-        record: of a forward that recomputes all that can be, whose observer annotates labels of modules.
+        record: the record of a forward that recomputes every op with a rule, whose observer annotates labels
+            of modules.
 
     Attributes:
         weight_gradients: bytes of the gradients of parameters in each slot, if there are none before.
@@ -51,7 +52,7 @@ class StepMemory:
 def _get_label(value: Value) -> str:
     if value.owner is not None:
         return value.owner
-    return label_module(value.site.block if value.site is not None else "")
+    return make_module_label(value.site.block if value.site is not None else "")
 
 
 def extrapolate_record(small: StepRecord, large: StepRecord, steps: float) -> StepRecord:

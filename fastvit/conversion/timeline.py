@@ -1,4 +1,4 @@
-"""`Timeline`: a training step on paper, with the bytes that it holds at each time by what is recomputed."""
+"""`Timeline`: replays a training step on paper, for any choice of recomputed values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..recompute import StepRecord, Value
 
 
 class Interval(NamedTuple):
-    """Memory, and the first and last slot in which a step holds it; of a value, or of a gradient: None."""
+    """Memory of a value, or of a gradient (None), and the first and last slot in which a step holds it."""
 
     nbytes: int
     first: int
@@ -21,7 +21,7 @@ class Interval(NamedTuple):
 
 
 class Timeline:
-    """Replays a step.
+    """Computes the bytes that a step holds in each slot of time.
 
     A node of the forward has one slot. In the backward a node has two: in the first one it unpacks what it
     saved, which recomputes, and in the second one it makes gradients.
@@ -44,7 +44,7 @@ class Timeline:
         return self._unpack_slot(time) + (time >= self.record.length)
 
     def last_slot(self, value: Value) -> int:
-        """Returns until when a saved value is held that is kept."""
+        """Returns the last slot in which a kept value is held."""
         return self._run_slot(self._last_time - value.uses[0])
 
     def count_kept_bytes(self, intervals: Iterable[Interval]) -> int:
@@ -65,7 +65,7 @@ class Timeline:
         return list(accumulate(changes[:-1]))
 
     def find_peak(self, recomputed: Collection[Value]) -> list[Interval]:
-        """Returns what a step holds in the first slot with the most bytes."""
+        """Returns the intervals that a step holds in the first slot with the most bytes."""
         intervals, _ = self.find_intervals(recomputed)
         memory = self.sum_bytes(intervals)
         slot = memory.index(max(memory))
@@ -74,7 +74,7 @@ class Timeline:
     def sum_weight_gradients(self) -> list[int]:
         """Returns the bytes of the gradients of parameters in each slot.
 
-        In the slot in which a node makes one it is among the gradients of the record.
+        In the slot in which a node makes such a gradient, the gradients of the record have it.
         """
         last = self.num_slots - 1
         slots = (
@@ -83,25 +83,25 @@ class Timeline:
         return self.sum_bytes(Interval(nbytes, slot, last, None) for nbytes, slot in slots)
 
     def find_intervals(self, recomputed: Collection[Value]) -> tuple[list[Interval], list[Value]]:
-        """Returns what a step holds, and the values whose ops run again.
+        """Returns the intervals of a step, and the values whose ops run again.
 
         Args:
-            recomputed: values that are choices, and are not kept.
+            recomputed: the choices that are not kept.
         """
-        found, run = self._gradients.copy(), []
-        needs: dict[Value, list[int]] = defaultdict(list)  # when recipes of other values read a value
-        remade: dict[int, list[Value]] = defaultdict(list)  # by the time, the last one of the forward first
-        stays: set[Value] = set()  # recomputed values that are held beyond the unpacking
+        found, rerun = self._gradients.copy(), []
+        read_times: dict[Value, list[int]] = defaultdict(list)  # when recipes of other values read a value
+        recomputed_at: dict[int, list[Value]] = defaultdict(list)  # the last value of the forward first
+        long_lived: set[Value] = set()  # recomputed values that are held beyond the unpacking
         for value in reversed(self.record.values):
             if value.uses and value not in recomputed:
                 found.append(Interval(value.nbytes, value.created, self.last_slot(value), value))
                 continue
-            times = [self._last_time - use for use in value.uses] + needs[value]
+            times = [self._last_time - use for use in value.uses] + read_times[value]
             if not times:
                 continue
-            run.append(value)
+            rerun.append(value)
             if value.uses:
-                found.append(Interval(value.nbytes, value.created, self._find_plan(value), value))
+                found.append(Interval(value.nbytes, value.created, self._find_drop_slot(value), value))
             if value.mask_bytes:
                 found.append(Interval(value.mask_bytes, value.created, self.last_slot(value), value))
                 found += [
@@ -112,27 +112,27 @@ class Timeline:
             first, last = min(times), max(times)
             if value.pinned_bytes:
                 found.append(Interval(value.pinned_bytes, value.created, self._run_slot(last), value))
-            remade[first].append(value)
+            recomputed_at[first].append(value)
             if value.uses or last > first:
-                stays.add(value)
+                long_lived.add(value)
                 found.append(Interval(value.nbytes, self._unpack_slot(first), self._run_slot(last), value))
             for operand in value.operands:
-                needs[operand].append(first)
-        for time, values in remade.items():
-            if (nbytes := _count_temporary_bytes(values, stays)) > 0:
+                read_times[operand].append(first)
+        for time, values in recomputed_at.items():
+            if (nbytes := _count_temporary_bytes(values, long_lived)) > 0:
                 slot = self._unpack_slot(time)
                 found.append(Interval(nbytes, slot, slot, values[0]))
-        return found, run
+        return found, rerun
 
-    def _find_plan(self, value: Value) -> int:
-        """Returns when a scope drops a value."""
+    def _find_drop_slot(self, value: Value) -> int:
+        """Returns the slot in which a scope drops a value."""
         plans = self.record.plans
         index = bisect_left(plans, value.uses[0])
         return plans[index] if index < len(plans) else self.record.length - 1
 
 
-def _count_temporary_bytes(values: list[Value], stays: Collection[Value]) -> int:
-    """Returns the peak of making `values`, the last one first, above the bytes of those that stay."""
+def _count_temporary_bytes(values: list[Value], long_lived: Collection[Value]) -> int:
+    """Returns the peak of making `values`, the last one first, above the bytes of those that live on."""
     if len(values) == 1:
         return 0
     held = peak = 0
@@ -140,12 +140,12 @@ def _count_temporary_bytes(values: list[Value], stays: Collection[Value]) -> int
     for value in values:
         for operand in value.operands:
             num_readers[operand] += 1
-    made = set(values)
+    recomputed = set(values)
     for value in reversed(values):
         held += value.nbytes
         peak = max(peak, held)
         for operand in value.operands:
             num_readers[operand] -= 1
-            if not num_readers[operand] and operand in made and operand not in stays:
+            if not num_readers[operand] and operand in recomputed and operand not in long_lived:
                 held -= operand.nbytes
-    return peak - sum(value.nbytes for value in values if value in stays)
+    return peak - sum(value.nbytes for value in values if value in long_lived)

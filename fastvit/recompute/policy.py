@@ -59,12 +59,17 @@ class Policy:
 
     def skips(self, site: OpSite | None) -> bool:
         """Returns whether the user wants the output of `site` to be kept."""
-        return bool(self.skip) and site is not None and skip_key(site) in self.skip
+        if not self.skip or site is None:
+            return False
+        return skip_key(site) in self.skip or (site.block, op_name(site.node_name)) in self.skip
 
 
 def skip_key(site: OpSite) -> tuple[str, str]:
-    """Returns the pair of `Policy.skip` that has this site."""
-    return site.block, op_name(site.node_name)
+    """Returns the pair of a block's name and an op's name by which `convert(skip=)` takes this site.
+
+    The op's name is the one that a report prints. Its plain name is taken too.
+    """
+    return site.block, display_op_name(site.node_name)
 
 
 _DISPLAY_NAMES = {

@@ -80,7 +80,7 @@ class TrainState:
                 if config.budget is not None:
                     convert(model, budget=config.budget, example_inputs=images)
                 else:
-                    convert(model, products=config.memory == "matmuls")
+                    convert(model, matmuls=config.memory == "matmuls")
             except ValueError as error:  # The budget cannot be met.
                 raise ConfigError(
                     f"--memory {config.memory}: {str(error).removeprefix('convert: ')}"

@@ -1,0 +1,195 @@
+"""`report`: measures what a training forward keeps for backward, and which tensors these are."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections import defaultdict
+from functools import partial
+
+from torch import Tensor, nn
+
+from ..fusion import is_fused
+from ..recompute import OpSite, Policy, SavedMemory, skip_key
+from .budget import make_recording_policy
+from .budget_hook import find_budget_hooks, freeze_budgets
+from .convert_model import ensure_converted
+from .copy_runner import CopyRunner
+from .largest_batch import BatchSearch, parse_memory
+from .memory_report import Report, TensorReport
+from .module_labels import observe_modules
+from .nested_values import tensor_leaves
+from .plan_search import Plan
+from .scope_hooks import add_scope_hooks, change_policies, is_converted, revert
+from .step_memory import StepMemory
+
+
+def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs: object) -> Report:
+    """Measures what a training forward keeps for backward, as the model was and as it is converted.
+
+        print(fastvit.report(model, images))
+        print(fastvit.report(model, images, memory="8 GiB"))  # which batch fits
+
+    Two copies of the model run: one reverted, and one converted as `model` is, or by `convert(model)` if
+    it is not converted. Forwards run with copies of the inputs, and the second one is measured by the
+    allocator of torch (`fastvit.memory.live_bytes`). So the bytes are those of all tensors that stay
+    allocated while the result is held: saved tensors and the result. The peak of a step, forward and backward
+    of the results, is measured too (`fastvit.memory.peak_bytes`), without gradients of parameters. Bytes over
+    the step, and who holds the peak, are computed from what one more forward saves. Neither the model nor its
+    buffers, training flags and hooks change, nor do random states. Runs that last longer than a few seconds
+    are announced on stderr.
+
+    Call it as the model is trained: under the same autocast, with inputs of the same shape and dtype. If the
+    model is in evaluation mode, the copies are set to training mode. A copy runs without
+    DistributedDataParallel, so pass the module that it wraps: `report(ddp.module, images)`.
+
+    With `memory` the report says which batch fits: as the model was, as it is converted, and with the least
+    peak, which a budget of `convert` may ask for. A step holds the model, AdamW's state (two tensors like
+    each trained parameter), the inputs, activations, and those gradients of parameters that exist when it
+    holds most, if `zero_grad()` frees them before the forward; AdamW's own step must fit too. The bytes of
+    activations are taken for an affine function of the batch, which the first dimension of all tensors in the
+    inputs is: steps are measured with it and with half of it, or, below a batch of 4, twice of it. What the
+    loss and the data loader hold is not known.
+
+    Args:
+        model: converted or not. One more copy of its parameters must fit in memory.
+        inputs: positional arguments of its forward.
+        memory: bytes, as an int or a str such as "8 GiB". A tensor is an argument of the forward.
+        kwinputs: keyword arguments of its forward.
+
+    Returns:
+        A `Report`, which prints as a table: `str(report)`, `report.summary()`, `report.plot(path)`.
+
+    Raises:
+        TypeError: `model` is not a module, or an input is a size and not a tensor.
+        ValueError: the model cannot be copied, is wrapped for data parallelism or sharded, or is neither on
+            the CPU nor on CUDA; `memory` says no bytes, or there is no batch in the inputs for it.
+        RuntimeError: inside `recompute_scope()`.
+    """
+    if isinstance(memory, Tensor):
+        kwinputs, memory = {"memory": memory, **kwinputs}, None
+    max_bytes = 0 if memory is None else parse_memory(memory)
+    runner = CopyRunner("report", model, (inputs, kwinputs))
+    search = BatchSearch(runner, max_bytes) if max_bytes else None
+    kept_before, peak_before = runner.measure_original_bytes(), runner.measure_original_peak()
+    copied = _convert_copy(runner)
+    rows, sites, notes = _observe_forward(runner, copied)
+    kept_after, peak_after = runner.measure_kept_bytes(copied), runner.measure_step_peak(copied)
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        notes.append("measured without Module.compile, which is not copied; pass torch.compile(model)")
+    peaks = _measure_peaks(search, runner, copied) if search else {}
+    change_policies(copied, make_recording_policy)
+    steps = _record_steps(runner, copied)
+    plan = steps["least"].find_least_plan(runner.devices[0])
+    sites_by_name = {"as it was": frozenset[OpSite](), "as converted": sites, "least": plan.sites}
+    timelines = {name: step.replay(sites_by_name[name]) for name, step in steps.items()}
+    holders = {name: steps[name].find_holders(sites_by_name[name]) for name in ("as it was", "as converted")}
+    return Report(
+        kept_before,
+        kept_after,
+        rows,
+        notes,
+        is_converted(model),
+        peak_before,
+        peak_after,
+        timelines,
+        holders,
+        max_bytes,
+        search.model_bytes if search else 0,
+        _find_batches(search, runner, copied, sites_by_name, plan, peaks) if search else {},
+    )
+
+
+def _observe_forward(
+    runner: CopyRunner, copied: nn.Module
+) -> tuple[list[TensorReport], frozenset[OpSite], list[str]]:
+    """Returns rows of the saved tensors of a forward, the sites that it recomputes, and notes."""
+    notes: dict[str, None] = {}
+    with observe_modules(copied, notes) as observer:
+        # A forward keeps no tensor that exists before it, even if an op saves one.
+        existing = [tensor for tensor in gc.get_objects() if issubclass(type(tensor), Tensor)]
+        with runner.holding_output(copied) as arguments:
+            existing += tensor_leaves((arguments, list(map(vars, copied.modules()))))
+            memory = observer.saved_memory(existing)
+            rows = _group_rows(memory)
+            sites = frozenset(entry.site for entry in memory if entry.site is not None)
+            del memory, existing
+    return rows, sites, list(notes)
+
+
+def _measure_peaks(search: BatchSearch, runner: CopyRunner, copied: nn.Module) -> dict[str, tuple[int, int]]:
+    """Returns the peaks of steps with either batch of the search, as the model was and as it is converted."""
+
+    def measure(model: nn.Module) -> tuple[int, int]:
+        return search.run_sizes(lambda: runner.measure_step_peak(model))
+
+    before = measure(revert(runner.copy_for_training()))
+    return {"as it was": before, "as converted": measure(copied)}
+
+
+def _find_batches(
+    search: BatchSearch,
+    runner: CopyRunner,
+    copied: nn.Module,
+    sites_by_name: dict[str, frozenset[OpSite]],
+    plan: Plan,
+    peaks: dict[str, tuple[int, int]],
+) -> dict[str, int]:
+    """Returns the largest batches that fit. The peak of "least" is measured by a step of `copied`.
+
+    Args:
+        sites_by_name: what the steps with the batch of the inputs recompute.
+        plan: with the least peak, for the batch of the inputs.
+        peaks: measured, without that of "least".
+    """
+    batches: dict[str, int] = {}
+    small, large = search.run_sizes(lambda: _record_steps(runner, copied))
+    for name, sites in sites_by_name.items():
+        steps = small[name], large[name]
+        if name == "least":
+            plan = search.find_least_plan(steps, plan, batches["as converted"])
+            sites = plan.sites
+            change_policies(copied, partial(dataclasses.replace, level=plan.level, only_sites=sites))
+            peaks = peaks | {name: search.run_sizes(lambda: runner.measure_step_peak(copied))}
+        timelines = steps[0].replay(sites), steps[1].replay(sites)
+        batches[name] = search.find_batch(peaks[name], timelines, steps[1].weight_gradients)
+    return batches
+
+
+def _convert_copy(runner: CopyRunner) -> nn.Module:
+    """Returns a copy that is converted as the model is, or by default, and whose budgets are planned."""
+    copied = ensure_converted(runner.copy_for_training())
+    if find_budget_hooks(copied):
+        for _ in range(2):  # forwards that plan
+            with runner.holding_output(copied):
+                pass
+        freeze_budgets(copied)
+    return copied
+
+
+def _record_steps(runner: CopyRunner, copied: nn.Module) -> dict[str, StepMemory]:
+    """Returns steps on paper: of the original model and, twice, of a copy that recomputes all that can be."""
+    step = original = StepMemory(runner.record_step(copied, observe_modules(copied, {})))
+    if is_fused(runner.model):
+        reverted = add_scope_hooks(revert(runner.copy_for_training()), make_recording_policy(Policy()))
+        original = StepMemory(runner.record_step(reverted, observe_modules(reverted, {})))
+    return {"as it was": original, "as converted": step, "least": step}
+
+
+def _group_rows(memory: list[SavedMemory]) -> list[TensorReport]:
+    """Groups entries with the same modules and reason into rows, largest first."""
+    groups: dict[tuple[tuple[str, ...], str], list[SavedMemory]] = defaultdict(list)
+    for entry in memory:
+        groups[tuple(sorted({module for module, _ in entry.saved})), entry.reason].append(entry)
+    rows = [
+        TensorReport(
+            names,
+            len(entries),
+            sum(entry.kept_bytes for entry in entries),
+            sum(entry.freed_bytes for entry in entries),
+            reason,
+            tuple(dict.fromkeys(skip_key(entry.site) for entry in entries if entry.site is not None)),
+        )
+        for (names, reason), entries in groups.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.recomputed_bytes, -row.kept_bytes, row.names))
