@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 
-LARGE = "  # writes to a large tensor"
-UNCOUNTED = "  # writes to a large tensor, uncounted"
+MAY_BE_REFUSED = "  # writes to a large tensor"
+ONE_FORWARD_ONLY = "  # writes to a large tensor, uncounted"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ ACTIVATIONS = (
     "nn.LeakyReLU(0.2)", "nn.LeakyReLU(0.2, inplace=True)", "nn.ELU(inplace=True)", "nn.ReLU6()",
     "nn.ReLU6(inplace=True)", "nn.Threshold(0.1, 0.2)", "nn.Sigmoid()", "nn.Tanh()", "nn.GELU('tanh')",
 )  # fmt: skip
-MASKS = (
+MASKABLE_ACTIVATIONS = (
     "nn.ReLU()", "nn.LeakyReLU(0.2)", "nn.ReLU6()", "nn.Hardtanh()", "nn.Hardtanh(-0.7, 0.7)",
     "nn.Hardtanh(-0.1, 0.1)", "nn.Hardtanh(0.0, 6.0)", "nn.Hardtanh(0.1, 0.1001)", "nn.Hardtanh(0.0, 1e-8)",
     "nn.Hardtanh(-1e-3, 1e-3)", "nn.Hardtanh(-0.7, 0.7, inplace=True)", "nn.ReLU(inplace=True)",
@@ -88,13 +88,13 @@ PLAIN = Kind(
     ),
 )  # fmt: skip
 
-_COUNTED = (  # writes to {} that a version counts
+_COUNTED_WRITES = (  # writes to {} that a version counts
     "with torch.no_grad(): {}.mul_(1.5)", "{}.detach().add_(0.1)", "with torch.no_grad(): {}[:2] = 0.5",
     "with torch.no_grad(): torch._foreach_add_([{}], 0.1)", "nn.init.normal_({})",
     "with torch.no_grad(): {}.lerp_(torch.ones_like({}), 0.1)", "with torch.no_grad(): {}.copy_({} * 0.9)",
     "with torch.no_grad(): torch.mul({}, 0.9, out={})",
 )  # fmt: skip
-_UNCOUNTED = (
+_UNCOUNTED_WRITES = (
     "{}.data.mul_(1.5)", "{}.data = {}.data * 0.5", "torch._foreach_mul_([{}.data], 1.5)",
     "torch.mul({}.data, 1.5, out={}.data)", "torch.ops.aten.mul_.Scalar({}.data, 1.5)",
     "{}.detach().view(torch.uint8).numpy()[...] = 0", "torch.from_dlpack({}.detach()).mul_(1.5)",
@@ -103,20 +103,20 @@ _UNCOUNTED = (
 )  # fmt: skip
 
 
-def _each(statements: tuple[str, ...], target: str, ending: str = "") -> tuple[str, ...]:
+def _fill_target(statements: tuple[str, ...], target: str, ending: str = "") -> tuple[str, ...]:
     return tuple(line.replace("{}", target) + ending for line in statements)
 
 
-SMALL_WRITES = (*_each(_COUNTED, "{bias}"), *_each(_UNCOUNTED, "{small}"))
+SMALL_WRITES = (*_fill_target(_COUNTED_WRITES, "{bias}"), *_fill_target(_UNCOUNTED_WRITES, "{small}"))
 WRITES = Kind(
     lines=(
         *SMALL_WRITES,
-        *_each(_COUNTED, "v[{i}]"),
-        *_each(_UNCOUNTED[:-1], "v[{i}]"),
-        *_each(_UNCOUNTED[:-1], "{large}", UNCOUNTED),
-        "with torch.no_grad(): {large}.mul_(0.9)" + LARGE,
+        *_fill_target(_COUNTED_WRITES, "v[{i}]"),
+        *_fill_target(_UNCOUNTED_WRITES[:-1], "v[{i}]"),
+        *_fill_target(_UNCOUNTED_WRITES[:-1], "{large}", ONE_FORWARD_ONLY),
+        "with torch.no_grad(): {large}.mul_(0.9)" + MAY_BE_REFUSED,
         "v[{i}].data.clamp_(-1, 1)", "F.relu(v[{i}].data, inplace=True)", "v[{i}].data[:, :2] = 0",
-        "d = v[{i}].data; v[{i}] = F.gelu(v[{i}]); d.zero_()", "x.detach().mul_(0.9)" + LARGE,
+        "d = v[{i}].data; v[{i}] = F.gelu(v[{i}]); d.zero_()", "x.detach().mul_(0.9)" + MAY_BE_REFUSED,
         "held.append(v[{i}].data)", "held.append(v[{i}].detach().view(-1))",
         "held.append(v[{i}].detach()[:, 2:4])", "if held: held[-1].mul_(0.9)", "if held: held[0].zero_()",
         "t = torch.relu(v[{i}]); v.append(F.max_pool2d(t, 3, 1, 1)); t.data.clamp_(max=0.0)",
@@ -147,10 +147,10 @@ WRITES = Kind(
     ),
     between=(
         *SMALL_WRITES,
-        "with torch.no_grad(): {large}.mul_(0.9)" + LARGE,
-        "with torch.no_grad(): {large}.add_(torch.ones_like({large}), alpha=-0.01)" + LARGE,
-        "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + LARGE,
-        "outputs[0].detach().mul_(0.5)" + LARGE,
+        "with torch.no_grad(): {large}.mul_(0.9)" + MAY_BE_REFUSED,
+        "with torch.no_grad(): {large}.add_(torch.ones_like({large}), alpha=-0.01)" + MAY_BE_REFUSED,
+        "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + MAY_BE_REFUSED,
+        "outputs[0].detach().mul_(0.5)" + MAY_BE_REFUSED,
     ),
 )  # fmt: skip
 
@@ -213,7 +213,8 @@ LOSSES = Kind(
         "6)>>(v[{i}]))",
            "v.append(F.gelu(v[{i}] - <<shift(8, 1, 1)>>)); extra.append(v[{i}] * <<scale(8, 1, 1)>>)"),
     between=(
-        "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + LARGE, "outputs[-1].detach().div_(2)" + LARGE,
+        "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + MAY_BE_REFUSED,
+        "outputs[-1].detach().div_(2)" + MAY_BE_REFUSED,
         "if len(losses) > 1: del outputs[-1], losses[-1]", "{small}.data.mul_(1.5)",
     ),
     backwards=(
@@ -223,13 +224,13 @@ LOSSES = Kind(
         "for loss in losses: loss.backward(retain_graph=True)\nsum(losses).backward()",
         "losses[0].backward(inputs=first, retain_graph=True); losses[-1].backward(inputs=last)",
         "losses[-1].backward(inputs=first, retain_graph=True); sgd(first); "
-        "losses[-1].backward(inputs=last)" + LARGE,
+        "losses[-1].backward(inputs=last)" + MAY_BE_REFUSED,
         "losses[0].backward(inputs=last, retain_graph=True); sgd(last); "
-        "losses[0].backward(inputs=first)" + LARGE,
+        "losses[0].backward(inputs=first)" + MAY_BE_REFUSED,
         "losses[0].backward(retain_graph=True); sgd([p for p in first if p.dim() < 2]); "
         "losses[-1].backward()",
         "(-losses[0]).backward(inputs=first[:4], retain_graph=True); sgd(first[:4]); "
-        "losses[0].backward(inputs=last)" + LARGE,
+        "losses[0].backward(inputs=last)" + MAY_BE_REFUSED,
         "for g in torch.autograd.grad(sum(losses), last, allow_unused=True): RUN.note(g is None or "
         "g.sum().item())",
         "g, = torch.autograd.grad(losses[0], last[-1:], create_graph=True); (g.square().sum() + "
@@ -297,7 +298,7 @@ SUBCLASSES = Kind(
     inputs=("x.as_subclass({subclass})",),
 )  # fmt: skip
 
-MASKED = Kind(
+MASKS = Kind(
     lines=(
         "v.append(F.max_pool2d(<<{mask}>>(<<nn.Conv2d(8, 8, 1)>>(v[{i}])), 3, 1, 1))",
         "v.append(F.max_pool2d(<<{mask}>>({norm_i}), 3, 1, 1))",
@@ -417,6 +418,6 @@ STATE = Kind(
 
 KINDS = {
     "plain": PLAIN, "writes": WRITES, "flags": FLAGS, "statistics": STATISTICS, "losses": LOSSES,
-    "hooks": HOOKS, "subclasses": SUBCLASSES, "masks": MASKED, "frozen": FROZEN, "layouts": LAYOUTS, 
+    "hooks": HOOKS, "subclasses": SUBCLASSES, "masks": MASKS, "frozen": FROZEN, "layouts": LAYOUTS, 
     "exceptions": EXCEPTIONS, "state": STATE,
 }  # fmt: skip

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 
 import torch
-from program_kinds import ACTIVATIONS, KINDS, MASKS, NORMS, SUMS, UNCOUNTED
+from program_kinds import ACTIVATIONS, KINDS, MASKABLE_ACTIVATIONS, NORMS, ONE_FORWARD_ONLY, SUMS
 
 OPTIONS = {  # arguments of convert
     "convert": {},
@@ -24,13 +24,13 @@ OPTIONS = {  # arguments of convert
     "scope": None,  # recompute_scope() instead of convert
     "scope, products": None,
 }
-_SELDOM = ("share",)  # only where a kind asks for it
+_OPTIONS_ON_REQUEST = ("share",)  # only where a kind asks for it
 DTYPES = {
     "float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16,
     "float16": torch.float16, "bfloat16, norms in float32": torch.bfloat16,
 }  # fmt: skip
-_SHIFTS = r"(shift|frozen_shift|shift_buffer)\("
-_VECTORS = rf"{_SHIFTS}|(scale|frozen_scale|scale_of)\("
+_SHIFT_PATTERN = r"(shift|frozen_shift|shift_buffer)\("
+_VECTOR_PATTERN = rf"{_SHIFT_PATTERN}|(scale|frozen_scale|scale_of)\("
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ForwardWriter:
 
     def draw(self, template: str) -> str | None:
         """A line; None where it needs what the module does not have."""
-        if not self.has_one_forward and template.endswith(UNCOUNTED):
+        if not self.has_one_forward and template.endswith(ONE_FORWARD_ONLY):
             return None
         try:
             line = template.format_map(Fields(self))
@@ -145,7 +145,7 @@ class Fields(dict):
             case "subclass":
                 field = self.writer.subclass
             case "mask":
-                field = choose.choice(MASKS)
+                field = choose.choice(MASKABLE_ACTIVATIONS)
             case _:
                 field = "self." + choose.choice(find_operands(self.writer.modules)[name])
         self[name] = field
@@ -156,9 +156,9 @@ def find_operands(modules: dict[str, str]) -> dict[str, list[str]]:
     """The attributes of modules that a line may write to, by the names of program_kinds.py."""
     found: dict[str, list[str]] = {"small": [], "bias": [], "large": [], "batch_norm": []}
     for name, expression in modules.items():
-        if re.match(_VECTORS, expression):
+        if re.match(_VECTOR_PATTERN, expression):
             found["small"].append(name)
-            found["bias"] += [name] * bool(re.match(_SHIFTS, expression))
+            found["bias"] += [name] * bool(re.match(_SHIFT_PATTERN, expression))
         elif expression.startswith("matrix"):
             found["large"].append(name)
         elif kind := re.search(r"nn\.(Conv2d|Linear|\w+Norm\w*)\(", expression):
@@ -225,7 +225,7 @@ def draw_program(seed: int, kinds: Sequence[str] | None = None) -> Program:
     }
     set_up = "".join(f"    {line}\n" for line in some("set_up", 0.6, 2))
     source = "\n".join([*classes, f"def set_up(model):\n    pass\n{set_up}", _write_step(**statements)])
-    options = [name for name in OPTIONS if name not in _SELDOM]
+    options = [name for name in OPTIONS if name not in _OPTIONS_ON_REQUEST]
     wanted = [name for kind in tables for name in kind.options]
     option = choose.choice(wanted if wanted and choose.random() < 0.5 else options)
     return Program(seed, tuple(kinds), option, dtype, choose.random() < 0.8, choose.random() < 0.5, source)

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import program_tools
 import torch
-from program_kinds import KINDS, LARGE, UNCOUNTED
+from program_kinds import KINDS, MAY_BE_REFUSED, ONE_FORWARD_ONLY
 from program_source import DTYPES, OPTIONS, Program, draw_program
 from torch import Tensor, nn
 
@@ -55,7 +55,7 @@ class Outcome(enum.Enum):
 FAULTS = Outcome.CRASHED, Outcome.LEFT_OPEN, Outcome.SILENT
 
 
-class SomeSites:
+class RandomSites:
     """Sites, drawn at random for a model."""
 
     def __init__(self, seed: int):
@@ -72,7 +72,7 @@ def convert_program(model: nn.Module, option: str, seed: int) -> None:
     fastvit.convert(model, **OPTIONS[option])
     if option in ("least", "some", "across"):
         level = RecomputeLevel(seed % 3) if option == "some" else RecomputeLevel.EVERY_OP
-        sites = None if option == "least" else SomeSites(seed)
+        sites = None if option == "least" else RandomSites(seed)
         for module in model.modules():
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, ScopeHook):
@@ -148,7 +148,7 @@ def _is_same(one: object, other: object) -> bool:
         return torch.equal(one, other)
 
 
-def _differing(expected: dict, actual: dict) -> list[str]:
+def _find_differing(expected: dict, actual: dict) -> list[str]:
     names = expected.keys() | actual.keys()
     return sorted(name for name in names if not _is_same(expected.get(name), actual.get(name)))
 
@@ -159,7 +159,7 @@ def is_refusal(error: BaseException) -> bool:
     return "skip" in text and re.search(r"\(['\"][^'\"]*['\"], ['\"][^'\"]+['\"]\)", text) is not None
 
 
-def _close_left_open() -> bool:
+def _pop_left_open() -> bool:
     """Takes hooks and modes that a step has left off the stacks of torch. Whether there were some."""
     is_left = False
     while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -171,7 +171,7 @@ def _close_left_open() -> bool:
     return is_left
 
 
-_MISTAKES = NameError, SyntaxError, AttributeError, LookupError  # of a table's source
+_SOURCE_ERRORS = NameError, SyntaxError, AttributeError, LookupError  # of a table's source
 
 
 def run_program(program: Program, converted_execution: type[Execution] = Execution) -> tuple[Outcome, str]:
@@ -181,7 +181,7 @@ def run_program(program: Program, converted_execution: type[Execution] = Executi
         try:
             return _run_program(program, converted_execution)
         finally:
-            _close_left_open()
+            _pop_left_open()
 
 
 def _run_program(program: Program, converted_execution: type[Execution]) -> tuple[Outcome, str]:
@@ -191,7 +191,7 @@ def _run_program(program: Program, converted_execution: type[Execution]) -> tupl
         expected = error = actual = fault = None
         try:
             expected = eager.take_step(number)
-        except _MISTAKES as mistake:
+        except _SOURCE_ERRORS as mistake:
             raise AssertionError(f"{mistake!r} in\n{program}") from mistake
         except Exception as raised:
             error = raised
@@ -200,22 +200,24 @@ def _run_program(program: Program, converted_execution: type[Execution]) -> tupl
             actual = converted.take_step(number)
         except Exception as raised:
             fault = raised
-        is_left_open = _close_left_open()
+        is_left_open = _pop_left_open()
         if error is not None:
             outcome = Outcome.EAGER_RAISED if fault is None else Outcome.BOTH_RAISED
             return outcome, f"step {number}: {type(error).__name__}: {error}"
         if fault is not None:
-            is_allowed = is_refusal(fault) and any(m in program.source for m in (LARGE, UNCOUNTED))
+            is_allowed = is_refusal(fault) and any(
+                m in program.source for m in (MAY_BE_REFUSED, ONE_FORWARD_ONLY)
+            )
             outcome = Outcome.REFUSED if is_allowed else Outcome.CRASHED
             return outcome, f"step {number}: {type(fault).__name__}: {fault}"
         if is_left_open:
             return Outcome.LEFT_OPEN, f"step {number}"
         assert expected is not None and actual is not None
-        if wrong := _differing(expected, actual):
+        if wrong := _find_differing(expected, actual):
             outcome = Outcome.SILENT
-            if _differing(expected, _repeat_in_eager(program, number, contextlib.nullcontext())):
+            if _find_differing(expected, _repeat_in_eager(program, number, contextlib.nullcontext())):
                 outcome = Outcome.NONDETERMINISTIC
-            elif not _differing(actual, _repeat_in_eager(program, number, _IDENTITY_HOOKS)):
+            elif not _find_differing(actual, _repeat_in_eager(program, number, _IDENTITY_HOOKS)):
                 outcome = Outcome.CHANGED_BY_HOOKS
             return outcome, f"step {number}: {len(wrong)} of {len(expected)} differ: {', '.join(wrong)}"
     return Outcome.SAME, ""
@@ -239,7 +241,7 @@ def shrink_program(program: Program, outcome: Outcome) -> Program:
         for instead in ([], [f"{indent}v.append(v[-1])"], [f"{indent}pass"]):
             fewer = [*lines[:at], *instead, *lines[at + 1 :]]
             smaller = dataclasses.replace(program, source="\n".join(fewer) + "\n")
-            if fewer != lines and _has_outcome(smaller, outcome):
+            if fewer != lines and _has_same_outcome(smaller, outcome):
                 lines = fewer
                 at -= not instead
                 break
@@ -247,10 +249,10 @@ def shrink_program(program: Program, outcome: Outcome) -> Program:
     return dataclasses.replace(program, source="\n".join(lines) + "\n")
 
 
-def _has_outcome(program: Program, outcome: Outcome) -> bool:
+def _has_same_outcome(program: Program, outcome: Outcome) -> bool:
     try:
         return run_program(program)[0] is outcome
-    except (AssertionError, *_MISTAKES):
+    except (AssertionError, *_SOURCE_ERRORS):
         return False
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from loopback import agreements, describe
+from loopback import describe_tag, make_agreements
 
 from fastvit.sync import agreement, cpu_peer
 from fastvit.sync.agreement import Agreement, ProcessWatch
@@ -38,7 +38,7 @@ def interrupted_ask(one, question, answer):
 
 
 def test_a_rank_that_leaves_is_not_waited_for():
-    one, two = agreements(2)
+    one, two = make_agreements(2)
     interrupted_ask(one, "a question", "yes")
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1: a question: rank 0 left it: KeyboardInterrupt"):
@@ -51,7 +51,7 @@ def test_a_rank_that_leaves_is_not_waited_for():
 @pytest.fixture
 def pair():
     segment = torch.zeros(2 * ops.arena_bytes(2, CAPACITY), dtype=torch.uint8)
-    return [SharedMemory(segment, CAPACITY, one, describe) for one in agreements(2, 10.0)]
+    return [SharedMemory(segment, CAPACITY, one, describe_tag) for one in make_agreements(2, 10.0)]
 
 
 def test_a_rank_that_sends_and_ends_has_sent(pair):
@@ -92,7 +92,7 @@ class Killed(Exception):
 @pytest.mark.parametrize("after", ["add", "compare_set"])
 def test_a_rank_that_ends_in_the_midst_of_its_answer(after, monkeypatch):
     """It has come last, and may have been counted: the others do not wait for its "all"."""
-    one, two = agreements(2, timeout=20.0)
+    one, two = make_agreements(2, timeout=20.0)
     done: list[str] = []
 
     class Store:  # of the rank that is killed after its call of `after`
@@ -132,7 +132,7 @@ class NeverEnds:
 
 
 def test_a_collective_that_misses_the_end_of_a_rank(monkeypatch):
-    one, _ = agreements(2)
+    one, _ = make_agreements(2)
     one.watch.learn()
     monkeypatch.setattr(one.watch, "has_ended", lambda rank: rank == 1)
     begin = time.monotonic()
@@ -176,7 +176,7 @@ def test_a_store_that_is_frozen_or_has_ended(by, why):
 
 def test_how_often_a_waiting_rank_looks(monkeypatch):
     """Pauses begin short, for a low latency, and grow, so that waiting takes little CPU time."""
-    (one,) = agreements(1)
+    (one,) = make_agreements(1)
     pauses = []
 
     def sleep(seconds):

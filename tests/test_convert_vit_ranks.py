@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from vit_models import Block, LayerScale, Model, kept, patches
+from vit_models import Block, BlockModel, LayerScale, make_patches, measure_kept_bytes
 
 import fastvit
 
@@ -35,17 +35,17 @@ def compared(make, wrap, x, parameters, converts_last, **options):
             fastvit.convert(model, **options)
         results.append(trained(wrapped, x, lambda wrapped=wrapped: parameters(wrapped)))
         if parameters is whole:  # a forward of FSDP2 can run alone
-            sizes.append(kept(wrapped, x))
+            sizes.append(measure_kept_bytes(wrapped, x))
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True)), *sizes
 
 
 def blocks(depth):
-    return lambda: Model(lambda: Block(scale=LayerScale), depth)
+    return lambda: BlockModel(lambda: Block(scale=LayerScale), depth)
 
 
 def under_ddp(rank, world, static_graph, converts_last):
     wrap = functools.partial(DistributedDataParallel, static_graph=static_graph)
-    return compared(blocks(2), wrap, patches(8)[rank::world], nn.Module.parameters, converts_last)
+    return compared(blocks(2), wrap, make_patches(8)[rank::world], nn.Module.parameters, converts_last)
 
 
 @pytest.mark.parametrize("converts_last", [False, True])
@@ -74,7 +74,7 @@ def under_fsdp(rank, world, units, converts_last):
             parts[:0] = block.norm1, block.norm2, block.attn, block.mlp.fc1, block.mlp.fc2
         return sharded(parts, model, world)
 
-    return compared(blocks(3), wrap, patches(32)[rank::world], whole, converts_last)
+    return compared(blocks(3), wrap, make_patches(32)[rank::world], whole, converts_last)
 
 
 @pytest.mark.parametrize("converts_last", [False, True])
@@ -123,7 +123,7 @@ def under_fsdp1(rank, world, kinds, converts_last):
         policy = ModuleWrapPolicy(kinds)
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
 
-    x = patches(8)[rank::world]
+    x = make_patches(8)[rank::world]
     return compared(blocks(2), wrap, x, nn.Module.parameters, converts_last, products=True)
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from loopback import agreements, describe
+from loopback import describe_tag, make_agreements
 
 from fastvit import _library
 from fastvit.sync import cuda_peer
@@ -72,7 +72,7 @@ class Gpus:
 
 def connect(monkeypatch, gpus: Gpus, may_share_gpu: bool = False) -> list:
     """The result or the error of `connect` on each rank."""
-    made = agreements(gpus.world)
+    made = make_agreements(gpus.world)
     monkeypatch.setattr(cuda_peer, "_ops", gpus)
     monkeypatch.setattr(cuda_peer, "load_kernels", lambda device: gpus.load())
     monkeypatch.setattr(cuda_peer.DeviceMemory, "share", lambda *arguments: gpus.share(*arguments))
@@ -81,7 +81,7 @@ def connect(monkeypatch, gpus: Gpus, may_share_gpu: bool = False) -> list:
     def run(rank):
         gpus.thread.rank = rank
         try:
-            return cuda_peer.connect(made[rank], LEAST_PACKETS, describe, CPU, may_share_gpu)
+            return cuda_peer.connect(made[rank], LEAST_PACKETS, describe_tag, CPU, may_share_gpu)
         except Unavailable as reason:
             return str(reason)
 

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from cases import TimmBatchNorm, shape_of
-from packages import package
-from tolerances import check
+from cases import TimmBatchNorm, describe_model
+from packages import import_or_skip
+from tolerances import assert_close_enough
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -90,7 +90,8 @@ def same(model, plain, x):
     for got, want in zip(step(model, x), step(plain, x), strict=True):
         assert got.dtype == want.dtype
         # A gradient of a bias before BatchNorm is a sum that cancels.
-        check("layer", *(t.double() if t.dtype == torch.int64 else t for t in (got, want)), least_scale=1)
+        got, want = (t.double() if t.dtype == torch.int64 else t for t in (got, want))
+        assert_close_enough(got, want, row="layer", least_scale=1)
 
 
 @pytest.mark.parametrize("mode", ["training", "evaluation", "frozen", "no_grad", "channels_last"])
@@ -150,9 +151,9 @@ def test_state_and_the_way_back():
     plain, model = Net(), Net()
     model.alone.weight.requires_grad_(False)
     model.inner[1].eval()
-    before, optimizer = shape_of(model), torch.optim.SGD(model.parameters(), 0.1)
+    before, optimizer = describe_model(model), torch.optim.SGD(model.parameters(), 0.1)
     fastvit.fuse(fastvit.fuse(model))
-    assert shape_of(model)[2:4] == before[2:4] and not model.inner[1].training
+    assert describe_model(model)[2:4] == before[2:4] and not model.inner[1].training
     plain.load_state_dict(model.state_dict()), model.load_state_dict(plain.state_dict())
     plain.alone.weight.requires_grad_(False)
     plain.inner[1].eval()
@@ -165,7 +166,7 @@ def test_state_and_the_way_back():
     model.eval()
     assert not unfuse(model).stem[3].training
     model.train().inner[1].eval()
-    assert shape_of(unfuse(model)) == before
+    assert describe_model(unfuse(model)) == before
 
 
 def test_pickles():
@@ -254,10 +255,10 @@ def _train(rank, world):
     with fastvit.recompute_scope():
         got = fastvit.fuse(fastvit.convert_syncbn_model(model))(mine)
     got.square().sum().backward()
-    check("layer", got, plain(x)[2 * rank : 2 * rank + 2])
+    assert_close_enough(got, plain(x)[2 * rank : 2 * rank + 2], row="layer")
     plain(x).square().sum().backward()
     torch.distributed.all_reduce(model[0].weight.grad)
-    check("layer", model[0].weight.grad, plain[0].weight.grad)
+    assert_close_enough(model[0].weight.grad, plain[0].weight.grad, row="layer")
 
 
 def test_ranks(ranks):
@@ -265,7 +266,7 @@ def test_ranks(ranks):
 
 
 def test_timm():
-    timm = package("timm")
+    timm = import_or_skip("timm")
     model = timm.create_model("mobilenetv3_small_050", num_classes=5).double().eval()
     plain, images = copy.deepcopy(model), torch.randn(1, 3, 64, 64, dtype=torch.float64)
     kinds = {type(m).__name__ for m in fastvit.fuse(model).modules()}

@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from loopback import INBOX
+from loopback import INBOX_OFFSET
 
 from fastvit import ops
 from fastvit.sync.cpu_peer import cpu_arena_bytes
@@ -166,11 +166,11 @@ def test_a_torn_header_is_not_taken(packet, bytes_missing):
         assert ranks.begin(1, step) == ExchangeState.DONE == ranks.wait(0)
     before = ranks.arenas[0].clone()
     ranks.begin(0, 2), ranks.begin(1, 2)
-    inbox = ranks.arenas[0][INBOX:]
-    header = 16 * int((inbox != before[INBOX:]).view(-1, 16).any(1).nonzero()[packet])
+    inbox = ranks.arenas[0][INBOX_OFFSET:]
+    header = 16 * int((inbox != before[INBOX_OFFSET:]).view(-1, 16).any(1).nonzero()[packet])
     half = slice(header + bytes_missing.start, header + bytes_missing.stop)
     whole = inbox[half].clone()
-    inbox[half] = before[INBOX:][half]
+    inbox[half] = before[INBOX_OFFSET:][half]
     assert ranks.wait(0) == ExchangeState.PENDING
     inbox[half] = whole
     assert ranks.wait(0) == ExchangeState.DONE
