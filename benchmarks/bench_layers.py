@@ -149,7 +149,7 @@ def _pointwise(name: str, operands: list[torch.Tensor], dtype: str, quick: bool)
     x, n = operands[0], len(operands)
 
     def own(*operands):
-        return functional.glu(*operands, GATES[name]) if n == 2 else functional.act(*operands, name)
+        return functional.gated_act(*operands, GATES[name]) if n == 2 else functional.act(*operands, name)
 
     contenders = _beside(POINTWISE[name], own, quick, x.device.type)
     return Case(

@@ -3,13 +3,15 @@
 import typing as _typing
 
 from . import _library, functional, ops, sync
+from . import fuse as _module_in_pickles  # noqa: F401  # Imported before the function of that name.
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .conversion import Report, TensorReport, Verification, convert, report, revert, verify
-from .fuse import convert_syncbn_model, fuse, revert_syncbn_model
+from .convert_syncbn import convert_syncbn_model, revert_syncbn_model
+from .fusion import fuse, unfuse
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .layer_norm import LayerNorm
 from .recompute import recompute_scope
-from .sync_batchnorm import SyncBatchNorm, create_syncbn_process_group
+from .sync_batch_norm import SyncBatchNorm, create_syncbn_process_group
 
 __all__ = [
     "BatchNormAct",
@@ -32,6 +34,7 @@ __all__ = [
     "revert",
     "revert_syncbn_model",
     "sync",
+    "unfuse",
     "verify",
 ]
 __version__: str

@@ -1,6 +1,7 @@
 """Checks of the layers' arguments: activations, shapes, dtypes, inputs that may be overwritten."""
 
 import sys
+import warnings
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -9,14 +10,15 @@ from torch import Tensor, nn
 from torch._C import _autograd
 
 from . import _library
+from ._deprecation import user_stacklevel
 from ._formulas import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from .functional import NormOptions
+    from .functional import NormOptions, NormTensors
 
-_SMALLEST = 2.0**-126  # normal float32
-IN_PLACE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
-# Functions that return their model are annotated with it, so that type checkers keep the model's class.
+_FLOAT32_TINY = 2.0**-126  # The smallest normal float32.
+INVERTIBLE_ACTIVATIONS = ("identity", "leaky_relu", "elu")
+# A function that returns its model has this type, so that type checkers keep the model's class.
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -40,7 +42,7 @@ def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
 
 
 def check_eps(name: str, eps: object) -> None:
-    if not is_number(eps, 0, 1 / _SMALLEST):
+    if not is_number(eps, 0, 1 / _FLOAT32_TINY):
         raise ValueError(f"{name}: eps is {eps!r}; a number from 0 to 2**126 expected")
 
 
@@ -54,40 +56,52 @@ def check_dtype(name: str, argument: str, dtype: object) -> None:
         raise ValueError(f"{name}: {argument} is {dtype!r}; a floating-point torch.dtype or None expected")
 
 
-def check_flag(name: str, flag: str, value: object) -> None:
+def check_flag(name: str, argument: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{name}: {flag} is {value!r}; True or False expected")
+        raise ValueError(f"{name}: {argument} is {value!r}; True or False expected")
 
 
-def check_activation(activation: str, activation_param: float | None) -> float:
-    """The parameter to use, 0 for an activation without one. Raises ValueError for a wrong name or value."""
+def resolve_activation_param(name: str, activation: str, activation_param: float | None) -> float:
+    """Returns the parameter to use: the activation's default for None, 0 for an activation without one.
+
+    Args:
+        name: the layer or function, for errors.
+
+    Raises:
+        ValueError: a wrong name or value.
+    """
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} expected")
+        raise ValueError(f"{name}: activation is {activation!r}; one of {', '.join(ACTIVATIONS)} expected")
     _, default = ACTIVATIONS[activation]
     if default is None:
         return 0.0
     param = default if activation_param is None else activation_param
-    if not is_number(param, -1 / _SMALLEST, 1 / _SMALLEST):
+    if not is_number(param, -1 / _FLOAT32_TINY, 1 / _FLOAT32_TINY):
         raise ValueError(
-            f"activation_param is {param!r}; a number from -2**126 to 2**126 expected for {activation}"
+            f"{name}: activation_param is {param!r}; a number from -2**126 to 2**126 expected for "
+            f"{activation}"
         )
     return param
 
 
-def check_in_place_activation(activation: str, activation_param: float) -> None:
-    if activation not in IN_PLACE_ACTIVATIONS:
+def resolve_invertible_param(name: str, activation: str, activation_param: float | None) -> float:
+    """Does as `resolve_activation_param`, for an activation in place, which is inverted in backward."""
+    if activation not in INVERTIBLE_ACTIVATIONS:
         raise ValueError(
-            f"activation is {activation!r}; in place it must be invertible: one of "
-            f"{', '.join(IN_PLACE_ACTIVATIONS)} expected"
+            f"{name}: activation is {activation!r}; one of {', '.join(INVERTIBLE_ACTIVATIONS)} expected, "
+            "because backward inverts an activation in place"
         )
-    if activation != "identity" and not (
-        isinstance(activation_param, Real) and _SMALLEST <= activation_param <= 1 / _SMALLEST
-    ):
+    if activation == "elu" and activation_param is None:
+        message = f"{name}: the alpha of elu is 1 by default, as in BatchNormAct; it was 0.01 before"
+        warnings.warn(f"{message}; pass activation_param", FutureWarning, user_stacklevel())
+    param = resolve_activation_param(name, activation, activation_param)
+    if activation != "identity" and param < _FLOAT32_TINY:
         raise ValueError(
-            f"activation_param is {activation_param!r}; {activation} in place is inverted, so it must be > 0 "
-            "and a finite float32, as must its reciprocal"
-            + (" (slope 0 is relu, which cannot be inverted)" if activation_param == 0 else "")
+            f"{name}: activation_param is {param!r}; a number from 2**-126 to 2**126 expected for "
+            f"{activation} in place, because backward divides by it"
+            + (" (slope 0 is relu, which cannot be inverted)" if param == 0 else "")
         )
+    return param
 
 
 def check_dimensions(name: str, x: Tensor) -> None:
@@ -97,7 +111,7 @@ def check_dimensions(name: str, x: Tensor) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """autocast's dtype where it is on for x's device, else None.
+    """Returns autocast's dtype if autocast is on for x's device, else None.
 
     torch.compile of torch 2.11 cannot trace `torch.amp.is_autocast_available`, and is_autocast_enabled raises
     for devices without autocast, such as meta.
@@ -109,32 +123,29 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def is_distributed(x: Tensor) -> bool:
-    """Whether x is a DTensor, which has shards on several ranks."""
+    """Returns whether x is a DTensor, which has shards on several ranks."""
     module = None if type(x) is Tensor else sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
-def check_kernels(name: str, x: Tensor) -> None:
+def check_gpu_has_kernels(name: str, x: Tensor) -> None:
     if x.is_cuda and (problem := _library.gpu_problem(x.device)):
         raise ValueError(f"{name}: the input is on {x.device}, but {problem}")
 
 
-def check_input(
-    options: "NormOptions", x: Tensor, residual: Tensor | None, tensors: tuple[Tensor | None, ...]
-) -> None:
+def check_input(options: "NormOptions", x: Tensor, residual: Tensor | None, tensors: "NormTensors") -> None:
     """Raises ValueError for a wrong shape, dtype or device, and for a wrong eps or momentum.
 
-    What is no tensor is a TypeError.
-
-    Args:
-        tensors: weight, bias, running_mean, running_var, num_batches_tracked.
+    An object that is no tensor is a TypeError.
     """
-    weight, bias, running_mean, running_var, num_batches_tracked = tensors
-    name, channel_last = options.function, options.channel_last
+    name, channel_last = options.function_name, options.channel_last
     check_dimensions(name, x)
     channel_dim = options.channel_dim(x)
     check_eps(name, options.eps)
     check_momentum(name, options.momentum)
+    is_cumulative = options.training and options.momentum is None and tensors.running_mean is not None
+    if is_cumulative and tensors.num_batches_tracked is None:
+        raise ValueError(f"{name}: momentum is None without num_batches_tracked; both or a number expected")
     if is_distributed(x):
         raise ValueError(
             f"{name}: the input is a DTensor, whose shards the op cannot read; pass x.to_local(), or keep "
@@ -142,23 +153,22 @@ def check_input(
         )
     if not x.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point input, got {x.dtype}")
-    check_kernels(name, x)
-    per_channel = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    given = per_channel | {"num_batches_tracked": num_batches_tracked}
-    for argument, tensor in (*given.items(), ("residual", residual)):
+    check_gpu_has_kernels(name, x)
+    by_argument = dict(zip(tensors._fields, tensors, strict=True))
+    for argument, tensor in (*by_argument.items(), ("residual", residual)):
         if tensor is not None:
             check_tensor(name, tensor, argument)
-    for argument, tensor in per_channel.items():
+    for argument, tensor in list(by_argument.items())[:-1]:  # The counter has no channels.
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != x.shape[channel_dim]):
             raise ValueError(
                 f"{name}: {argument} has shape {tuple(tensor.shape)}, so expected as many channels in "
                 f"dimension {channel_dim}, got {x.shape[channel_dim]} (input {tuple(x.shape)}, "
                 f"{channel_last=})"
             )
-    for argument, tensor in given.items():
+    for argument, tensor in by_argument.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(
-                f"{name}: the input is on {x.device} and {argument} on {tensor.device}; one expected"
+                f"{name}: the input is on {x.device} and {argument} on {tensor.device}; one device expected"
             )
     if residual is not None and (
         residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device
@@ -169,27 +179,27 @@ def check_input(
         )
 
 
-def check_may_be_overwritten(name: str, x: Tensor) -> None:
+def check_can_overwrite(name: str, x: Tensor) -> None:
     """Raises RuntimeError where autograd would, but before x is overwritten."""
-    graph = torch.is_grad_enabled()
+    is_recording = torch.is_grad_enabled()
     if x.is_neg():
-        refuse = "is negated by a flag only (torch.Tensor.is_neg)"
+        problem = "is negated by a flag only (torch.Tensor.is_neg)"
     elif x.is_inference() and not torch.is_inference_mode_enabled():
-        refuse = "is an inference tensor outside inference mode"
-    elif graph and x._base is not None and x._base.is_leaf and x._base.requires_grad:
-        refuse = "is a view of a leaf that requires grad"
-    elif graph and x.requires_grad and x.is_leaf:
-        refuse = "is a leaf that requires grad"
+        problem = "is an inference tensor outside inference mode"
+    elif is_recording and x._base is not None and x._base.is_leaf and x._base.requires_grad:
+        problem = "is a view of a leaf that requires grad"
+    elif is_recording and x.requires_grad and x.is_leaf:
+        problem = "is a leaf that requires grad"
     elif (
-        graph
+        is_recording
         and x.requires_grad
         and x._is_view()
         and _autograd._get_creation_meta(x) != _autograd.CreationMeta.DEFAULT
     ):
-        refuse = "is one of several views that one op made (chunk, split, unbind) or a view made without grad"
+        problem = "is one of the views that one op made (chunk, split, unbind) or a view made without grad"
     else:
         return
     raise RuntimeError(
-        f"{name}: the input {refuse}, which cannot be overwritten; "
+        f"{name}: the input {problem}, which cannot be overwritten; "
         "pass the result of an op (a clone of it, for example)"
     )

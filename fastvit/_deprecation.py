@@ -6,18 +6,28 @@
 
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NOT_OF_USERS = ("contextlib", "fastvit", "torch")
 
 
-def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warns that `old` is `new` now. By default the warning is at the line that called the caller."""
+def user_stacklevel() -> int:
+    """Returns the `stacklevel` by which a warning of the caller is at a line of the user's."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_OF_USERS:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warns, at a line of the user's, that `old` is `new` now."""
     message = f"fastvit: {old} is {new} now; the old name is gone in the next release"
-    warnings.warn(message, DeprecationWarning, stacklevel)
+    warnings.warn(message, DeprecationWarning, user_stacklevel())
 
 
 def renamed_arguments(**new_names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

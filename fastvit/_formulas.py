@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# The floor of |gamma| in place, by which the inversion divides: a number, and a factor of |beta|.
+# The inversion in place divides by |gamma|. Its floor is the larger of a number and a factor of |beta|.
 GAMMA_FLOOR = {
     torch.float64: (1e-12, 2.0**-46),
     torch.float32: (1e-7, 2.0**-17),
@@ -16,13 +16,13 @@ GAMMA_FLOOR = {
 
 
 def effective_gamma(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The gamma of a layer in place for activations of `dtype`, as float64."""
+    """Returns the gamma of a layer in place for activations of `dtype`, in float64."""
     gamma = weight.double()
     absolute, relative = GAMMA_FLOOR[dtype]
-    least = torch.full_like(gamma, absolute)
+    floor = torch.full_like(gamma, absolute)
     if bias is not None:
-        least = torch.maximum(least, relative * bias.double().abs())
-    return torch.where(gamma.abs() < least, torch.copysign(least, gamma), gamma)
+        floor = torch.maximum(floor, relative * bias.double().abs())
+    return torch.where(gamma.abs() < floor, torch.copysign(floor, gamma), gamma)
 
 
 # Every activation of a value and a parameter, and the parameter's default: slope of leaky_relu, alpha of elu.
@@ -39,6 +39,6 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor, float], Tensor], float | None]] =
 }
 
 
-def activate(v: Tensor, activation: str, param: float) -> Tensor:
+def apply_activation(v: Tensor, activation: str, param: float) -> Tensor:
     """Applies an activation by its name; `param` is leaky_relu's slope or elu's alpha."""
     return ACTIVATIONS[activation][0](v, param)

@@ -1,7 +1,7 @@
 """Loads the compiled libraries: `_C.so` (schemas, CPU kernels) and, where it was built, `_cuda.so`.
 
-Without `_C.so`, and with FASTVIT_KERNELS=0, the package has no ops: what needs none works (convert, report,
-verify, recompute_scope, compat's amp and optimizers), and a fused layer raises at construction.
+Without `_C.so`, and with FASTVIT_KERNELS=0, the package has no ops. convert, report, verify, recompute_scope
+and compat's amp and optimizers need none. A fused layer raises at construction.
 """
 
 import contextlib
@@ -14,11 +14,12 @@ import os
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-FOLDER = Path(__file__).parent
+PACKAGE_DIR = Path(__file__).parent
+_KERNEL_EXEC_TIMEOUT = 17  # CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
 
 
 @functools.cache
@@ -30,17 +31,19 @@ def version() -> str:
     """
     try:
         release = importlib.metadata.version("fastvit")
-    except importlib.metadata.PackageNotFoundError:  # a source tree that was built in place
+    except importlib.metadata.PackageNotFoundError:  # A source tree that was built in place.
         release = "0+unknown"
-    compiled = "" if NOT_BUILT else re.sub(r".*sources ", "", ops.cuda_build())
-    found = hashlib.sha256(compiled.encode())
-    for path in sorted(FOLDER.rglob("*.py")):
-        found.update(f"{path.relative_to(FOLDER)} {path.stat().st_size} ".encode() + path.read_bytes())
-    return f"{release}{'.' if '+' in release else '+'}{found.hexdigest()[:8]}"
+    compiled = "" if NOT_BUILT_REASON else re.sub(r".*sources ", "", fastvit_ops.cuda_build())
+    checksum = hashlib.sha256(compiled.encode())
+    for path in sorted(PACKAGE_DIR.rglob("*.py")):
+        checksum.update(
+            f"{path.relative_to(PACKAGE_DIR)} {path.stat().st_size} ".encode() + path.read_bytes()
+        )
+    return f"{release}{'.' if '+' in release else '+'}{checksum.hexdigest()[:8]}"
 
 
 def installed_without_kernels() -> bool:
-    """Whether the installed fastvit has no kernels on purpose: then its wheel is for any system."""
+    """Returns whether fastvit was installed with FASTVIT_KERNELS=0: its wheel is then for any system."""
     try:
         wheel = importlib.metadata.distribution("fastvit").read_text("WHEEL")
     except importlib.metadata.PackageNotFoundError:
@@ -48,8 +51,8 @@ def installed_without_kernels() -> bool:
     return "Root-Is-Purelib: true" in (wheel or "")
 
 
-def driver_version() -> int:
-    """The CUDA version that the driver supports, as 13000 for 13.0; 0 where there is no driver."""
+def driver_cuda_version() -> int:
+    """Returns the CUDA version that the driver supports, 13000 for 13.0, or 0 where there is no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -59,35 +62,41 @@ def driver_version() -> int:
     return version.value
 
 
-def longest_wait(device: torch.device) -> float:
-    """Seconds that a kernel may wait: where a GPU has a display, its driver ends work that takes more."""
-    watched = ctypes.c_int(0)
+def max_kernel_seconds(device: torch.device) -> float:
+    """Returns how long a kernel may wait: the driver of a GPU with a display ends work after some seconds."""
+    has_display_timeout = ctypes.c_int(0)
     with contextlib.suppress(OSError):
-        ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(watched), 17, device.index or 0)
-    return 2.0 if watched.value else math.inf  # 17: CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
+        ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(
+            ctypes.byref(has_display_timeout), _KERNEL_EXEC_TIMEOUT, device.index or 0
+        )
+    return 2.0 if has_display_timeout.value else math.inf
 
 
-def driver_problem(built: str) -> str:
-    """What is wrong with the driver for a library that was `built` with a CUDA runtime inside; "" if nothing.
+def driver_problem(build_info: str) -> str:
+    """Returns why the driver cannot run the CUDA library, or "".
 
-    A runtime needs a driver of its major version; torch may be content with an older one.
+    The library has a CUDA runtime inside, which needs a driver of its major version. torch may be content
+    with an older one.
     """
-    needed = re.search(r"CUDA (\d+)", built)
-    driver = driver_version() // 1000
+    needed = re.search(r"CUDA (\d+)", build_info)
+    driver = driver_cuda_version() // 1000
     if needed is None or not 0 < driver < int(needed[1]):
         return ""
-    known = " (580 or later)" if needed[1] == "13" else ""
-    return f"they need a driver for CUDA {needed[1]}{known}, this one is for CUDA {driver}"
+    release = " (580 or later)" if needed[1] == "13" else ""
+    return (
+        f"the CUDA kernels need a driver for CUDA {needed[1]}{release}; this driver supports CUDA {driver}; "
+        "update the driver, or build fastvit with an older toolkit"
+    )
 
 
-def covers(built: str, capability: tuple[int, int]) -> bool:
-    """Whether kernels that were `built` for some targets run on a GPU.
+def has_code_for(build_info: str, capability: tuple[int, int]) -> bool:
+    """Returns whether the kernels have code for a GPU of a compute capability.
 
     Machine code runs on GPUs of the same major version and of the same or a later minor one, PTX on all later
     GPUs. Code for a target with a letter, such as sm_90a, runs on that version alone.
     """
     major, minor = capability
-    for kind, digits, letter in re.findall(r"\b(sm|compute)_(\d+)([af]?)", built):
+    for kind, digits, letter in re.findall(r"\b(sm|compute)_(\d+)([af]?)", build_info):
         target, gpu = int(digits), 10 * major + minor
         if target == gpu or (target < gpu and not letter and (kind == "compute" or target // 10 == major)):
             return True
@@ -95,80 +104,101 @@ def covers(built: str, capability: tuple[int, int]) -> bool:
 
 
 @functools.cache
-def _lacks_code(device: torch.device) -> str:
+def _missing_code_message(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
-    if covers(ops.cuda_build(), capability):
+    if has_code_for(fastvit_ops.cuda_build(), capability):
         return ""
     number = ".".join(map(str, capability))
     older = " and a toolkit before CUDA 13" if capability < (7, 5) else ""
     return (
         f"the CUDA kernels have no code for this {torch.cuda.get_device_name(device)}, of compute capability "
-        f"{number}; build fastvit with TORCH_CUDA_ARCH_LIST={number}{older}. They are {CUDA_STATUS}"
+        f"{number}; build fastvit with TORCH_CUDA_ARCH_LIST={number}{older}. The kernels are {CUDA_STATUS}"
     )
 
 
 def gpu_problem(device: torch.device) -> str:
-    """Why there are no kernels for a GPU; "" if there are."""
-    if not HAS_CUDA:
+    """Returns why there are no kernels for a GPU, or ""."""
+    if not HAS_CUDA_KERNELS:
         return f"the CUDA kernels are {CUDA_STATUS}"
-    # The tracer of torch.compile cannot ask; the launchers say it then.
-    return "" if torch.compiler.is_compiling() or not torch.cuda.is_available() else _lacks_code(device)
+    # Under torch.compile the capability cannot be read; the kernels' launchers raise instead.
+    return (
+        ""
+        if torch.compiler.is_compiling() or not torch.cuda.is_available()
+        else _missing_code_message(device)
+    )
 
 
-class NoOps:
-    """In the place of `torch.ops.fastvit` where there is no library."""
+class MissingOps:
+    """Replaces `torch.ops.fastvit` where there is no library: every op raises ImportError."""
 
     def __getattr__(self, op: str):
-        check_built(f"fastvit.ops.{op}")
+        require_kernels(f"fastvit.ops.{op}")
 
 
-def check_built(name: str) -> None:
-    """Raises ImportError where there is no library; `name` is what needs one."""
-    if NOT_BUILT:
-        raise ImportError(f"{name} needs fastvit's kernels, but {NOT_BUILT}")
+def require_kernels(name: str) -> None:
+    """Raises ImportError where there is no library. The error says that `name` needs one."""
+    if NOT_BUILT_REASON:
+        raise ImportError(f"{name} needs fastvit's kernels, but {NOT_BUILT_REASON}")
 
 
-def bump_versions(*tensors: torch.Tensor | None) -> None:
-    """Raises autograd's version counters of tensors that an op has written, which ops do not."""
+def increment_versions(*tensors: torch.Tensor | None) -> None:
+    """Increments the version counters of tensors that an op has written. Ops leave them as they are."""
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
 
 
-def load() -> tuple[str, bool, str]:
+class LibraryStatus(NamedTuple):
+    """The libraries that `load_libraries` has loaded."""
+
+    missing_reason: str  # Why there is no library; "" if there is one.
+    has_cuda_kernels: bool
+    cuda_status: str  # For which GPUs the CUDA kernels were built, or why they are not loaded.
+
+
+def load_libraries() -> LibraryStatus:
     """Loads the libraries that exist.
 
-    Returns why there is none, or ""; whether the CUDA kernels are loaded; and a reason.
+    Raises:
+        ImportError: FASTVIT_KERNELS is neither 0 nor 1.
     """
-    cpu, cuda = FOLDER / "_C.so", FOLDER / "_cuda.so"
-    wish = os.environ.get("FASTVIT_KERNELS") or "1"
-    if wish not in ("0", "1"):
-        raise ImportError(f"fastvit: FASTVIT_KERNELS is {wish!r}; 0 or 1 expected")
-    if wish == "0":
-        return "FASTVIT_KERNELS=0 says that none are loaded", False, "not loaded: FASTVIT_KERNELS=0"
+    cpu, cuda = PACKAGE_DIR / "_C.so", PACKAGE_DIR / "_cuda.so"
+    setting = os.environ.get("FASTVIT_KERNELS") or "1"
+    if setting not in ("0", "1"):
+        raise ImportError(f"fastvit: FASTVIT_KERNELS is {setting!r}; 0 or 1 expected")
+    if setting == "0":
+        reason = "FASTVIT_KERNELS=0 says that none are loaded"
+        return LibraryStatus(reason, False, "not loaded: FASTVIT_KERNELS=0")
     if not cpu.exists() and installed_without_kernels():
-        why = (
+        reason = (
             "this fastvit was installed with FASTVIT_KERNELS=0; `pip install .` in its sources without that "
             "variable builds them, on Linux with a C++ compiler"
         )
-        return why, False, "not built: FASTVIT_KERNELS=0"
+        return LibraryStatus(reason, False, "not built: FASTVIT_KERNELS=0")
     if not cpu.exists():
-        why = (
+        reason = (
             f"{cpu} is missing; build it with `make install` or `pip install .`, on Linux with a C++ "
             "compiler, and import the latter from a folder without these sources"
         )
-        return why, False, "not built"
+        return LibraryStatus(reason, False, "not built")
     torch.ops.load_library(str(cpu))
-    built = torch.ops.fastvit.cuda_build()
+    status = _load_cuda_library(cuda, torch.ops.fastvit.cuda_build())
+    return LibraryStatus("", status.startswith("loaded"), status)
+
+
+def _load_cuda_library(cuda: Path, build_info: str) -> str:
+    """Loads the CUDA library, and returns its status: "loaded" and the build, or why it is not loaded."""
     if not cuda.exists():
-        return "", False, built if built.startswith("not built") else f"missing from {FOLDER}; {built}"
-    if torch.version.cuda is None:  # a CPU build of torch lacks the stream function that it needs
-        return "", False, f"not loaded, because this torch is a CPU build; {built}"
-    if problem := driver_problem(built):
-        warnings.warn(f"fastvit: the CUDA kernels are not loaded: {problem}", stacklevel=2)
-        return "", False, f"not loaded: {problem}; {built}"
+        return (
+            build_info if build_info.startswith("not built") else f"missing from {PACKAGE_DIR}; {build_info}"
+        )
+    if torch.version.cuda is None:  # A CPU build of torch lacks the stream function that the library needs.
+        return f"not loaded, because this torch is a CPU build; {build_info}"
+    if problem := driver_problem(build_info):
+        warnings.warn(f"fastvit: the CUDA kernels are not loaded: {problem}", stacklevel=3)
+        return f"not loaded: {problem}; {build_info}"
     torch.ops.load_library(str(cuda))
-    return "", True, f"loaded; {built}"
+    return f"loaded; {build_info}"
 
 
-NOT_BUILT, HAS_CUDA, CUDA_STATUS = load()
-ops: Any = NoOps() if NOT_BUILT else torch.ops.fastvit
+NOT_BUILT_REASON, HAS_CUDA_KERNELS, CUDA_STATUS = load_libraries()
+fastvit_ops: Any = MissingOps() if NOT_BUILT_REASON else torch.ops.fastvit

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from . import _checks, _norm
+from . import _checks, _norm_base
 
 __all__ = ["BatchNormAct", "BatchNormActSync"]
 
-MEMORY = ("recompute", "inplace", "keep")
+MEMORY_MODES = ("recompute", "inplace", "keep")
 
 
-class BatchNormAct(_norm.NormLayer):
+class BatchNormAct(_norm_base.BatchNormBase):
     """BatchNorm + residual + activation in one pass, with a choice of what is kept for backward.
 
     Args:
@@ -21,7 +21,7 @@ class BatchNormAct(_norm.NormLayer):
             "hardswish".
         activation_param: slope of leaky_relu (None: 0.01) or alpha of elu (None: 1); the others have none.
         memory: what is kept for backward.
-            "recompute": the input. Where a later layer saves the output, the output is rebuilt in one pass
+            "recompute": the input. If a later layer saves the output, the output is recomputed in one pass
             when that layer's backward needs it, bit for bit. This needs an open
             `fastvit.recompute_scope()` around the forward; without one the layer works as with "keep".
             "inplace": the output, which is written over the input, with the conditions of `InPlaceABN` on
@@ -43,7 +43,7 @@ class BatchNormAct(_norm.NormLayer):
             channel in training, or a residual in place.
     """
 
-    shown = ("activation", "memory", "channel_last")
+    repr_options = ("activation", "memory", "channel_last")
 
     def __init__(
         self,
@@ -61,11 +61,12 @@ class BatchNormAct(_norm.NormLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        if memory not in MEMORY:
-            raise ValueError(f"memory is {memory!r}; one of {', '.join(MEMORY)} expected")
-        activation_param = _checks.check_activation(activation, activation_param)
+        name = type(self).__name__
+        if memory not in MEMORY_MODES:
+            raise ValueError(f"{name}: memory is {memory!r}; one of {', '.join(MEMORY_MODES)} expected")
+        activation_param = _checks.resolve_activation_param(name, activation, activation_param)
         if memory == "inplace":
-            _checks.check_in_place_activation(activation, activation_param)
+            activation_param = _checks.resolve_invertible_param(name, activation, activation_param)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, bias=bias, device=device, dtype=dtype
         )
@@ -76,18 +77,18 @@ class BatchNormAct(_norm.NormLayer):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         activation, param = self.activation, self.activation_param
-        return self._normalise(input, residual, self.memory, activation=activation, activation_param=param)
+        return self._forward_batch_norm(
+            input, residual, self.memory, activation=activation, activation_param=param
+        )
 
 
-class BatchNormActSync(_norm.SharesGroup, BatchNormAct):
+class BatchNormActSync(_norm_base.ProcessGroupMixin, BatchNormAct):
     """BatchNormAct with statistics over the ranks of a process group.
 
     Args:
-        process_group: by keyword; None is the default group (this process alone when torch.distributed is
-            not initialised).
+        process_group: the ranks that share statistics, by keyword; None is the default group, or this process
+            alone when torch.distributed is not initialised.
 
-    One exchange in each direction in training, none in evaluation, and none for
-    rebuilding an output. Ranks, errors, copies and pickles as in `SyncBatchNorm`.
+    There is one exchange in each direction in training, and none in evaluation or when an output is
+    recomputed. Ranks, errors, copies and pickles are as in `SyncBatchNorm`.
     """
-
-    process_group: "torch.distributed.ProcessGroup | None"

@@ -1,4 +1,4 @@
-"""`python -m fastvit.info`: the build, this machine, and the backends of statistics."""
+"""`python -m fastvit.info` prints the build, this machine, and how ranks exchange statistics."""
 
 import os
 import platform
@@ -14,9 +14,9 @@ __all__ = ["facts", "main"]
 
 
 def facts() -> dict[str, str]:
-    """Name and value of everything `python -m fastvit.info` prints."""
+    """Returns the name and value of each line that `python -m fastvit.info` prints."""
     if torch.cuda.is_available():
-        gpus = [_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+        gpus = [_describe_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
         gpu = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
     else:
         gpu = "none"
@@ -25,9 +25,9 @@ def facts() -> dict[str, str]:
         backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     return {
         "fastvit": fastvit.__version__,
-        "library": str(_library.FOLDER),
-        "CPU kernels": _library.NOT_BUILT
-        or f"{_library.ops.cpu_capability()}, {torch.get_num_threads()} threads",
+        "library": str(_library.PACKAGE_DIR),
+        "CPU kernels": _library.NOT_BUILT_REASON
+        or f"{_library.fastvit_ops.cpu_capability()}, {torch.get_num_threads()} threads",
         "CUDA kernels": _library.CUDA_STATUS,
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
         "python": platform.python_version(),
@@ -38,10 +38,10 @@ def facts() -> dict[str, str]:
     }
 
 
-def _gpu(device: torch.device) -> str:
-    lacking = ", without kernels" if _library.gpu_problem(device) else ""
+def _describe_gpu(device: torch.device) -> str:
+    note = ", without kernels" if _library.gpu_problem(device) else ""
     major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}{lacking})"
+    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}{note})"
 
 
 def main() -> None:

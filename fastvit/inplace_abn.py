@@ -7,24 +7,25 @@ CVPR 2018, arXiv:1712.02616.
 import torch
 from torch import Tensor
 
-from . import _checks, _norm
+from . import _checks, _norm_base
+from ._deprecation import RenamedAttribute, renamed_arguments
 
 __all__ = ["InPlaceABN", "InPlaceABNSync"]
 
 
-class InPlaceABN(_norm.NormLayer):
+class InPlaceABN(_norm_base.BatchNormBase):
     """BatchNorm + activation, written over the input; saves its output for backward, plus O(C) numbers.
 
-    The input is lost. So it must not be a leaf that requires grad, must not be saved by the op that made it
-    (conv and linear do not save their output; relu, sigmoid and pooling do), and must not be read again (by a
-    residual or a hook).
+    The input is always lost, in evaluation and without gradients too. It must not be a leaf that requires
+    grad, must not be saved by the op that made it (conv and linear do not save their output; relu, sigmoid
+    and pooling do), and must not be read again (by a residual or a hook).
 
     Args:
         num_features: C.
         eps, momentum, affine, track_running_stats: as in torch.nn.BatchNorm2d; momentum=None averages
             cumulatively.
-        activation: "leaky_relu", "elu" or "identity": one that can be inverted.
-        activation_param: slope of leaky_relu or alpha of elu, > 0.
+        activation: "leaky_relu", "elu" or "identity", which can be inverted.
+        activation_param: slope of leaky_relu (None: 0.01) or alpha of elu (None: 1), > 0.
         channel_last: the input is (N, *, C), as tokens (N, L, C) are. Tensors in torch's channels_last
             memory format need no flag.
         abs_weight: gamma is |weight| + eps, as in mapillary's inplace_abn; otherwise the signed weight, at
@@ -47,7 +48,7 @@ class InPlaceABN(_norm.NormLayer):
             wrong rank or channel count, or one value per channel in training.
     """
 
-    shown = ("activation", "channel_last")
+    repr_options = ("activation", "channel_last")
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class InPlaceABN(_norm.NormLayer):
         affine: bool = True,
         track_running_stats: bool = True,
         activation: str = "leaky_relu",
-        activation_param: float = 0.01,
+        activation_param: float | None = None,
         *,
         channel_last: bool = False,
         abs_weight: bool = False,
@@ -65,7 +66,7 @@ class InPlaceABN(_norm.NormLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        _checks.check_in_place_activation(activation, activation_param)
+        activation_param = _checks.resolve_invertible_param(type(self).__name__, activation, activation_param)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, bias=bias, device=device, dtype=dtype
         )
@@ -74,21 +75,25 @@ class InPlaceABN(_norm.NormLayer):
         self.channel_last = channel_last
         self.abs_weight = abs_weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    @renamed_arguments(x="input")
+    def forward(self, input: Tensor) -> Tensor:
         activation, param = self.activation, self.activation_param
-        return self._normalise(x, None, "inplace", activation=activation, activation_param=param)
+        return self._forward_batch_norm(input, None, "inplace", activation=activation, activation_param=param)
 
 
-class InPlaceABNSync(_norm.SharesGroup, InPlaceABN):
+class InPlaceABNSync(_norm_base.ProcessGroupMixin, InPlaceABN):
     """InPlaceABN with statistics over the ranks of a process group.
 
     Args:
-        group: by keyword; None is the default group (this process alone when torch.distributed is not
-            initialised).
+        process_group: the ranks that share statistics, by keyword; None is the default group, or this process
+            alone when torch.distributed is not initialised.
 
-    One exchange in each direction in training, none in evaluation. Ranks, errors,
-    copies and pickles as in `SyncBatchNorm`.
+    There is one exchange in each direction in training, and none in evaluation. Ranks, errors, copies and
+    pickles are as in `SyncBatchNorm`.
     """
 
-    group_attribute = "group"
-    group: "torch.distributed.ProcessGroup | None"
+    group = RenamedAttribute("process_group")
+
+    @renamed_arguments(group="process_group")
+    def __init__(self, *args, process_group: "torch.distributed.ProcessGroup | None" = None, **kwargs):
+        super().__init__(*args, process_group=process_group, **kwargs)

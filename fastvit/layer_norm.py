@@ -1,4 +1,4 @@
-"""torch's LayerNorm by fastvit's kernels: one pass, and under autocast no cast behind it."""
+"""LayerNorm by fastvit's kernels: one pass, and under autocast no cast behind it."""
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,8 @@ class LayerNorm(nn.LayerNorm):
     """torch.nn.LayerNorm with the same constructor and `state_dict`, and other bits.
 
     Args:
-        normalized_shape, eps, elementwise_affine, bias, device, dtype: as torch's.
-        output_dtype: of the result; None is the input's dtype, or under autocast, for a float32 input,
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as in torch.nn.LayerNorm.
+        output_dtype: dtype of the result; None is the input's dtype, or under autocast, for a float32 input,
             autocast's. torch's own gives float32 under autocast, which the next Linear then casts. For a
             result that is added to the residual (post-norm), say float32.
 
@@ -32,7 +32,7 @@ class LayerNorm(nn.LayerNorm):
         *,
         output_dtype: torch.dtype | None = None,
     ):
-        _library.check_built("fastvit.LayerNorm")
+        _library.require_kernels("fastvit.LayerNorm")
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
         _checks.check_eps("LayerNorm", self.eps)
         _checks.check_dtype("LayerNorm", "output_dtype", output_dtype)

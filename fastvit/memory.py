@@ -1,90 +1,113 @@
 """Measures the bytes that a function leaves allocated, and its peak, by the allocator.
 
-Saved-tensor hooks would count other numbers: hooks hide each other, a tensor that is saved twice or alive for
-another reason is counted wrongly, and recompute_scope() works by hooks itself.
+Saved-tensor hooks would count wrongly: inner hooks hide outer ones, and a tensor that is saved twice is
+counted twice. recompute_scope() works by hooks itself.
 """
 
 import ctypes
 import gc
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["live_bytes", "peak_bytes"]
+from ._deprecation import renamed_arguments
 
-_SILENT = 99  # a log level of Kineto above all of its messages
+__all__ = ["LiveBytes", "live_bytes", "peak_bytes"]
+
+_SILENT = 99  # A log level of Kineto above that of all its messages.
 
 
-def live_bytes(work: Callable[[], object], *devices: str | torch.device) -> tuple[int, object]:
-    """Returns `(bytes, result)`: bytes allocated minus bytes freed by `work()`, while its result is held.
+class LiveBytes(NamedTuple):
+    """The result of `live_bytes`."""
 
-    For a training forward these are the saved tensors, the result, and new state. On the CUDA devices among
-    `devices` the number is the caching allocator's count of bytes in use; without any it is the sum of the
-    events that torch's allocator for the CPU reports to the profiler, where frees of what was allocated
-    before `work()` do not count. Call `work` once before, so that one-time caches are not counted.
+    nbytes: int  # Bytes that are still allocated.
+    result: object  # The return value of the function.
+
+
+@renamed_arguments(work="function")
+def live_bytes(
+    function: Callable[[], object], *devices: str | torch.device, device: str | torch.device | None = None
+) -> LiveBytes:
+    """Returns the bytes that `function()` has allocated and not freed, while its result is held.
+
+    After a training forward these are the saved tensors, the result, and new state. Call `function` once
+    before, so that one-time caches are not counted.
+
+    Args:
+        devices, device: where to count. On CUDA devices the number is the caching allocator's count of bytes
+            in use. Without any it is the sum of the events that torch's allocator for the CPU reports to the
+            profiler; frees of blocks that were allocated before `function()` do not count.
+
+    Returns:
+        `(nbytes, result)`, with what `function()` returned.
+
+    Raises:
+        RuntimeError: a profiler of torch is running; on the CPU this measurement would end it.
     """
+    devices = devices if device is None else (*devices, device)
     gpus = [device for device in map(torch.device, devices) if device.type == "cuda"]
 
-    def collected() -> object:
-        result = work()
+    def run_and_collect() -> object:
+        result = function()
         gc.collect()
         return result
 
     gc.collect()
     if not gpus:
-        changes, result = _changes(collected)
-        return sum(changes), result
+        changes, result = _record_allocation_events(run_and_collect)
+        return LiveBytes(sum(changes), result)
     before = sum(map(torch.cuda.memory_allocated, gpus))
-    result = collected()
-    return sum(map(torch.cuda.memory_allocated, gpus)) - before, result
+    result = run_and_collect()
+    return LiveBytes(sum(map(torch.cuda.memory_allocated, gpus)) - before, result)
 
 
-def peak_bytes(work: Callable[[], object], device: str | torch.device = "cpu") -> int:
-    """The largest number of bytes that `work()` has allocated at a time, above those allocated before."""
+@renamed_arguments(work="function")
+def peak_bytes(function: Callable[[], object], device: str | torch.device = "cpu") -> int:
+    """Returns the largest number of bytes that `function()` has allocated at a time.
+
+    Bytes that were allocated before do not count. Errors are as in `live_bytes`.
+    """
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        work()
+        function()
         return torch.cuda.max_memory_allocated(device) - before
-    return max(itertools.accumulate(_changes(work)[0], initial=0))
+    return max(itertools.accumulate(_record_allocation_events(function)[0], initial=0))
 
 
-def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
-    """The allocations (positive) and frees (negative) of torch's CPU allocator in order; and the result.
+def _record_allocation_events(function: Callable[[], object]) -> tuple[list[int], object]:
+    """Returns the allocations (positive) and frees (negative) of torch's CPU allocator, and the result.
 
-    Frees of blocks that were allocated before do not count. Torch reports some of them with the size of
+    Frees of blocks that were allocated before do not count. torch reports some of them with the size of
     another block, which an earlier profile has seen at the same address.
-
-    Raises:
-        RuntimeError: a profiler of torch is running; this one would end it.
     """
     if torch.autograd._profiler_enabled():
         raise RuntimeError(
-            "fastvit.memory: a running profiler of torch would end where bytes on the CPU are counted; "
-            "measure before or after it"
+            "fastvit.memory: a profiler of torch is running, and counting bytes on the CPU would end it; "
+            "measure before or after the profile"
         )
     profile = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
         profile_memory=True,
-        acc_events=True,  # torch 2.11 warns without it
+        acc_events=True,  # torch 2.11 warns without this argument.
     )
     level = _log_level_of_kineto()
     usual, level.value = level.value, _SILENT
     try:
         profile.prepare_trace()
-        if level.value != _SILENT:  # the first profile of a process sets the level
+        if level.value != _SILENT:  # The first profile of a process sets the level.
             usual, level.value = level.value, _SILENT
         profile.start_trace()
         try:
-            result = work()
+            result = function()
         finally:
             profile.stop_trace()
     finally:
         level.value = usual
-    results: Any = profile.profiler  # which the types of torch do not know
+    results: Any = profile.profiler  # torch's types lack the attribute below.
     events, parents = [], results.kineto_results.experimental_event_tree()
     while parents:
         events += parents
@@ -92,14 +115,14 @@ def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
     events.sort(key=lambda event: event.start_time_ns)
     blocks = [event.typed[1] for event in events if event.name == "[memory]"]
     changes: list[int] = []
-    held: set[int] = set()  # the addresses of blocks that `work` has allocated and not freed
+    live_addresses: set[int] = set()  # Blocks that `function` has allocated and not freed.
     for block in blocks:
         if block.device.type != "cpu":
             continue
         if block.alloc_size > 0:
-            held.add(block.ptr)
-        elif block.ptr in held:
-            held.remove(block.ptr)
+            live_addresses.add(block.ptr)
+        elif block.ptr in live_addresses:
+            live_addresses.remove(block.ptr)
         else:
             continue
         changes.append(block.alloc_size)
@@ -107,11 +130,12 @@ def _changes(work: Callable[[], object]) -> tuple[list[int], object]:
 
 
 def _log_level_of_kineto() -> ctypes.c_int:
-    """The log level of Kineto, by which torch profiles, in torch's library; a number alone where it has none.
+    """Returns the variable in torch's library with the log level of Kineto, torch's profiler.
 
-    Kineto writes a line to stderr when a profile starts and when it stops, and one where a torch with CUDA
-    finds no GPU. These read as errors of the program that calls fastvit. Kineto reads KINETO_LOG_LEVEL only
-    once in a process, so the variable would hide messages of other profiles too.
+    Kineto writes a line to stderr when a profile starts, when it stops, and when a torch with CUDA finds no
+    GPU. These lines read as errors of the program that calls fastvit. Kineto reads KINETO_LOG_LEVEL only once
+    in a process, so that environment variable would hide messages of other profiles too. A number without
+    effect is returned where the library has no such variable.
     """
     try:
         return ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "_ZN9libkineto6Logger14severityLevel_E")

@@ -11,7 +11,7 @@ from torch import nn
 from fastvit import _checks, ops
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-ACTIVATIONS, INVERTIBLE = list(_checks.ACTIVATIONS), list(_checks.IN_PLACE_ACTIVATIONS)
+ACTIVATIONS, INVERTIBLE = list(_checks.ACTIVATIONS), list(_checks.INVERTIBLE_ACTIVATIONS)
 ACTIVATION_PARAM = 0.2  # slope or alpha
 
 

@@ -7,7 +7,7 @@ Everything is computed in float64, and results are rounded to the dtypes that th
 import torch
 from torch import Tensor
 
-from fastvit._formulas import activate, effective_gamma
+from fastvit._formulas import apply_activation, effective_gamma
 from fastvit.ops import accumulation_dtype
 
 RADIX = 2.0**24
@@ -46,7 +46,7 @@ def invertible_gamma(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> T
 def derivative(v: Tensor, activation: str, param: float) -> Tensor:
     with torch.enable_grad():
         v = v.detach().requires_grad_()
-        return torch.autograd.grad(activate(v, activation, param).sum(), v)[0]
+        return torch.autograd.grad(apply_activation(v, activation, param).sum(), v)[0]
 
 
 def invert(y: Tensor, activation: str, param: float, accumulation: torch.dtype) -> Tensor:
@@ -164,7 +164,7 @@ def bn_apply(
     mean, invstd = (along_channels(t, x, channel_dim) for t in saved[: 2 * x.shape[channel_dim]].chunk(2))
     v = (x.double() - mean) * invstd * along_channels(weight, x, channel_dim, 1.0)
     v = v + along_channels(bias, x, channel_dim) + (0 if residual is None else residual.double())
-    return torch.empty_like(x).copy_(activate(v, activation, activation_param))
+    return torch.empty_like(x).copy_(apply_activation(v, activation, activation_param))
 
 
 def _before_activation(input, dy, saved, tail, from_output):
@@ -259,7 +259,7 @@ def layer_norm_backward(x, dy, saved, weight=None, parameters=True):
 
 
 def act_forward(x, gate=None, activation="gelu", activation_param=0.0):
-    y = activate(x.double(), activation, activation_param)
+    y = apply_activation(x.double(), activation, activation_param)
     return torch.empty_like(x).copy_(y if gate is None else y * gate.double())
 
 
@@ -268,5 +268,5 @@ def act_backward(x, dy, gate=None, activation="gelu", activation_param=0.0):
     if gate is not None:
         dx = dx * gate.double()
         dgate = torch.empty_like(x)
-        dgate.copy_(dy.double() * activate(x.double(), activation, activation_param))
+        dgate.copy_(dy.double() * apply_activation(x.double(), activation, activation_param))
     return torch.empty_like(x).copy_(dx), dgate

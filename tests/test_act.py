@@ -81,18 +81,20 @@ def test_repeats_and_threads_give_the_same_bits(device):
 def test_gradcheck(activation, device):
     a, b = (torch.randn(5, 3, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(lambda a: functional.act(a, activation, ACTIVATION_PARAM), a)
-    assert torch.autograd.gradcheck(lambda a, b: functional.glu(a, b, activation, ACTIVATION_PARAM), (a, b))
+    assert torch.autograd.gradcheck(
+        lambda a, b: functional.gated_act(a, b, activation, ACTIVATION_PARAM), (a, b)
+    )
 
 
 @pytest.mark.parametrize("b", [torch.randn(4, 3), torch.randn(5, 3).half()], ids=["shape", "dtype"])
 def test_a_gate_that_does_not_fit_is_named(b):
     with pytest.raises(ValueError, match=r"glu: b is \(\d, 3\), .*; \(5, 3\), torch.float32 expected, as a"):
-        functional.glu(torch.randn(5, 3), b)
+        functional.gated_act(torch.randn(5, 3), b)
 
 
 def test_a_gate_keeps_its_operands_alone(device):
     a, b = torch.randn(2, 6, 40, device=device, requires_grad=True).unbind(0)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        functional.glu(a, b)
+        functional.gated_act(a, b)
     assert [t.data_ptr() for t in kept] == [a.data_ptr(), b.data_ptr()]

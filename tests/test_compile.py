@@ -85,7 +85,7 @@ def test_fullgraph(name, backend, training, device):
         (lambda x, w, b: functional.layer_norm(x, (4, 6), w, b), (4, 6), False),
         (lambda x, w, b: functional.layer_norm(x, (4, 6), w, b), (4, 6), True),
         (lambda x, *_: functional.act(x, "gelu_tanh"), (5, 4, 6), False),
-        (lambda a, b, _: functional.glu(a, b), (5, 4, 6), False),
+        (lambda a, b, _: functional.gated_act(a, b), (5, 4, 6), False),
     ],
     ids=["layer_norm", "layer_norm_autocast", "act", "glu"],
 )

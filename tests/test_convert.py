@@ -26,7 +26,7 @@ from vit_models import (
 )
 
 import fastvit
-from fastvit.fuse import unfuse
+from fastvit.fusion import unfuse
 from fastvit.recompute.packed_tensor import PackedTensor
 
 pytestmark = pytest.mark.usefixtures("default_device")

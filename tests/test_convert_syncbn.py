@@ -12,7 +12,7 @@ from torch import nn
 import fastvit
 from fastvit import SyncBatchNorm, convert_syncbn_model, revert_syncbn_model
 from fastvit.compat import inplace_abn
-from fastvit.fuse import SyncBatchNormAct
+from fastvit.convert_syncbn import SyncBatchNormAct
 
 
 class OwnForward(nn.BatchNorm2d):
@@ -78,7 +78,9 @@ def test_revert_of_layers_built_as_such():
     model = nn.Sequential(
         SyncBatchNorm(3), SyncBatchNorm(3, fuse_relu=True), SyncBatchNorm(3, channel_last=True)
     )
-    with pytest.warns(UserWarning, match="left as they are, for lack of a BatchNorm: 1, 2"):
+    with pytest.warns(
+        UserWarning, match="because no BatchNorm of torch has their fuse_relu or channel_last: 1, 2"
+    ):
         revert_syncbn_model(model)
     assert isinstance(model[0], nn.modules.batchnorm._BatchNorm) and not isinstance(model[0], SyncBatchNorm)
     for shape in ((4, 3), (4, 3, 2), (4, 3, 2, 2, 2)):

@@ -100,7 +100,7 @@ def test_all_ranks_open_all_memory(monkeypatch):
 
 def test_a_gpu_with_a_display_waits_less(monkeypatch):
     """The driver would end the process of a kernel that waits as long as the group may."""
-    monkeypatch.setattr(_library, "longest_wait", lambda device: 2.0)
+    monkeypatch.setattr(_library, "max_kernel_seconds", lambda device: 2.0)
     assert [member.timeout for member in connect(monkeypatch, Gpus(2, {}))] == [2.0, 2.0]
 
 
@@ -124,6 +124,6 @@ def test_ranks_share_a_gpu_only_when_asked(monkeypatch):
 
 
 def test_where_there_are_no_kernels(monkeypatch):
-    monkeypatch.setattr(_library, "HAS_CUDA", False)
+    monkeypatch.setattr(_library, "HAS_CUDA_KERNELS", False)
     with pytest.raises(OSError, match="the CUDA kernels are "):
         cuda_peer.host_of(CPU)

@@ -179,7 +179,7 @@ def begins_anew(rank, world, where):
         except (RuntimeError, ValueError) as error:
             said.append(str(error))
     group = dist.new_group([0, 1])
-    a.set_group(group), b.set_group(group)
+    a.set_process_group(group), b.set_process_group(group)
     works(chosen)
     return said
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 import fastvit
 from fastvit import BatchNormAct, BatchNormActSync
-from fastvit.fuse import GELU, Absorbed, LayerNorm, unfuse
+from fastvit.fusion import FusedActivationPlaceholder, TanhGELU, TorchDtypeLayerNorm, unfuse
 
 ACTIVATIONS = {
     "identity": nn.Identity(), "relu": nn.ReLU(inplace=True), "relu6": nn.ReLU6(),
@@ -99,8 +99,8 @@ def test_results(mode):
     plain = Net()
     model = fastvit.fuse(copy.deepcopy(plain))
     assert {n: m.activation for n, m in model.named_modules() if isinstance(m, BatchNormAct)} == FUSED
-    assert [type(model.get_submodule(n)) for n in ("flat.3", "head.2")] == [LayerNorm] * 2
-    assert type(model.head[1]) is GELU and type(model.mish) is TimmBatchNorm
+    assert [type(model.get_submodule(n)) for n in ("flat.3", "head.2")] == [TorchDtypeLayerNorm] * 2
+    assert type(model.head[1]) is TanhGELU and type(model.mish) is TimmBatchNorm
     for net in (plain, model):
         if mode in ("evaluation", "frozen"):
             net(X)
@@ -142,7 +142,7 @@ def test_activations(name):
     model = nn.Sequential(nn.BatchNorm1d(5, track_running_stats=False), act, nn.Linear(5, 2)).double()
     plain, x = copy.deepcopy(model), torch.randn(7, 5, dtype=torch.float64)
     assert fastvit.fuse(model) is model and model[0].activation == name
-    assert type(model[1]) is (nn.Identity if name == "identity" else Absorbed)
+    assert type(model[1]) is (nn.Identity if name == "identity" else FusedActivationPlaceholder)
     same(model, plain, x)
     assert unfuse(model)[1] is act and type(model[0]) is nn.BatchNorm1d
 

@@ -24,23 +24,23 @@ def test_facts():
     assert facts["CPU kernels"].split(",")[0] in kernels.get(wish, ("baseline", "avx2", "avx512"))
     built = torch.ops.fastvit.cuda_build()
     assert facts["CUDA kernels"].endswith(built)
-    assert built.startswith("built for " if (_library.FOLDER / "_cuda.so").exists() else "not built: ")
-    assert _library.HAS_CUDA <= (torch.version.cuda is not None)
+    assert built.startswith("built for " if (_library.PACKAGE_DIR / "_cuda.so").exists() else "not built: ")
+    assert _library.HAS_CUDA_KERNELS <= (torch.version.cuda is not None)
     assert "gloo" in facts["process groups"]
 
 
 @pytest.mark.parametrize(
     "built,driver,problem",
     [
-        ("built for sm_90 with CUDA 13.0", 12080, "CUDA 13 (580 or later), this one is for CUDA 12"),
+        ("built for sm_90 with CUDA 13.0", 12080, "CUDA 13 (580 or later); this driver supports CUDA 12"),
         ("built for sm_90 with CUDA 13.2", 13000, ""),
-        ("built for sm_90 with CUDA 14.0", 13000, "a driver for CUDA 14, this one is for CUDA 13"),
+        ("built for sm_90 with CUDA 14.0", 13000, "a driver for CUDA 14; this driver supports CUDA 13"),
         ("built for sm_90 with CUDA 13.0", 0, ""),  # no driver, no GPU
         ("not built: FASTVIT_CUDA=0", 12080, ""),
     ],
 )
 def test_a_driver_that_is_too_old_is_named(monkeypatch, built, driver, problem):
-    monkeypatch.setattr(_library, "driver_version", lambda: driver)
+    monkeypatch.setattr(_library, "driver_cuda_version", lambda: driver)
     found = _library.driver_problem(built)
     assert problem in found and bool(problem) == bool(found)
 
@@ -61,10 +61,10 @@ BUILT = "built for sm_75, compute_75, sm_80, sm_90, sm_100f with CUDA 13.0"
     ],
 )
 def test_gpus_that_the_kernels_run_on(built, capability, covered):
-    assert _library.covers(built, capability) == covered
+    assert _library.has_code_for(built, capability) == covered
 
 
-@pytest.mark.skipif(_library.HAS_CUDA, reason="the CUDA kernels are there")
+@pytest.mark.skipif(_library.HAS_CUDA_KERNELS, reason="the CUDA kernels are there")
 def test_a_cuda_tensor_without_cuda_kernels_hears_why():
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(2, 3, 4, device="cuda")
@@ -81,10 +81,10 @@ def test_two_checkouts_have_different_versions_unless_their_sources_are_equal(mo
     only_sources = shutil.ignore_patterns("*.so", "__pycache__")
 
     def version(*parts, change=None):
-        folder = shutil.copytree(_library.FOLDER, tmp_path.joinpath(*parts), ignore=only_sources)
+        folder = shutil.copytree(_library.PACKAGE_DIR, tmp_path.joinpath(*parts), ignore=only_sources)
         if change is not None:
             change(folder)
-        monkeypatch.setattr(_library, "FOLDER", folder)
+        monkeypatch.setattr(_library, "PACKAGE_DIR", folder)
         found = _library.version.__wrapped__()
         monkeypatch.undo()
         return found
@@ -154,12 +154,12 @@ def test_a_package_without_kernels():
 
 
 def test_kernels_that_were_not_built(monkeypatch, tmp_path):
-    monkeypatch.setattr(_library, "FOLDER", tmp_path)
-    why, cuda, _ = _library.load()
+    monkeypatch.setattr(_library, "PACKAGE_DIR", tmp_path)
+    why, cuda, _ = _library.load_libraries()
     assert "_C.so is missing; build it with `make install` or `pip install .`" in why and not cuda
     monkeypatch.setenv("FASTVIT_KERNELS", "yes")
     with pytest.raises(ImportError, match="FASTVIT_KERNELS is 'yes'; 0 or 1 expected"):
-        _library.load()
+        _library.load_libraries()
 
 
 CHANGED = """

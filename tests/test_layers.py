@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit
 from fastvit import BatchNormAct, BatchNormActSync, InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional
-from fastvit._formulas import activate
+from fastvit._formulas import apply_activation
 
 LAYERS = [InPlaceABN, InPlaceABNSync, SyncBatchNorm, BatchNormAct, BatchNormActSync]
 every_layer = pytest.mark.parametrize("make_layer", LAYERS)
@@ -54,7 +54,7 @@ class TorchLayer(nn.Module):
 
     def forward(self, x, residual=None):
         y = self.norm(x.movedim(self.channel_dim, 1)).movedim(1, self.channel_dim)
-        return activate(y if residual is None else y + residual, self.activation, ACTIVATION_PARAM)
+        return apply_activation(y if residual is None else y + residual, self.activation, ACTIVATION_PARAM)
 
 
 def make(kind, case, activation, **options):
@@ -346,7 +346,7 @@ def test_unsafe_ratio_of_bias_and_weight_is_said_once(make_layer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer(torch.randn(3, 4))  # float32 has digits enough
-        layer._forwards_to_check = 0
+        layer._forwards_until_check = 0
         with pytest.warns(UserWarning, match=message) as said:
             layer(torch.randn(3, 4).bfloat16())
         assert said[0].filename == __file__
@@ -401,20 +401,20 @@ ONES = torch.ones(2, 3)
     [
         (
             lambda: InPlaceABN(3, activation="relu"),
-            "'relu'; in place it must be invertible: one of identity, l",
+            "InPlaceABN: activation is 'relu'; one of identity, l",
         ),
         (lambda: InPlaceABN(3, activation_param=0.0), "slope 0 is relu"),
-        (lambda: InPlaceABN(3, activation_param=-0.1), "activation_param is -0.1; leaky_relu in place"),
+        (lambda: InPlaceABN(3, activation_param=-0.1), "activation_param is -0.1; a number from"),
         (
             lambda: functional.inplace_abn(ONES, *[None] * 4, activation_param=-0.0),
             "activation_param is -0.0",
         ),
         (lambda: InPlaceABN(3, activation_param=float("nan")), "activation_param is nan"),
-        (lambda: InPlaceABN(3, activation_param=float("inf")), "a finite float32, as must its reciprocal"),
+        (lambda: InPlaceABN(3, activation_param=float("inf")), "activation_param is inf; a number from"),
         (lambda: InPlaceABN(3, activation_param=1e-39), "activation_param is 1e-39"),
         (lambda: InPlaceABN(3, activation_param="0.1"), "activation_param is '0.1'"),
-        (lambda: InPlaceABN(3, activation="elu", activation_param=0), "is inverted, so it must be > 0"),
-        (lambda: IN_PLACE(), "activation is 'relu'; in place"),
+        (lambda: InPlaceABN(3, activation="elu", activation_param=0), "a number from 2\\*\\*-126 to"),
+        (lambda: IN_PLACE(), "activation is 'relu'; one of identity, leaky_relu, elu expected"),
         (
             lambda: IN_PLACE(activation="elu")(ONES, ONES),
             "BatchNormAct: got a residual with memory='inplace'; '",
@@ -531,7 +531,7 @@ def inference_tensor():
     [
         (lambda: torch.randn(4, 3, requires_grad=True), "is a leaf that requires grad"),
         (lambda: torch.randn(4, 6, requires_grad=True)[:, :3], "is a view of a leaf"),
-        (lambda: torch.randn(4, 6, requires_grad=True).clone().chunk(2, 1)[0], "is one of several views"),
+        (lambda: torch.randn(4, 6, requires_grad=True).clone().chunk(2, 1)[0], "is one of the views"),
         (inference_tensor, "is an inference tensor"),
         (lambda: torch.randn(4, 3, dtype=torch.complex64).conj().imag, "is negated by a flag"),
     ],
@@ -581,7 +581,7 @@ def test_a_parameter_or_buffer_elsewhere_is_refused(make_layer, tensor):
             of_module = layer._parameters if tensor in layer._parameters else layer._buffers
             of_module[tensor] = of_module[tensor].detach().to("meta")
             raises = pytest.raises(
-                ValueError, match=f"the input is on cpu and {tensor} on meta; one expected"
+                ValueError, match=f"the input is on cpu and {tensor} on meta; one device expected"
             )
         else:
             getattr(layer, tensor).untyped_storage().resize_(left)
@@ -670,7 +670,9 @@ def test_tensors_of_transforms():
     torch.func.grad(loss)(x)
     got = layer(outlived[0])
     assert torch.equal(got, layer(x * 2)) and got.grad_fn.next_functions[0][0] is None
-    with pytest.raises(RuntimeError, match="no rules for torch.func.*here BatchNormFunction"):
+    with pytest.raises(
+        RuntimeError, match="BatchNormFunction: fastvit's layers have no rules for torch.func"
+    ):
         torch.func.grad(lambda x: layer(x * 2).sum())(x)
 
 
@@ -732,7 +734,7 @@ def test_converters_of_others_drop_nothing(whose, made, lost):
     model = nn.Sequential(nn.Linear(3, 3), made())
     if lost:
         with pytest.raises(
-            TypeError, match=f"SyncBatchNorm of torch lacks {lost}; call fastvit.convert_syncbn"
+            TypeError, match=f"torch's SyncBatchNorm lacks {lost}; call fastvit.convert_syncbn"
         ):
             convert(model)
     else:
@@ -828,7 +830,7 @@ def test_arguments_of_another_kind():
             "batch_norm_act: num_batches_tracked: a tensor",
         ),
         (lambda: functional.act(1.0), "act: a tensor expected"),
-        (lambda: functional.glu(x, 1.0), "glu: a tensor expected"),
+        (lambda: functional.gated_act(x, 1.0), "gated_act: gate: a tensor expected"),
     ]:
         with pytest.raises(TypeError, match=named):
             call()
@@ -839,6 +841,6 @@ def test_arguments_of_another_kind():
             TypeError, match=r"process_group is \[0, 1\]; a group expected, as torch.distributed.new"
         ):
             make(3, process_group=[0, 1])
-    with pytest.raises(TypeError, match="InPlaceABNSync: group is 2; a group expected"):
+    with pytest.raises(TypeError, match="InPlaceABNSync: process_group is 2; a group expected"):
         InPlaceABNSync(3, group=2)
     assert InPlaceABN(np.int64(3))(torch.randn(2, 3)).shape == (2, 3)

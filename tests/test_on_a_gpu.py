@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 import fastvit
 from fastvit import _autograd, _library, info, sync
-from fastvit.fuse import LayerNorm
+from fastvit.fusion import TorchDtypeLayerNorm
 from fastvit.training.config import Config, ConfigError
 from fastvit.training.run import _check_device
 
@@ -21,15 +21,15 @@ def claimed(monkeypatch):
 @pytest.fixture
 def volta(monkeypatch):
     """A GPU for which nothing was built."""
-    monkeypatch.setattr(_library, "HAS_CUDA", True)
+    monkeypatch.setattr(_library, "HAS_CUDA_KERNELS", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    monkeypatch.setattr(_library, "covers", lambda built, capability: False)
-    _library._lacks_code.cache_clear()
+    monkeypatch.setattr(_library, "has_code_for", lambda built, capability: False)
+    _library._missing_code_message.cache_clear()
     yield
-    _library._lacks_code.cache_clear()
+    _library._missing_code_message.cache_clear()
 
 
 WHY = "no code for this Tesla V100, .* TORCH_CUDA_ARCH_LIST=7.0 and a toolkit before CUDA 13"
@@ -58,7 +58,7 @@ def test_fuse_leaves_a_model_on_a_gpu_without_kernels(volta):
 def test_beside_other_ranks_no_grid_waits_for_itself(monkeypatch, claimed, ranks, one):
     monkeypatch.setattr(dist, "is_initialized", lambda: ranks is not None)
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
-    assert _autograd.in_one_pass(sync.LOCAL, torch.ones(1)) == one
+    assert _autograd.fuses_statistics(sync.LOCAL, torch.ones(1)) == one
 
 
 def test_a_gradient_that_lies_differently_is_copied(claimed):
@@ -75,4 +75,4 @@ def test_a_gradient_that_lies_differently_is_copied(claimed):
 def test_a_fused_layer_norm_takes_float32_in_autocast_alone(monkeypatch, claimed, autocast, dtype):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: autocast)
     monkeypatch.setattr(fastvit.functional, "layer_norm", lambda input, *_, **__: input)
-    assert LayerNorm(8)(torch.ones(2, 8, dtype=torch.half)).dtype is dtype
+    assert TorchDtypeLayerNorm(8)(torch.ones(2, 8, dtype=torch.half)).dtype is dtype

@@ -85,7 +85,7 @@ def test_what_a_group_would_take(monkeypatch, wish, cuda, memory, said):
     monkeypatch.delenv("FASTVIT_STATISTICS", raising=False)
     if wish:
         monkeypatch.setenv("FASTVIT_STATISTICS", wish)
-    monkeypatch.setattr(_library, "HAS_CUDA", cuda)
+    monkeypatch.setattr(_library, "HAS_CUDA_KERNELS", cuda)
 
     def host_of(device):
         if not memory:

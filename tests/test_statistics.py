@@ -134,7 +134,7 @@ def groups_in_one_model(rank, world):
         (None, samples),
         (pairs, samples[rank // 2 * 2 :][:2]),
     ):
-        two.set_group(group)  # one module, now with these, now with those
+        two.set_process_group(group)  # one module, now with these, now with those
         two(samples[rank : rank + 1].clone())
         assert_close_enough(two.running_mean, members.double().mean((0, 2)), row="running")
     assert dist.get_world_size(pairs) == 2 and fastvit.create_syncbn_process_group(0) is None
@@ -294,8 +294,8 @@ def test_every_copy_of_a_layer_is_a_layer_of_its_own():
     layer = fastvit.SyncBatchNorm(3)
     copies = [layer, copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
     copies += fastvit.convert_syncbn_model(nn.ModuleList([nn.BatchNorm1d(3), fastvit.InPlaceABN(3)]))
-    assert len({one.layer_number for one in copies}) == 6
-    assert not hasattr(fastvit.revert_syncbn_model(copies[-2]), "layer_number")
+    assert len({one.layer_id for one in copies}) == 6
+    assert not hasattr(fastvit.revert_syncbn_model(copies[-2]), "layer_id")
 
 
 def test_a_first_call_is_not_captured(monkeypatch):

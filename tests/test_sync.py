@@ -188,7 +188,7 @@ def tensor_parallel(rank, world):
         y.full_tensor().square().sum().backward()
         assert_close_enough(net[0].weight.grad.full_tensor(), plain[0].weight.grad, row="layer")
     shards = distribute_tensor(x, mesh, [Shard(1)])
-    gated = fastvit.functional.glu(shards, shards)
+    gated = fastvit.functional.gated_act(shards, shards)
     assert_close_enough(gated.full_tensor(), nn.functional.silu(x) * x, row="layer")
     for layer in (make_layer("bna", 4), make_layer("abn", 4)):
         with pytest.raises(ValueError, match=r"the input is a DTensor.*call fastvit.fuse after parallelize"):

@@ -158,7 +158,7 @@ def test_a_run_whose_dev_shm_is_full_ends_at_once(tmp_path):
 
 
 def test_without_kernels_the_norm_is_named(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(_library, "NOT_BUILT", "FASTVIT_KERNELS=0 says that none are loaded")
+    monkeypatch.setattr(_library, "NOT_BUILT_REASON", "FASTVIT_KERNELS=0 says that none are loaded")
     said = fails(capsys, "--out", str(tmp_path / "run"))
     assert "--norm inplace-abn-sync needs kernels: FASTVIT_KERNELS=0 says" in said and "--norm torch" in said
     assert alone(*SMALL, "--epochs", "1", "--out", str(tmp_path / "torch")) == 0

@@ -120,7 +120,7 @@ class FastvitAct(nn.Module):
 
 class FastvitSwiGLU(SwiGLU):
     def forward(self, x):
-        return self.fc2(self.norm(fastvit.functional.glu(self.fc1_g(x), self.fc1_x(x))))
+        return self.fc2(self.norm(fastvit.functional.gated_act(self.fc1_g(x), self.fc1_x(x))))
 
 
 class PackedSwiGLU(nn.Module):

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins import LayerSync
 from torch import nn
 
 from ..conversion import convert
-from ..fuse import convert_syncbn_model, revert_syncbn_model
+from ..convert_syncbn import convert_syncbn_model, revert_syncbn_model
 
 __all__ = ["Convert", "SyncBatchNorm"]
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..fuse import convert_syncbn_model
-from ..sync_batchnorm import SyncBatchNorm
+from ..convert_syncbn import convert_syncbn_model
+from ..sync_batch_norm import SyncBatchNorm
 from ._half import cpu_half
 
 SAID = "python -m fastvit.compat --cpu: CUDA is the CPU here, to try a script and not for its speed"

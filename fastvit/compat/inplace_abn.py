@@ -73,22 +73,31 @@ class InPlaceABN(_InPlaceABN):
         self._is_relu = activation == "leaky_relu" and activation_param == 0
         # The base class refuses a slope of 0.
         invertible = ("identity", 0.01) if self._is_relu else (activation, activation_param)
-        of_group: dict[str, Any] = {} if group is None else {"group": group}  # for InPlaceABNSync alone
+        of_group: dict[str, Any] = (
+            {} if group is None else {"process_group": group}
+        )  # for InPlaceABNSync alone
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, *invertible, abs_weight=True, **of_group
         )
         self.activation, self.activation_param = activation, activation_param
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._normalise(x, activation="relu") if self._is_relu else super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        return self._forward_batch_norm(input, activation="relu") if self._is_relu else super().forward(input)
 
 
 class InPlaceABNSync(InPlaceABN, _InPlaceABNSync):
     """`fastvit.InPlaceABNSync` with mapillary's arguments, `group` among them, and `|weight| + eps`."""
 
+    group = property(
+        lambda self: self.process_group, lambda self, group: setattr(self, "process_group", group)
+    )
+    set_group = _InPlaceABNSync.set_process_group
+
 
 def inplace_abn(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """`fastvit.functional.inplace_abn` with `|weight| + eps`; overwrites x."""
+    if len(arguments) < 9:
+        options.setdefault("activation_param", 0.01)
     return functional.inplace_abn(x, *arguments, **options, abs_weight=True)
 
 
@@ -98,6 +107,8 @@ def inplace_abn_sync(
     """`inplace_abn` with statistics over the ranks of `group` (None: all), by name or as 11th argument."""
     if len(arguments) == 10:
         *arguments, group = arguments  # type: ignore[assignment]
+    if len(arguments) < 9:
+        options.setdefault("activation_param", 0.01)
     return functional.inplace_abn_sync(x, *arguments, process_group=group, **options, abs_weight=True)
 
 
@@ -119,9 +130,10 @@ def active_group(active: bool) -> dist.ProcessGroup | None:
 
 
 def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Calls `set_group(group)` of every layer in `module` that has it."""
+    """Calls `set_process_group(group)`, or `set_group(group)`, of every layer in `module` that has it."""
     for layer in module.modules():
-        if callable(set_group := getattr(layer, "set_group", None)):
+        set_group = getattr(layer, "set_process_group", None) or getattr(layer, "set_group", None)
+        if callable(set_group):
             set_group(group)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader
 
 from .._checks import check_module
-from .._norm import SharesGroup
+from .._norm_base import ProcessGroupMixin
 from ..memory import live_bytes, peak_bytes
 from ..recompute import SavedTensorObserver, StepRecord, active_scope, record_step
 from .nested_values import Arguments, copy_arguments, refuse_iterators, tensor_leaves
@@ -112,7 +112,7 @@ class CopyRunner:
             # Synchronised layers are set to evaluation, because other ranks may not run this forward and an
             # exchange would wait for them. They keep as many bytes in evaluation.
             for module in copied.modules():
-                if isinstance(module, (nn.SyncBatchNorm, SharesGroup)):
+                if isinstance(module, (nn.SyncBatchNorm, ProcessGroupMixin)):
                     module.training = False
         return copied
 

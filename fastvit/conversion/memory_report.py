@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ..fuse import is_fused
+from ..fusion import is_fused
 from ..recompute import (
     OpSite,
     Policy,

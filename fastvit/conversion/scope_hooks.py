@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .._checks import Model, check_module
-from ..fuse import unfuse
+from ..fusion import unfuse
 from ..recompute import Policy, close_scope, dynamo_hooks, open_scope
 from .blocks import find_entry_modules, name_scoped_modules
 from .hook_visibility import EncoderLayerHook, OwnHook, is_own_hook, reveal_hooks

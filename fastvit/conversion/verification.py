@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_dtype, is_number
-from ..fuse import is_fused
+from ..fusion import is_fused
 from ..recompute import SavedMemory, observe_saved_tensors, skip_key
 from .budget_hook import freeze_budgets
 from .convert_model import ensure_converted

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from ..inplace_abn import InPlaceABN, InPlaceABNSync
-from ..sync_batchnorm import SyncBatchNorm
+from ..sync_batch_norm import SyncBatchNorm
 
 __all__ = ["NORMS", "NormAct"]
 

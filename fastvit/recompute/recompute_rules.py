@@ -262,9 +262,9 @@ def _copy_slices_rule(reader: NodeReader) -> OpCall:
 
 
 def _layer_rule(reader: NodeReader) -> OpCall:
-    """Recomputes the output of a fastvit layer. Its autograd Function provides `rebuilding(ctx)`."""
+    """Recomputes the output of a fastvit layer. Its autograd Function provides `recompute_function(ctx)`."""
     node, function = reader.node, reader.node._forward_cls
-    rebuild, unsaved = function.rebuilding(node), getattr(node, "fastvit_unsaved", {})
+    rebuild, unsaved = function.recompute_function(node), getattr(node, "fastvit_unsaved_inputs", {})
     if rebuild is None:
         raise NotRecomputable("the layer keeps its output")
     return rebuild, tuple(

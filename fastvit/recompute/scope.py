@@ -242,7 +242,7 @@ class Scope:
             info.expected_version = base._version  # the op saves its output before its call returns
         version = info.expected_version
         if version is None:
-            version = getattr(node, "fastvit_written", None)
+            version = getattr(node, "fastvit_expected_version", None)
         return version == base._version
 
     def _pin_weight(self, cast: Any) -> None:

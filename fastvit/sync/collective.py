@@ -24,7 +24,7 @@ from .transport import Backend
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _SLICE = 0.2  # seconds of waiting between checks for signals
 _GRACE = 2.0  # seconds in which a collective ends that a rank had completed before it ended
-_ops = _library.ops
+_ops = _library.fastvit_ops
 
 
 class Collective(Backend):

@@ -22,7 +22,7 @@ from .transport import Peer, Reduce
 FOLDER = Path("/dev/shm")  # where POSIX shared memory lives on Linux
 _MARK = 16  # bytes
 _SLICE = 0.05  # seconds of waiting in C++ between checks for signals and for dead peers
-_ops = _library.ops
+_ops = _library.fastvit_ops
 
 
 class SharedMemory(Peer):

@@ -12,7 +12,7 @@ from .agreement import Agreement, Unavailable, process_space
 from .protocol import Describe, NumberKind, Tag
 from .transport import Peer, Reduce
 
-_ops = _library.ops
+_ops = _library.fastvit_ops
 _TRIALS, _TRIAL_SECONDS = 4, 10.0
 _TIMEOUT_FRACTION = 0.8  # of the group's: a GPU gives up and reports before NCCL's watchdog ends the process
 
@@ -91,7 +91,7 @@ def trial(
     and the GPU gives up after a few seconds, before training begins.
     """
     rank, world, device = agreement.rank, agreement.world, own.device
-    longest = _library.longest_wait(device)
+    longest = _library.max_kernel_seconds(device)
     seconds = min(_TRIAL_SECONDS, agreement.timeout / 2, longest)
     tested = DeviceMemory(name, own, arenas, rank, capacity, seconds, describe)
     # A rank's GPU does not wait while another rank still loads kernels, which may take long.

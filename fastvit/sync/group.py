@@ -245,7 +245,7 @@ def available_backends() -> str:
         cpu_peer.host_of(torch.device("cpu"))
     except OSError:
         cpu = "Collective"
-    if not _library.HAS_CUDA:
+    if not _library.HAS_CUDA_KERNELS:
         cuda = "Collective"
     if setting == "collective":
         cpu = cuda = "Collective"

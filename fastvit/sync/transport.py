@@ -151,7 +151,7 @@ class Peer(Backend):
         return packets(channels, dtype) <= self._exchange.descriptor.capacity
 
     def share(self, numbers: Tensor, tag: Tag) -> Tensor:
-        return self._run(lambda exchange: _library.ops.exchange_merge(numbers, exchange), tag)
+        return self._run(lambda exchange: _library.fastvit_ops.exchange_merge(numbers, exchange), tag)
 
     def moments(self, x: Tensor, channel_dim: int, tag: Tag) -> Tensor:
         return self._run(lambda exchange: ops.bn_stats(x, channel_dim, exchange), tag)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fuse import convert_syncbn_model
+from ..convert_syncbn import convert_syncbn_model
 from ..models import create_vit
 from .config import Config, ConfigError, first_line, some
 from .nvidia_apex import import_apex

@@ -223,7 +223,7 @@ def _check_device(config: Config, device: torch.device) -> None:
         )
     if config.norm.startswith(("fastvit", "inplace")):
         on_gpu = _library.gpu_problem(device) if device.type == "cuda" else ""
-        if problem := _library.NOT_BUILT or on_gpu:
+        if problem := _library.NOT_BUILT_REASON or on_gpu:
             raise ConfigError(f"--norm {config.norm} needs kernels: {problem}; --norm torch trains without")
 
 
