@@ -29,8 +29,8 @@ TEST_DEVICE = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
 # whose pairs other cases have, and tests that run tools. An entry is the beginning of a test's name, or the
 # beginning and the end with a * between them.
 THOROUGH = """
-    test_benchmarks test_convert_programs test_demo test_exchange_model test_gpu_tool test_hosts test_kills
-    test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
+    test_benchmarks test_convert_programs test_demo test_exchange_model test_gpu_tool test_hosts
+    test_kills test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
     test_arguments::test_opcheck[tokens] test_budget::test_under_autocast
     test_build::test_kernels_that_do_not_compile test_build::test_no_compiler
     test_compat_cpu::test_torch_amp_with test_compat_runner::test_every_rank_fails
@@ -38,15 +38,21 @@ THOROUGH = """
     test_compat_runner::test_processes_that_a_script_starts_find_apex[exec
     test_compat_runner::test_processes_that_a_script_starts_find_apex[shell
     test_compat_runner::test_processes_that_a_script_starts_find_apex[spawn
-    test_compile::test_fullgraph*inductor-train] test_convert_compiled test_convert::test_copies[<lambda>
-    test_convert::test_copies[copy test_convert::test_norms*-nhwc] test_convert::test_norms[another
-    test_convert::test_norms[without test_convert_vit_ranks
+    test_compile::test_fullgraph*inductor-train] test_convert_compiled
+    test_convert::test_copies_of_a_converted_model_are_converted[<lambda>
+    test_convert::test_copies_of_a_converted_model_are_converted[copy
+    test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits*-nhwc]
+    test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits[another
+    test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits[without test_convert_vit_ranks
     test_convert_vit::test_the_same_bits_and_less_kept*16]
-    test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16] test_faults::test_killed[between
-    test_faults::test_killed[forward test_faults::test_killed[agreeing
+    test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16]
+    test_faults::test_survivors_raise_soon_after_a_rank_is_killed[between
+    test_faults::test_survivors_raise_soon_after_a_rank_is_killed[forward
+    test_faults::test_survivors_raise_soon_after_a_rank_is_killed[agreeing
     test_ops::test_kernels_of_other_instruction_sets test_ops::test_results_larger_than_the_caches[sizes1
-    test_ops::test_results_larger_than_the_caches[sizes2 test_ops::test_results_larger_than_the_caches[sizes3
-    test_report::test_compiled_models test_report::test_under_autocast test_set_up::test_killed
+    test_ops::test_results_larger_than_the_caches[sizes2
+    test_ops::test_results_larger_than_the_caches[sizes3 test_report::test_compiled_models
+    test_report::test_under_autocast test_set_up::test_killed
     test_training_memory::test_less_is_kept*products] test_training_memory::test_less_is_kept[O
     test_training_runs::test_a_killed test_training_runs::test_sigterm_to_one_rank_saves_all*options1]
     test_training_runs::test_stop_after

@@ -27,7 +27,7 @@ from fastvit import functional, ops
         for a in (ACTIVATIONS if layout == "tokens" else ["gelu_tanh", "silu"])
     ],
 )
-def test_ops(layout, activation, dtype, device):
+def test_activation_ops_match_the_reference(layout, activation, dtype, device):
     case = LayerInputs(layout, dtype, device)
     x, dy = case.x - 3, case.dy
     for gate in (None, case.residual):

@@ -189,7 +189,7 @@ class Thin(nn.Module):
         return x + self.linear(self.norm(x)).tanh()
 
 
-def test_bytes(x):
+def test_a_budget_in_bytes_is_met(x):
     model = SmallViT(BLOCKS)
     whole = measure_step_peak(model, x)
     for budget, share in (

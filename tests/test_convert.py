@@ -114,14 +114,14 @@ NORMS = {
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("name", NORMS)
-def test_norms(name, layout):
+def test_a_model_with_each_norm_keeps_less_with_the_same_bits(name, layout):
     eager, x = Stage(NORMS[name]).to(memory_format=layout), images(8).to(memory_format=layout)
     before, after = compare_and_measure_kept(eager, x)
     assert after < before - 2.9 * x.nbytes, (before - after) / x.nbytes
 
 
 @pytest.mark.parametrize("precision", "float64 bfloat16 float16 autocast-bfloat16 autocast-float16".split())
-def test_precisions(precision):
+def test_a_model_in_each_precision_keeps_less_with_the_same_bits(precision):
     mixed, dtype = precision.startswith("autocast"), getattr(torch, precision.split("-")[-1])
     eager, x = (one if mixed else one.to(dtype) for one in (Stage(batch_norm()), images(8)))
     before, after = compare_and_measure_kept(eager, x, make_autocast(dtype, enabled=mixed))
@@ -194,7 +194,7 @@ def test_two_forwards_before_a_backward():
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, ceil_mode=True), nn.AvgPool2d(2)])
-def test_pools(pool):
+def test_a_model_with_each_pool_keeps_less_with_the_same_bits(pool):
     x = images(8)
     before, after = compare_and_measure_kept(
         nn.Sequential(conv(), nn.BatchNorm2d(C), nn.ReLU(inplace=True), pool, conv()), x
@@ -292,7 +292,7 @@ def saved_and_loaded(model):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded, copy.copy]
 )
-def test_copies(copied):
+def test_copies_of_a_converted_model_are_converted(copied):
     eager, x = Stage(batch_norm()), images()
     model = fastvit.convert(copy.deepcopy(eager))
     other = copied(model)
@@ -325,7 +325,7 @@ def test_scripted_traced_and_exported():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_quantisation():
+def test_a_converted_model_is_quantised_like_the_original():
     quantization = pytest.importorskip("torch.ao.quantization")
     results = []
     for change in (lambda m: m, fastvit.convert):

@@ -161,7 +161,7 @@ def test_dynamic_shapes():
     assert both(Net, as_module, torch.randn(4, 64, 64), backend="aot_eager", dynamic=True) <= 0.66
 
 
-def test_budget():
+def test_compiled_code_keeps_the_share_of_a_budget():
     """Of a plan, compiled code gets the share of the bytes that it keeps."""
     torch._dynamo.reset()
     x, model = torch.randn(4, 64, 64), Net()

@@ -50,7 +50,7 @@ def under_ddp(rank, world, static_graph, converts_last):
 
 @pytest.mark.parametrize("converts_last", [False, True])
 @pytest.mark.parametrize("static_graph", [False, True])
-def test_ddp(ranks, static_graph, converts_last):
+def test_ddp_of_a_converted_model_gives_eager_gradients(ranks, static_graph, converts_last):
     assert all(same for same, *_ in ranks.run(2, under_ddp, static_graph, converts_last))
 
 
@@ -79,7 +79,7 @@ def under_fsdp(rank, world, units, converts_last):
 
 @pytest.mark.parametrize("converts_last", [False, True])
 @pytest.mark.parametrize("units", ["model", "blocks", "layers"])
-def test_fsdp2(ranks, units, converts_last):
+def test_fsdp2_of_a_converted_model_gives_eager_gradients(ranks, units, converts_last):
     for same, before, after in ranks.run(2, under_fsdp, units, converts_last):
         assert same
         # a norm that is sharded by itself is so again when its block ends
@@ -130,5 +130,5 @@ def under_fsdp1(rank, world, kinds, converts_last):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("converts_last", [False, True])
 @pytest.mark.parametrize("kinds", [{Block}, {nn.LayerNorm, nn.Linear}], ids=["blocks", "layers"])
-def test_fsdp1(ranks, kinds, converts_last):
+def test_fsdp1_of_a_converted_model_gives_eager_gradients(ranks, kinds, converts_last):
     assert all(same for same, *_ in ranks.run(2, under_fsdp1, kinds, converts_last))

@@ -123,7 +123,7 @@ def test_ranks_share_a_gpu_only_when_asked(monkeypatch):
     assert [member.name for member in members] == ["CudaIpc"] * 2
 
 
-def test_where_there_are_no_kernels(monkeypatch):
+def test_no_cuda_kernels_means_no_gpu_exchange(monkeypatch):
     monkeypatch.setattr(_library, "HAS_CUDA_KERNELS", False)
     with pytest.raises(OSError, match="the CUDA kernels are "):
         cuda_peer.host_of(CPU)

@@ -84,7 +84,7 @@ def killed(rank, world, where):
 
 @with_each_backend
 @pytest.mark.parametrize("where", ["forward", "backward", "between", "agreeing"])
-def test_killed(ranks, where, statistics):
+def test_survivors_raise_soon_after_a_rank_is_killed(ranks, where, statistics):
     world = {"forward": 2, "backward": 3, "between": 4, "agreeing": 3}[where]
     results = ranks.run(world, killed, where, statistics=statistics, group_timeout=15, breaks=True)
     assert results.pop(1) is None

@@ -95,7 +95,7 @@ def same(model, plain, x):
 
 
 @pytest.mark.parametrize("mode", ["training", "evaluation", "frozen", "no_grad", "channels_last"])
-def test_results(mode):
+def test_fused_models_give_torchs_results(mode):
     plain = Net()
     model = fastvit.fuse(copy.deepcopy(plain))
     assert {n: m.activation for n, m in model.named_modules() if isinstance(m, BatchNormAct)} == FUSED
@@ -114,7 +114,7 @@ def test_results(mode):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
-def test_half(dtype):
+def test_fused_models_round_no_worse_than_torch(dtype):
     """None is autocast: results have torch's dtypes, so that residuals keep their precision."""
     exact = Net()
     plain = copy.deepcopy(exact).to(dtype or torch.float32)
@@ -129,7 +129,7 @@ def test_half(dtype):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_compiled(training):
+def test_fused_models_compile_as_one_graph(training):
     plain = Net().train(training)
     plain.alone.momentum = 0.1  # torch reads the factor of a cumulative average on the host
     model = fastvit.fuse(copy.deepcopy(plain))
@@ -137,7 +137,7 @@ def test_compiled(training):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations(name):
+def test_each_activation_is_fused_and_unfused(name):
     act = ACTIVATIONS[name]
     model = nn.Sequential(nn.BatchNorm1d(5, track_running_stats=False), act, nn.Linear(5, 2)).double()
     plain, x = copy.deepcopy(model), torch.randn(7, 5, dtype=torch.float64)
@@ -169,7 +169,7 @@ def test_state_and_the_way_back():
     assert describe_model(unfuse(model)) == before
 
 
-def test_pickles():
+def test_a_pickled_fused_model_can_be_unfused():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.LayerNorm(4), nn.GELU("tanh"))
     x, text = torch.randn(2, 3, 4, 4), str(model)
     loaded = pickle.loads(pickle.dumps(fastvit.fuse(model)))
@@ -179,7 +179,7 @@ def test_pickles():
         assert model(torch.empty(2, 3, 4, 4)).is_meta
 
 
-def test_left_as_they_are():
+def test_layers_that_fuse_would_change_are_left():
     hooked, own = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
     hooked.register_forward_hook(lambda *_: None)
     own.forward = own.forward
@@ -261,7 +261,7 @@ def _train(rank, world):
     assert_close_enough(model[0].weight.grad, plain[0].weight.grad, row="layer")
 
 
-def test_ranks(ranks):
+def test_fused_models_train_over_ranks(ranks):
     ranks.run(2, _train)
 
 

@@ -62,7 +62,7 @@ def compare(x, dy, weight, bias, output_dtype=None, eps=1e-5):
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}".replace("torch.", ""))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_ops(shape, dtypes, device):
+def test_layer_norm_ops_match_the_reference(shape, dtypes, device):
     x, dy, weight, bias = inputs(shape, *dtypes, device)
     compare(x, dy, weight, bias, dtypes[1])
 
@@ -88,7 +88,7 @@ def test_operands_that_are_not_contiguous(device):
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
-def test_no_rows(shape, device):
+def test_an_input_without_rows_gives_zero_sums(shape, device):
     x, weight = torch.empty(shape, device=device), torch.ones(8, device=device)
     y, saved = ops.layer_norm_forward(x, weight, None)
     assert y.shape == shape and saved.shape == (0,)
@@ -125,7 +125,7 @@ def test_repeats_and_threads_give_the_same_bits(dtypes, device):
     assert_repeats_bits(run)
 
 
-def test_what_is_allocated():
+def test_ops_allocate_little_beside_their_outputs():
     """Counted by the profiler: outputs, and little beside them."""
     x = torch.randn(4096, 256)
     _, saved = ops.layer_norm_forward(x)
@@ -158,7 +158,7 @@ def pair(*arguments, device="cpu", **options):
         ((2, 6, 4), [6, 4], {"elementwise_affine": False}),
     ],
 )
-def test_like_torch(shape, normalized, options, dtype, device):
+def test_a_layer_norm_gives_torchs_results(shape, normalized, options, dtype, device):
     ours, theirs = pair(normalized, dtype=dtype, device=device, **options)
     x, dy = (torch.randn(shape, dtype=F64).to(dtype).to(device) for _ in range(2))
     want = run_layer_step(theirs.double(), x.double(), dy)

@@ -96,7 +96,7 @@ MODES = {layout: ["train", "eval", "no_stats"] if layout in CORE_LAYOUTS else ["
 @pytest.mark.parametrize("layout,mode", [(layout, mode) for layout in LAYOUTS for mode in MODES[layout]])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind,activation", OF_KINDS)
-def test_like_torch(kind, activation, layout, dtype, mode, device):
+def test_layers_give_torchs_results(kind, activation, layout, dtype, mode, device):
     case = LayerInputs(layout, dtype, device)
     ours, theirs = make(kind, case, activation, track_running_stats=mode != "no_stats")
     ours.train(mode != "eval"), theirs.train(mode != "eval")
@@ -126,7 +126,7 @@ def test_a_residual_of_other_strides(kind, activation, layout, device):
     "options",
     [{"affine": False}, {"momentum": None}, {"eps": 0.1, "momentum": 0.7}, {"eps": 0.0, "momentum": 0.0}],
 )
-def test_options_like_torch(kind, options, layout, device):
+def test_layers_give_torchs_results_with_each_option(kind, options, layout, device):
     case = LayerInputs(layout, torch.float32, device)
     ours, theirs = make(kind, case, "identity", **options)
     theirs.norm.eps = max(theirs.norm.eps, 1e-300)  # torch refuses 0
@@ -222,7 +222,7 @@ def test_saved_for_backward_is_one_activation(kind):
     assert allocated <= 3 * x.nbytes + 16384  # dy, dx, and the clone's gradient, which is dx
 
 
-def test_autocast(device):
+def test_layers_keep_float32_parameters_under_autocast(device):
     x, conv = torch.randn(6, 5, 7, 11, device=device), nn.Conv2d(5, 5, 3, padding=1).to(device)
     for layer, *residual in ((InPlaceABN(5),), (SyncBatchNorm(5, fuse_relu=True), x)):
         layer.to(device)
@@ -234,7 +234,7 @@ def test_autocast(device):
 
 
 @every_layer
-def test_copies(make_layer):
+def test_copied_pickled_and_saved_layers_give_the_same_output(make_layer):
     layer = make_layer(5)
     layer(torch.randn(4, 5, 3))
     buffer = io.BytesIO()
@@ -461,7 +461,7 @@ ONES = torch.ones(2, 3)
         (lambda: functional.layer_norm(ONES, ()), r"layer_norm: x has shape \(2, 3\); "),
     ],
 )
-def test_impossible_requests(call, message):
+def test_wrong_arguments_raise_value_error(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -807,7 +807,7 @@ def test_running_statistics_of_one_number_for_all_channels(call, wrong):
         call(given, None, None, **(whole | {wrong: torch.ones(1).expand(5)}))
 
 
-def test_arguments_of_another_kind():
+def test_arrays_and_numbers_for_tensors_raise_type_error():
     message = "a tensor expected, got an object of type ndarray; torch.from_numpy makes one"
     for layer in (InPlaceABN(3), BatchNormAct(3), SyncBatchNorm(3), fastvit.LayerNorm(3)):
         with pytest.raises(TypeError, match=message):

@@ -55,7 +55,7 @@ def merged(rank, numbers, tags, exchanges):
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("dtype,wide", [("float32", False), ("float32", True), ("float64", True)])
 @pytest.mark.parametrize("world,n", [(1, 14), (2, 6), (5, 12), (300, 8)])
-def test_numbers_are_merged(world, n, dtype, wide, sums, device):
+def test_collective_messages_merge_in_rank_order(world, n, dtype, wide, sums, device):
     numbers, tags = (
         make_rank_rows(world, n, sums, getattr(torch, dtype), device),
         [Tag(2**24 - 1, 2**24 - 3)] * world,

@@ -51,7 +51,7 @@ LAYOUT_ACTIVATION = [
 @pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout,activation", LAYOUT_ACTIVATION)
-def test_bn_ops(layout, dtype, activation, residual, device):
+def test_batch_norm_ops_match_the_reference_and_each_other(layout, dtype, activation, residual, device):
     """Each op against the reference; one that makes the statistics that it uses has the bits of two ops."""
     case = LayerInputs(layout, dtype, device)
     tail = case.weight, case.bias, case.residual if residual else None
@@ -77,7 +77,7 @@ def test_bn_ops(layout, dtype, activation, residual, device):
 @pytest.mark.parametrize("activation", INVERTIBLE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_invertible_ops(layout, dtype, activation, device):
+def test_ops_that_invert_y_match_the_reference(layout, dtype, activation, device):
     """Written over x or not, and the backward from y."""
     case = LayerInputs(layout, dtype, device)
     parameters, given = (case.weight, case.bias), options(case, activation)
@@ -169,7 +169,7 @@ def test_without_parameters_and_with_running_statistics(layout, op, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_running_statistics(dtype, device):
+def test_running_statistics_match_the_reference(dtype, device):
     """Unbiased variance, any dtype of the buffers, and a cumulative average without a host read."""
     case = LayerInputs("nchw", torch.float32, device, parameters=dtype)
     ours, theirs = case.copy_buffers(), case.copy_buffers()
@@ -209,7 +209,7 @@ def test_counts_are_exact_beyond_2_to_the_24(device):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_moments_that_could_not_be_had(in_place, device):
+def test_a_nan_count_poisons_outputs_and_changes_no_statistics(in_place, device):
     """NaN, the count too: y and saved are NaN, and nothing else is written."""
     x = torch.randn(4, 3, 5, device=device)
     running = {
@@ -244,7 +244,7 @@ def test_mean_far_larger_than_deviation(layout, dtype, device):
 
 
 @pytest.mark.parametrize("every", [4, 16, 32, 128, 1024])
-def test_outliers(every, device):
+def test_moments_survive_outliers_at_the_pivot(every, device):
     """Outliers at equal distances, so that some group begins with one, in planes and in rows."""
     for shape, channel_dim in (((4, 8, 32, 32), 1), ((4096, 8), 1), ((16, 64, 64), 2)):
         c = shape[channel_dim]
@@ -304,7 +304,7 @@ def test_moments_of_values_near_the_ends_of_the_range(device):
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3, 3), (0, 5), (4, 5, 0), (0, 7, 5)])
-def test_empty(shape, device):
+def test_empty_tensors_give_zero_moments_and_keep_running_statistics(shape, device):
     """An empty rank: zero moments, running statistics that stay when all are empty, counted batches."""
     channel_dim = 2 if shape == (0, 7, 5) else 1
     x = torch.empty(shape, device=device)
@@ -349,7 +349,7 @@ def test_nan_and_infinity_stay_in_their_channel(layout, device):
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 362, 191), (9001, 16)])
-def test_partial_results_of_several_tasks(shape, device):
+def test_results_do_not_depend_on_slices_or_threads(shape, device):
     """Large enough for three slices; of two planes, the middle slice takes a part of each.
 
     The bits of repeated calls are the same, with any number of threads.
@@ -398,9 +398,11 @@ def test_rounding_to_storage_is_to_nearest_even(dtype, device):
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_kernels_of_other_instruction_sets(capability):
     """They are chosen on machines without AVX-512. The tests run in a process that is told to take them."""
-    tests = ("test_invertible_ops", "test_rounding_to_storage_is_to_nearest_even")
+    tests = ("test_ops_that_invert_y_match_the_reference", "test_rounding_to_storage_is_to_nearest_even")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    command += [f"{Path(__file__).with_name('test_info.py')}::test_facts"]
+    command += [
+        f"{Path(__file__).with_name('test_info.py')}::test_facts_name_torch_and_the_kernels_that_were_built"
+    ]
     command += [f"{__file__}::{name}" for name in tests]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -71,7 +71,7 @@ class Ranks:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("channels", [1, 2, 9, 16])
-def test_numbers_are_merged(channels, sums, dtype):
+def test_cpu_exchange_merges_in_rank_order(channels, sums, dtype):
     ranks, options = Ranks(3), {"channels": channels, "sums": sums, "dtype": dtype}
     for step in range(4):
         for rank in range(3):

@@ -28,7 +28,7 @@ from fastvit.recompute.packed_tensor import PackedTensor
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("reader", READERS)
-def test_the_bits_of_keep(reader, channels_last, device):
+def test_rebuilt_outputs_give_the_gradients_of_kept_ones(reader, channels_last, device):
     read, num_rebuilds = READERS[reader]
     x = torch.randn(4, 3, 11, 13, device=device)
     if channels_last:
@@ -43,7 +43,7 @@ def test_the_bits_of_keep(reader, channels_last, device):
 @pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("mode", ["train", "eval", "no_stats", "cumulative"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_bits_of_keep_in_every_mode(activation, mode, residual, device):
+def test_rebuilt_outputs_give_the_gradients_of_kept_ones_in_every_mode(activation, mode, residual, device):
     """Running statistics change between forward and backward; rebuilt outputs do not depend on them."""
     inputs = [torch.randn(6, 5, 70, device=device) for _ in range(1 + residual)]
     results = []

@@ -80,7 +80,7 @@ ACTIVATIONS = {  # and the most that is kept of eager's bytes
 @pytest.mark.parametrize("taps", [(), (3,)], ids=["", "a tap"])
 @pytest.mark.parametrize("parts", [chain, normalised])
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_a_frozen_chain(act, parts, taps, second):
+def test_a_frozen_chain_keeps_masks_and_eager_gradients(act, parts, taps, second):
     eager = Perceptual(parts(ACTIVATIONS[act][0]), taps)
     model = fastvit.convert(copy.deepcopy(eager))
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_kinds_of_convolutions(kind):
 
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), lambda x: torch.max_pool2d(x, 2)])
 @pytest.mark.parametrize("skip", [False, True])
-def test_max_pooling(pool, skip):
+def test_max_pooling_keeps_the_mask_of_its_input(pool, skip):
     """Its backward reads indices. A trained convolution that reads the ReLU's result too keeps that."""
 
     class Net(nn.Module):
@@ -157,7 +157,7 @@ def test_a_write_to_a_result_of_which_a_mask_was_left():
         other.sum().backward()
 
 
-def test_what_else_reads_the_result():
+def test_a_result_with_another_reader_is_kept_whole():
     """A ReLU's result that a trained layer, a recipe or a later op reads too is whole."""
     torch.manual_seed(0)
     frozen, trained = (nn.Conv2d(C, C, 3, padding=1) for _ in range(2))

@@ -27,7 +27,7 @@ from fastvit.recompute import packed_tensor, pins, recipe
 
 @pytest.mark.parametrize("where", ["scope outside", "scope inside", "converted submodule"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-def test_checkpointing(where, reentrant, device):
+def test_scopes_and_checkpoints_nest_either_way(where, reentrant, device):
     x = torch.randn(4, 8, 20, 20, device=device)
     want = run_step(make_conv_stack("keep").to(device), x)
     net = make_conv_stack("recompute").to(device)
@@ -102,7 +102,7 @@ def test_two_models_in_one_scope(device):
                 assert_same_bits(run_step(models[i], x, contextlib.nullcontext), want[i])
 
 
-def test_threads():
+def test_two_threads_may_run_a_converted_model():
     """Two threads run one model at once; it has no state of a step but the parameters."""
     eager = nn.Sequential(*(vit_models.Block() for _ in range(2)))
     model = fastvit.convert(copy.deepcopy(eager))
@@ -125,7 +125,7 @@ def test_threads():
     assert not failed
 
 
-def test_without_gradients(device):
+def test_a_scope_keeps_nothing_without_gradients(device):
     net = make_conv_stack("recompute").to(device)
     x = torch.randn(4, 8, 6, 6, device=device)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -139,7 +139,7 @@ def test_without_gradients(device):
     assert rebuilds.count == 0, "a frozen layer saves nothing that its output could be rebuilt from"
 
 
-def test_compiled():
+def test_a_scope_in_compiled_code_leaves_eager_gradients():
     """A scope in the function that is compiled; one round compiled code is in test_convert_vit.py."""
     torch._dynamo.reset()
     net, x = make_conv_stack("recompute", 2), torch.randn(4, 8, 9, 9)
@@ -286,7 +286,7 @@ def test_a_copy_is_made_from_a_result_that_another_op_saves():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("train", [True, None, False])
-def test_native_dropout(train, dtype):
+def test_a_result_of_native_dropout_is_rebuilt_from_its_mask(train, dtype):
     """What dropout runs on CUDA: the result is made again of the mask's bits.
 
     In evaluation it is kept, and in half precision on a CPU, where versions of torch round otherwise.

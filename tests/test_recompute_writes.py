@@ -84,7 +84,7 @@ MAKES = {
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("write", WRITES)
-def test_writes(write, make, scope):
+def test_a_write_before_saving_leaves_eager_gradients(write, make, scope):
     def function(a, b, c, w):
         h = MAKES[make](a, b, c)
         WRITES[write](h, b)
@@ -232,7 +232,7 @@ def on_cpu(x, y):
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_programs(program, scope):
+def test_uncommon_code_in_a_scope_leaves_eager_gradients(program, scope):
     torch._dynamo.reset()
     same_as_eager(PROGRAMS[program], scope)
 

@@ -170,7 +170,7 @@ def recomputed(rank, world, reentrant):
 
 @with_each_backend
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(ranks, reentrant, statistics):
+def test_checkpointed_sync_layers_give_the_same_gradients(ranks, reentrant, statistics):
     ranks.run(2, recomputed, reentrant, statistics=statistics)
 
 
@@ -346,7 +346,7 @@ def counts(rank, world):
 
 
 @with_each_backend
-def test_steps(ranks, statistics):
+def test_step_numbers_wrap_below_2_to_the_24(ranks, statistics):
     assert ranks.run(2, counts, statistics=statistics) == [[1, 2, 3, 4, 2**24 - 1, 0, 1]] * 2
 
 

@@ -248,5 +248,5 @@ def recomputed(rank, world):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_recomputed(ranks):
+def test_recomputed_sync_layers_give_the_same_gradients(ranks):
     ranks.run(2, recomputed, statistics="collective")

@@ -49,7 +49,7 @@ def _conversation(rank, world):
     assert linear.weight.tolist() == [[0.0] * 2] * 2
 
 
-def test_what_ranks_say_to_each_other(ranks):
+def test_collectives_of_the_trainer_reach_every_rank(ranks):
     ranks.run(2, _conversation)
 
 

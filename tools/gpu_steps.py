@@ -21,10 +21,10 @@ OTHERS = "arguments layers batch_norm_act fuse convert_syncbn recompute recomput
 # float32 and bfloat16 over planes, rows, short planes and memory with gaps; few enough for a sanitizer
 SANITIZED = (
     "(nchw_wide or nhwc_c96 or one_sample or cropped_nhwc) and (dtype0 or dtype2)"
-    " and (leaky and test_invertible_ops or test_bn_ops and -relu-)"
+    " and (leaky and test_ops_that_invert_y or test_batch_norm_ops and -relu-)"
     " or test_layer_norm and (768 or 9001 or 2100) and (bfloat16 or float32-float32)"
-    " or test_act and test_ops and (every_other or nchw_wide) and (gelu_tanh or silu) and (dtype0 or dtype2)"
-    " or test_numbers_are_merged and (2-6 or 5-12)"
+    " or test_activation_ops and (every_other or nchw_wide) and (gelu_tanh or silu) and (dtype0 or dtype2)"
+    " or test_collective_messages_merge and (2-6 or 5-12)"
 )
 # The cache of torch's allocator would hide an overrun. torch expects some calls of CUDA's to fail.
 RACECHECK = "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 99 --tool racecheck"

@@ -255,7 +255,7 @@ def test_channel_counts_that_change(engine):
         check_steps(engine, 2, steps=steps, loop=loop, channels=channels)
 
 
-def test_a_captured_launch_goes_with_every_step(engine):
+def test_step_0_matches_any_step(engine):
     loop, ranks, alone = Ranks(engine, 2), [Rank(0), Rank(1)], [Rank(0), Rank(1)]
     kept = []
     with loop.together():
