@@ -140,7 +140,7 @@ wheel: .venv/.dev | install  ## A wheel for any Linux in dist/, tried in a bare 
 	rm -rf build/wheel dist
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) -m auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
-	$(RUN) tools/matrix.py dist/*.whl $(if $(COMPILE),--compile $(COMPILE)) --torch '$(TORCH)'
+	$(RUN) tools/wheel_matrix.py dist/*.whl $(if $(COMPILE),--compile $(COMPILE)) --torch '$(TORCH)'
 endif
 
 bench: install  ## Time layers and the backends of statistics; writes benchmarks/results
@@ -158,12 +158,12 @@ gpu:
 	git describe --always --exclude '*' --dirty=+changes >build/carried/commit
 else
 gpu:  ## On a CUDA GPU: tests, then measurements, in MINUTES
-	$(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/gpu.py --out '$(OUT)' --minutes $(MINUTES) --device $(or $(DEVICE),cuda) --tests "$$TESTS" $(if $(STEPS),--steps $(STEPS))
+	$(or $(wildcard $(RUN)),$(shell command -v $(RUN)),$(PYTHON)) tools/run_gpu_checks.py --out '$(OUT)' --minutes $(MINUTES) --device $(or $(DEVICE),cuda) --tests "$$TESTS" $(if $(STEPS),--steps $(STEPS))
 endif
 
 sass: $(TOOLED)  ## Check registers and machine code of the CUDA kernels; needs nvcc
 	@command -v nvdisasm >/dev/null || $(PIP) nvidia-cuda-nvdisasm || true  # without it the program checks registers alone
-	$(RUN) tools/sass.py
+	$(RUN) tools/kernel_resources.py
 
 lint: $(TOOLED)  ## What CI checks of the style
 ifdef FIX

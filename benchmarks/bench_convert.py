@@ -1,19 +1,19 @@
-"""Real models by `fastvit.convert` and by what else reduces kept bytes: bytes, peak of a step, and its time.
+"""Measures real models under `fastvit.convert` and its rivals: kept bytes, and peak and time of a step.
 
-Contenders, each from the eager model:
+Each contender is made from a copy of the eager model:
 
     convert, products   fastvit.convert, and with products=True
     0.8, least          fastvit.convert with budget=0.8, or any other share, and budget="least"
-    weight_casts        with weight_casts=True (bf16 only)
+    weight_casts        fastvit.convert with weight_casts=True (bf16 only)
     fuse                fastvit.fuse, then fastvit.convert (models with BatchNorm only): other roundings
     sac                 selective checkpointing of each block: products, convolutions and attention are kept
     sac_half            torchtitan's: every second matrix product is repeated too
     checkpoint          each block is checkpointed as a whole
 
 Kept bytes are the allocator's live bytes after one training forward minus those before. The peak is that of a
-whole step, above the bytes before it and without the gradients of weights. Gradients are compared with the
-eager model's, bit by bit. Time is processor time, on a GPU wall time until its work is done; contenders take
-turns, and the median counts.
+whole step, above the bytes before the step and without the gradients of weights. Gradients are compared with
+the eager model's, bit by bit. Time is processor time, with a GPU wall time until the GPU's work is done.
+Contenders take turns, and the median counts.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
                                        [--precision fp32|bf16|fp32,bf16] [--batch 8] [--threads 1]
@@ -45,10 +45,25 @@ import time
 
 import torch
 from budget_curve import BUDGETS, check_curve, draw_curve, is_budget
-from convert_contenders import COMPILED, MAKERS, MIB, Contender, make, select_autocast
-from harness import command_line, commit, percentiles, provenance, read_csv, reuse_memory, write_csv
-from real_models import create, inputs
-from report import write_table
+from convert_contenders import (
+    COMPILED,
+    CONTENDER_FACTORIES,
+    MIB,
+    Contender,
+    make_contender,
+    select_autocast,
+)
+from harness import (
+    current_commit,
+    make_parser,
+    percentiles,
+    provenance,
+    read_csv,
+    restart_with_reused_memory,
+    write_csv,
+)
+from real_models import create_model, random_inputs
+from result_tables import write_table
 
 VITS = """
     vit_small_patch16_224 torchvision:vit_b_16 transformers:vit transformers:siglip transformers:clip
@@ -78,24 +93,24 @@ CURVE = {
     "transformers:gpt2": (1, 2),
 }
 MODELS = {"convert_vits": VITS.split(), "convert": NORMS.split(), "curve": list(CURVE)}
-GROUPS = {"vits": "convert_vits", "norms": "convert", "curve": "curve"}
+MODEL_GROUPS = {"vits": "convert_vits", "norms": "convert", "curve": "curve"}
 PRECISIONS = ("fp32", "bf16")
 
 
-def chosen(name: str, precision: str, arguments) -> list[str]:
-    """The contenders that are measured for a model."""
+def select_contenders(name: str, precision: str, arguments) -> list[str]:
+    """Returns the names of the contenders that are measured for a model, without torch's."""
     if arguments.contenders:
         return arguments.contenders.split(",")
     if arguments.curve:
-        some = [contender for contender in MAKERS if contender not in ("fuse", "weight_casts")]
-        return [*some, *BUDGETS, *(COMPILED if arguments.compiled else ())]
-    some = ["fuse"] if name in MODELS["convert"] else []
-    some += ["weight_casts"] if precision == "bf16" else []
-    return ["convert", "products", *some, "sac", "sac_half", "checkpoint"]
+        uncompiled = [k for k in CONTENDER_FACTORIES if k not in ("fuse", "weight_casts")]
+        return [*uncompiled, *BUDGETS, *(COMPILED if arguments.compiled else ())]
+    extra = ["fuse"] if name in MODELS["convert"] else []
+    extra += ["weight_casts"] if precision == "bf16" else []
+    return ["convert", "products", *extra, "sac", "sac_half", "checkpoint"]
 
 
-def _plain(name: str) -> str:
-    """A parameter's name without those of wrappers."""
+def _strip_wrapper_prefixes(name: str) -> str:
+    """Returns a parameter's name without the names of the wrappers around its module."""
     return name.replace("_checkpoint_wrapped_module.", "").removeprefix("_orig_mod.")
 
 
@@ -106,64 +121,71 @@ def select_batch(name: str, precision: str, arguments) -> int:
     return CURVE.get(name, (1, 4))[PRECISIONS.index(precision)]
 
 
-def measure(name: str, precision: str, arguments) -> list[dict]:
-    """A row for each contender. Budgets below one that cannot be met are not tried."""
+def measure_model(name: str, precision: str, arguments) -> list[dict]:
+    """Returns a row for each contender. Budgets below one that cannot be met are not tried."""
     torch.manual_seed(0)
-    eager, size = create(name)
-    x = inputs(name, select_batch(name, precision, arguments), size).to(arguments.device)
+    eager, size = create_model(name)
+    x = random_inputs(name, select_batch(name, precision, arguments), size).to(arguments.device)
     eager = eager.to(arguments.device)
-    by = {"torch": Contender(eager, select_autocast("torch", precision, arguments))}
-    expected = by["torch"].gradients(x)
+    contenders = {"torch": Contender(eager, select_autocast("torch", precision, arguments))}
+    expected = contenders["torch"].compute_gradients(x)
     rows: dict[str, dict] = {}
-    is_met = True
-    for contender in ["torch", *chosen(name, precision, arguments)]:
+    is_budget_met = True
+    for contender in ["torch", *select_contenders(name, precision, arguments)]:
         is_share = is_budget(contender) and contender != "least"
-        if is_share and not is_met:
+        if is_share and not is_budget_met:
             continue
         try:
             if contender != "torch":
                 autocast = select_autocast(contender, precision, arguments)
                 with autocast():
-                    model = make(contender, eager, x)
-                by[contender] = Contender(model, autocast)
-            actual = {_plain(n): g for n, g in by[contender].gradients(x).items()}
-            same_bits = sum(torch.equal(actual[n], expected[n]) for n in expected) / len(expected)
+                    model = make_contender(contender, eager, x)
+                contenders[contender] = Contender(model, autocast)
+            actual = contenders[contender].compute_gradients(x)
             rows[contender] = {
                 "what": name,
                 "shape": "x".join(map(str, x.shape)),
                 "dtype": precision,
                 "threads": arguments.threads,
                 "contender": contender,
-                "same_bits": same_bits,
-                "kept_MiB": by[contender].kept(x),
-                "peak_MiB": by[contender].peak(x),
+                "same_bits": _equal_share(actual, expected),
+                "kept_MiB": contenders[contender].measure_kept(x),
+                "peak_MiB": contenders[contender].measure_peak(x),
             }
-        except Exception as error:  # a contender may not take a model; the rest is still measured
-            is_met = is_met and not (is_share and isinstance(error, ValueError))
+        except Exception as error:  # Some contenders do not take some models; the others are still measured.
+            is_budget_met = is_budget_met and not (is_share and isinstance(error, ValueError))
             print(f"{name}: {contender}: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
-            by.pop(contender, None)
+            contenders.pop(contender, None)
     if precision == "bf16":
         _print_weight_share(name, eager, rows["torch"]["peak_MiB"])
-    for _ in range(arguments.repeats):  # contenders take turns, so that a slow minute hits all
-        for one in by.values():
-            one.timed(x)
-    where = provenance(arguments.device)
-    return [row | percentiles(by[contender].us) | where for contender, row in rows.items()]
+    for _ in range(
+        arguments.repeats
+    ):  # Contenders take turns, so that a slow minute of the machine hits all.
+        for contender in contenders.values():
+            contender.time_step(x)
+    conditions = provenance(arguments.device)
+    return [row | percentiles(contenders[k].times_us) | conditions for k, row in rows.items()]
+
+
+def _equal_share(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Returns the share of gradients that have the expected bits."""
+    actual = {_strip_wrapper_prefixes(name): gradient for name, gradient in actual.items()}
+    return sum(torch.equal(actual[name], expected[name]) for name in expected) / len(expected)
 
 
 def _print_weight_share(name: str, model, peak_mib: float) -> None:
-    """Says where autocast's copies of weights are much of the peak: pick a larger batch there."""
-    copied = sum(2 * p.numel() for p in model.parameters() if p.ndim > 1) / MIB
-    if copied > peak_mib / 4:
-        print(f"{name}: copies of weights take {copied / peak_mib:.0%} of the peak")
+    """Prints a note if copies of weights are much of the peak under autocast: the batch is too small."""
+    copies_mib = sum(2 * p.numel() for p in model.parameters() if p.ndim > 1) / MIB
+    if copies_mib > peak_mib / 4:
+        print(f"{name}: copies of weights take {copies_mib / peak_mib:.0%} of the peak")
 
 
 def is_measured(rows: list[dict], name: str, precision: str, arguments) -> bool:
-    """Returns whether the rows of a model are of this commit, without changes, and of these options."""
-    head = commit()
-    if head == "unknown" or head.endswith("+changes"):
+    """Returns whether the rows of a model were measured on this commit, without changes, by these options."""
+    commit = current_commit()
+    if commit == "unknown" or commit.endswith("+changes"):
         return False
-    expected = (head, str(arguments.threads), str(select_batch(name, precision, arguments)))
+    expected = (commit, str(arguments.threads), str(select_batch(name, precision, arguments)))
     found = [
         (row["commit"], row["threads"], row["shape"].split("x")[0])
         for row in rows
@@ -172,8 +194,8 @@ def is_measured(rows: list[dict], name: str, precision: str, arguments) -> bool:
     return set(found) == {expected}
 
 
-def merged(old: list[dict], new: list[dict], models: list[str]) -> list[dict]:
-    """`new`, and the rows of other models, in the order of `models`."""
+def merge_rows(old: list[dict], new: list[dict], models: list[str]) -> list[dict]:
+    """Returns `new`, and the old rows of other models, in the order of `models`."""
     first = new[0]
     rows = [row for row in old if (row["what"], row["dtype"]) != (first["what"], first["dtype"])]
     order = {model: i for i, model in enumerate(models)}
@@ -181,18 +203,20 @@ def merged(old: list[dict], new: list[dict], models: list[str]) -> list[dict]:
 
 
 def parse_arguments():
-    parser = command_line(__doc__)
-    parser.add_argument("--models", help="vits, norms, curve, or names of models, by commas")
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", help="vits, norms, curve, or names of models, separated by commas")
     parser.add_argument("--precision", help="fp32, bf16 or fp32,bf16 (default: fp32; with --curve both)")
     parser.add_argument("--batch", type=int, help="default: 8; with --curve by model and precision")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, help="default: 5; with --curve 7")
-    parser.add_argument("--contenders", help="names from the list above, by commas")
-    parser.add_argument("--curve", action="store_true", help="peak against time, from budget to budget")
-    parser.add_argument("--compiled", action="store_true", help="with --curve: under torch.compile too")
-    parser.add_argument("--resume", action="store_true", help="skip what was measured on this commit")
+    parser.add_argument("--contenders", help="names from the list above, separated by commas")
+    parser.add_argument("--curve", action="store_true", help="measure peak against time for each budget")
     parser.add_argument(
-        "--check-curve", action="store_true", help="measure nothing; find faults of the curve"
+        "--compiled", action="store_true", help="with --curve: measure under torch.compile too"
+    )
+    parser.add_argument("--resume", action="store_true", help="skip models that were measured on this commit")
+    parser.add_argument(
+        "--check-curve", action="store_true", help="measure nothing; print the faults of the curve"
     )
     arguments = parser.parse_args()
     arguments.models = arguments.models or ("curve" if arguments.curve else "vits,norms")
@@ -204,13 +228,13 @@ def parse_arguments():
     return arguments
 
 
-def check(arguments) -> None:
-    """Prints the faults of the curve that was measured, and ends the program with status 1 if it has some."""
+def check_measured_curve(arguments) -> None:
+    """Prints the faults of the curve that was measured, and exits with status 1 if there are some."""
     name = f"curve_{arguments.device}"
     rows = read_csv(name, arguments.out)
     if not rows:
         sys.exit(
-            f"bench_convert: --check-curve found no rows in {arguments.out / name}.csv; run --curve before"
+            f"bench_convert: --check-curve found no rows in {arguments.out / name}.csv; run --curve first"
         )
     lines, has_faults = check_curve(rows)
     print(*lines, sep="\n")
@@ -220,13 +244,13 @@ def check(arguments) -> None:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.check_curve:
-        check(arguments)
+        check_measured_curve(arguments)
     if arguments.device == "cpu":
-        reuse_memory()
+        restart_with_reused_memory()
     torch.set_num_threads(arguments.threads)
-    torch._dynamo.config.recompile_limit = 32  # the contenders share one forward
-    given = arguments.models.split(",")
-    names = [name for one in given for name in (MODELS[GROUPS[one]] if one in GROUPS else (one,))]
+    torch._dynamo.config.recompile_limit = 32  # Each contender recompiles the forward that all share.
+    words = arguments.models.split(",")
+    names = [name for k in words for name in (MODELS[MODEL_GROUPS[k]] if k in MODEL_GROUPS else (k,))]
     runs = [(name, precision) for precision in arguments.precisions for name in names]
     begin = time.monotonic()
     for i, (name, precision) in enumerate(runs, 1):
@@ -236,7 +260,7 @@ def main() -> None:
         if arguments.resume and is_measured(rows, name, precision, arguments):
             print(f"{i}/{len(runs)} {name} {precision}: measured before", flush=True)
             continue
-        rows = merged(rows, measure(name, precision, arguments), MODELS[group])
+        rows = merge_rows(rows, measure_model(name, precision, arguments), MODELS[group])
         path = write_table(write_csv(results, rows, arguments.out))
         minutes = (time.monotonic() - begin) / 60
         print(f"{i}/{len(runs)} {name} {precision}, {minutes:.1f} minutes: {path}", flush=True)

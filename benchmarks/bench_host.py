@@ -1,19 +1,19 @@
-"""The host's share of a step: Python and dispatch, on tensors so small that little else remains.
+"""Times the host's share of a step: Python and dispatch, on tensors so small that little else remains.
 
     python benchmarks/bench_host.py [--device cpu|cuda] [--rounds 200] [--out FOLDER]
 
-Contenders in turn, the mean of all rounds after a warm-up, one thread. On a CPU it is processor time, which
-other programs hardly lengthen. A converted model makes objects for each saved tensor, and Python's garbage
-collector runs for them once in many rounds. The least and the median hide its time, which the mean has.
+Contenders take turns on one thread; a result is the mean of all rounds after a warm-up. On a CPU it is
+processor time, which other programs hardly lengthen. A converted model makes objects for each saved tensor,
+and Python's garbage collector runs for them once in many rounds. The mean includes the collector's time,
+which the least and the median would hide.
 
     vit_tiny of 12 blocks, 8 images of 32 pixels, in fp32 and under bf16 autocast: torch's, `fastvit.convert`,
     and with products=True. A step makes gradients and drops them.
-    a layer of (4, 8, 4, 4): torch's two layers, and fastvit's one. A multiplication before it makes the input
-    an activation; its time is subtracted.
+    a layer of (4, 8, 4, 4): torch's two layers, and fastvit's one. A multiplication before the layer makes
+    the input an activation; the time of the multiplication is subtracted.
 
-A GPU's work goes on behind the host's, whose time is by the clock. Models need timm (`pip install
-'.[models]'`).
-Writes results/host_DEVICE.csv and .md.
+With a GPU the host's time is by the clock, and the GPU's work goes on behind it. Models need timm
+(`pip install '.[models]'`). The program writes results/host_DEVICE.csv and .md.
 """
 
 import copy
@@ -22,16 +22,16 @@ import time
 from collections.abc import Callable
 
 import torch
-from harness import WARM_UP, command_line, provenance, write_csv
+from harness import WARM_UP_TURNS, make_parser, provenance, write_csv
 from real_models import import_torchvision
-from report import write_table
+from result_tables import write_table
 from torch import nn
 
 import fastvit
 
-LAYER_CALLS = 30  # one call is as short as the clock's resolution
+LAYER_CALLS = 30  # calls in one timing: one call is as short as the clock's resolution
 CHANNELS = 8
-LAYERS = {  # what it replaces -> torch's layers, fastvit's
+LAYERS = {  # a name -> functions that make torch's layers, and fastvit's layer for the same work
     "BatchNorm2d, ReLU": (
         lambda: nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU()),
         lambda: fastvit.BatchNormAct(CHANNELS, activation="relu"),
@@ -42,38 +42,40 @@ LAYERS = {  # what it replaces -> torch's layers, fastvit's
     ),
     "BatchNorm2d": (lambda: nn.BatchNorm2d(CHANNELS), lambda: fastvit.SyncBatchNorm(CHANNELS)),
 }
-Times = dict[str, float]  # seconds by direction
+SecondsByDirection = dict[str, float]
 read_clock = time.process_time
 
 
-def average(contenders: dict[str, Callable[[], Times]], rounds: int, device: str) -> dict[str, Times]:
-    """Returns the mean of each direction, of each contender."""
-    total: dict[str, Times] = {}
-    for turn in range(-WARM_UP, rounds):
-        for name, step in contenders.items():
+def mean_by_contender(
+    contenders: dict[str, Callable[[], SecondsByDirection]], rounds: int, device: str
+) -> dict[str, SecondsByDirection]:
+    """Runs the contenders in turn; returns the mean time of each in each direction."""
+    means: dict[str, SecondsByDirection] = {}
+    for turn in range(-WARM_UP_TURNS, rounds):
+        for name, run_step in contenders.items():
             if device == "cuda":
-                torch.cuda.synchronize()  # a full stream would make a launch wait
-            taken = step()
-            before = total.get(name, dict.fromkeys(taken, 0.0))
-            total[name] = {way: before[way] + (turn >= 0) * seconds for way, seconds in taken.items()}
-    return {name: {way: of / rounds for way, of in taken.items()} for name, taken in total.items()}
+                torch.cuda.synchronize()  # A full stream would make a launch wait.
+            for direction, seconds in run_step().items():
+                mean = means.setdefault(name, {})
+                mean[direction] = mean.get(direction, 0.0) + (turn >= 0) * seconds / rounds
+    return means
 
 
-def rows_of(what: str, mean: dict[str, Times]) -> list[dict]:
+def make_rows(what: str, means: dict[str, SecondsByDirection]) -> list[dict]:
     return [
         {
             "what": what,
             "contender": name,
-            "direction": way,
+            "direction": direction,
             "mean_us": 1e6 * seconds,
-            "times": mean["torch"][way] / seconds,
+            "times": means["torch"][direction] / seconds,
         }
-        for name, taken in mean.items()
-        for way, seconds in taken.items()
+        for name, mean in means.items()
+        for direction, seconds in mean.items()
     ]
 
 
-def timed(forward: Callable[[], torch.Tensor]) -> Times:
+def time_step(forward: Callable[[], torch.Tensor]) -> SecondsByDirection:
     begin = read_clock()
     result = forward()
     middle = read_clock()
@@ -82,7 +84,7 @@ def timed(forward: Callable[[], torch.Tensor]) -> Times:
     return {"forward": middle - begin, "backward": end - middle, "both": end - begin}
 
 
-def models(rounds: int, device: str) -> list[dict]:
+def bench_models(rounds: int, device: str) -> list[dict]:
     import_torchvision()
     import timm
 
@@ -95,51 +97,53 @@ def models(rounds: int, device: str) -> list[dict]:
     }
     x = torch.randn(8, 3, 32, 32, device=device)
 
-    def step(model: nn.Module, autocast: bool) -> Times:
+    def run_step(model: nn.Module, autocast: bool) -> SecondsByDirection:
         def forward() -> torch.Tensor:
             with torch.autocast(device, torch.bfloat16, enabled=autocast):
                 return model(x).sum()
 
-        taken = timed(forward)
+        seconds = time_step(forward)
         model.zero_grad()
-        return taken
+        return seconds
 
     rows = []
     for dtype in ("fp32", "bf16"):
-        steps = {k: functools.partial(step, model, dtype == "bf16") for k, model in contenders.items()}
-        rows += rows_of(f"vit_tiny, 32 pixels, {dtype}", average(steps, rounds, device))
+        steps = {k: functools.partial(run_step, model, dtype == "bf16") for k, model in contenders.items()}
+        rows += make_rows(f"vit_tiny, 32 pixels, {dtype}", mean_by_contender(steps, rounds, device))
     return rows
 
 
-def layers(rounds: int, device: str) -> list[dict]:
+def bench_layers(rounds: int, device: str) -> list[dict]:
     x = torch.randn(4, CHANNELS, 4, 4, device=device, requires_grad=True)
 
-    def step(layer: Callable) -> Times:
-        calls = [timed(lambda: layer(x * 1)) for _ in range(LAYER_CALLS)]
-        return {way: sum(taken[way] for taken in calls) / LAYER_CALLS for way in calls[0]}
+    def run_step(layer: Callable) -> SecondsByDirection:
+        calls = [time_step(lambda: layer(x * 1)) for _ in range(LAYER_CALLS)]
+        return {direction: sum(call[direction] for call in calls) / LAYER_CALLS for direction in calls[0]}
 
     rows = []
-    for what, pair in LAYERS.items():
-        made = {name: make().to(device) for name, make in zip(("torch", "fastvit"), pair, strict=True)}
-        steps = {name: functools.partial(step, layer) for name, layer in made.items()}
-        mean = average(steps | {"": functools.partial(step, nn.Identity())}, rounds, device)
-        alone = mean.pop("")
-        net = {name: {way: taken[way] - alone[way] for way in taken} for name, taken in mean.items()}
-        rows += rows_of(what, net)
+    for what, factories in LAYERS.items():
+        layers = {k: make().to(device) for k, make in zip(("torch", "fastvit"), factories, strict=True)}
+        layers["identity"] = nn.Identity()
+        steps = {name: functools.partial(run_step, layer) for name, layer in layers.items()}
+        means = mean_by_contender(steps, rounds, device)
+        identity = means.pop("identity")
+        for mean in means.values():
+            mean |= {direction: mean[direction] - identity[direction] for direction in mean}
+        rows += make_rows(what, means)
     return rows
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=200, help="timed turns per contender")
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=200, help="timed rounds of each contender")
     options = parser.parse_args()
-    if options.device == "cuda":  # threads of the driver take processor time too
+    if options.device == "cuda":  # Processor time would include that of the driver's threads.
         global read_clock
         read_clock = time.perf_counter
     torch.set_num_threads(1)
-    found = [row for part in (models, layers) for row in part(options.rounds, options.device)]
-    where = {"threads": 1, **provenance(options.device)}
-    path = write_table(write_csv(f"host_{options.device}", [row | where for row in found], options.out))
+    rows = bench_models(options.rounds, options.device) + bench_layers(options.rounds, options.device)
+    conditions = {"threads": 1, **provenance(options.device)}
+    path = write_table(write_csv(f"host_{options.device}", [row | conditions for row in rows], options.out))
     print(path.with_suffix(".md").read_text())
 
 

@@ -1,9 +1,9 @@
-"""The trainer's accuracy with every --norm and --amp on digits.
+"""Measures the trainer's accuracy on digits with every --norm and --amp.
 
     python benchmarks/bench_train.py [--ranks 2] [--only norm=torch amp=O2 ...]
 
-Trains with the default recipe, one case after another, which takes several minutes; `--only` runs a part, and
-the other rows remain. Results go to results/train_accuracy.csv and train_accuracy.md.
+The program trains with the default recipe, one case after another, which takes several minutes. `--only` runs
+some cases, and the rows of the others remain. Results go to results/train_accuracy.csv and train_accuracy.md.
 """
 
 import json
@@ -15,19 +15,19 @@ import time
 from pathlib import Path
 
 import torch
-from harness import command_line, conditions, markdown, provenance, read_csv, write_csv
+from harness import format_conditions, make_parser, markdown_table, provenance, read_csv, write_csv
 
-from fastvit.training.config import ALL_NORMS, AMP_LEVELS, Config
+from fastvit.training.config import AMP_LEVELS, NORM_NAMES, Config
 from fastvit.training.nvidia_apex import import_apex
 
-REQUIRED, REQUIRED_O3 = 0.97, 0.90
-DEFAULT = Config()
+MIN_ACCURACY, MIN_ACCURACY_O3 = 0.97, 0.90
+DEFAULT_CONFIG = Config()
 
 
 def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
-    """Train with each norm, and with each precision; one row each."""
-    before = read_csv("train_accuracy", results) if only else []
-    rows: dict[str, dict] = {f"{row['option']}={row['value']}": row for row in before}
+    """Trains with each norm, and with each level of amp; returns a row for each."""
+    old_rows = read_csv("train_accuracy", results) if only else []
+    rows: dict[str, dict] = {f"{row['option']}={row['value']}": row for row in old_rows}
     left_out = set()
     if torch.cuda.device_count() < ranks:
         left_out.add("torch-sync")
@@ -36,7 +36,7 @@ def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
     except ImportError as error:
         left_out.add("apex-sync")
         print(f"not measured: norm=apex-sync: {error}")
-    cases = [f"norm={name}" for name in ALL_NORMS if name not in left_out]
+    cases = [f"norm={name}" for name in NORM_NAMES if name not in left_out]
     cases += [f"amp={level}" for level in AMP_LEVELS]
     for case in only or cases:
         option, value = case.split("=")
@@ -48,34 +48,39 @@ def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
             subprocess.run([sys.executable, *command.split(), *options], check=True, env=environment)
             seconds = time.perf_counter() - start
             last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-        required = REQUIRED_O3 if value == "O3" else REQUIRED
+        min_accuracy = MIN_ACCURACY_O3 if value == "O3" else MIN_ACCURACY
         row = {"option": option, "value": value, "ranks": ranks, "epochs": last["epoch"]}
-        row |= {"test_accuracy": last["test_accuracy"], "required": required, "test_loss": last["test_loss"]}
+        row |= {
+            "test_accuracy": last["test_accuracy"],
+            "required": min_accuracy,
+            "test_loss": last["test_loss"],
+        }
         rows[case] = row | {"seconds": seconds} | provenance("cpu")
         path = write_csv("train_accuracy", list(rows.values()), results)
-        path.with_suffix(".md").write_text(table(read_csv(path.stem, results)))
+        path.with_suffix(".md").write_text(format_table(read_csv(path.stem, results)))
     return list(rows.values())
 
 
-def table(rows: list[dict]) -> str:
+def format_table(rows: list[dict]) -> str:
     names = ("option", "value", "test_accuracy", "required", "test_loss")
     first = rows[0]
     lines = [
-        *markdown(names, [[row[name] for name in names] for row in rows]),
+        *markdown_table(names, [[row[name] for name in names] for row in rows]),
         "",
         f"vit_digits on scikit-learn's digits, {first['ranks']} gloo ranks, {first['epochs']} epochs of the "
-        f"default recipe, the other option at its default (--norm {DEFAULT.norm}, --amp {DEFAULT.amp}). "
-        f"{conditions(first)}. On the CPU the half precision of O1 to O3 is bfloat16; --norm torch-sync "
-        "trains on CUDA only; --norm apex-sync is apex 25.05's own layer, from the same initial weights.",
+        "default recipe, the other option at its default "
+        f"(--norm {DEFAULT_CONFIG.norm}, --amp {DEFAULT_CONFIG.amp}). {format_conditions(first)}. "
+        "On the CPU the half precision of O1 to O3 is bfloat16; --norm torch-sync trains on CUDA only; "
+        "--norm apex-sync is apex 25.05's own layer, from the same initial weights.",
         "",
     ]
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = command_line(__doc__, None)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--only", nargs="+", default=[], metavar="OPTION=VALUE", help="these cases alone")
+    parser = make_parser(__doc__, None)
+    parser.add_argument("--ranks", type=int, default=2, help="number of gloo ranks")
+    parser.add_argument("--only", nargs="+", default=[], metavar="OPTION=VALUE", help="run these cases alone")
     options = parser.parse_args()
     rows = measure_accuracy(options.ranks, options.only, options.out)
     return 0 if all(float(row["test_accuracy"]) >= float(row["required"]) for row in rows) else 1

@@ -1,13 +1,14 @@
-"""The curve of budgets: the peak of a step against its time. Reads rows, draws a picture and finds faults.
+"""Checks and draws the curve of budgets: the peak of a step against its time.
 
 A fault is a contender that dominates the curve, or a budget that breaks a property of the curve:
 
-    dominated     another contender has less bytes and less time than the line through our points allows
+    dominated     another contender has fewer bytes and less time than the line through our points allows
     not convex    a budget takes more time than one other point of ours, or the mix of two, with no more peak
     not monotone  a budget has a larger peak than a larger budget
     over budget   the peak is more than the budget
 
-Each allows MARGIN. A contender below the least of ours that takes more time is noted, and is no fault.
+Each comparison allows MARGIN. A contender with fewer bytes than our least point, and more time, is listed and
+is no fault.
 """
 
 import re
@@ -16,22 +17,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import markdown
+from harness import markdown_table
 
 BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "least")
-OTHERS = {  # Contender -> its name in the picture, and its marker.
+REFERENCE_CONTENDERS = {  # a contender -> its name in the picture, and its marker
     "products": ("products=True", "v"),
     "sac": ("selective checkpointing", "s"),
     "sac_half": ("every second product", "D"),
     "checkpoint": ("block checkpointing", "^"),
 }
 COLORS = {"fp32": "#1f5fa8", "bf16": "#c8641e"}
-MARGIN = 0.03  # of time, and of the peak where peaks are compared
+MARGIN = 0.03  # a share of the time, and of the peak if peaks are compared
 BELOW_LEAST = "below the least"
 
 
 class CurvePoint(NamedTuple):
-    """What a contender measured, as shares of the eager model's."""
+    """Peak, kept bytes and time of a contender, as shares of those of the eager model."""
 
     contender: str
     peak: float
@@ -64,16 +65,16 @@ def get_budget_share(contender: str) -> float:
 
 
 def order_contenders(contenders: Iterable[str]) -> list[str]:
-    """Puts the budgets, from the largest, where the first of them stands."""
+    """Returns the contenders with all budgets, from the largest, at the place of the first budget."""
     names = list(contenders)
     budgets = sorted(filter(is_budget, names), key=get_budget_share, reverse=True)
     start = next((i for i, name in enumerate(names) if is_budget(name)), len(names))
-    rest = [name for name in names[start:] if not is_budget(name)]
-    return [*names[:start], *budgets, *rest]
+    after = [name for name in names[start:] if not is_budget(name)]
+    return [*names[:start], *budgets, *after]
 
 
 def group_points(rows: Iterable[dict]) -> dict[CurveKey, list[CurvePoint]]:
-    """Groups rows by model and precision; compiled contenders, without their prefix, are a group apart."""
+    """Groups rows by model and precision, with groups of their own for compiled contenders."""
     by_model: dict[tuple[str, str], dict[str, dict]] = {}
     for row in rows:
         by_model.setdefault((row["what"], row["dtype"]), {})[row["contender"]] = row
@@ -81,10 +82,10 @@ def group_points(rows: Iterable[dict]) -> dict[CurveKey, list[CurvePoint]]:
     for (model, dtype), measured in by_model.items():
         eager = measured["torch"]
         for contender, row in measured.items():
-            plain = contender.removeprefix("compiled_")
-            shares = (float(row[name]) / float(eager[name]) for name in ("peak_MiB", "kept_MiB", "p50_us"))
-            key = CurveKey(model, dtype, plain != contender)
-            groups.setdefault(key, []).append(CurvePoint(plain, *shares))
+            name = contender.removeprefix("compiled_")
+            shares = (float(row[k]) / float(eager[k]) for k in ("peak_MiB", "kept_MiB", "p50_us"))
+            key = CurveKey(model, dtype, name != contender)
+            groups.setdefault(key, []).append(CurvePoint(name, *shares))
     return groups
 
 
@@ -131,7 +132,7 @@ def find_faults(points: Iterable[CurvePoint]) -> list[CurveFault]:
 def _find_domination(curve: list[CurvePoint], other: CurvePoint, axis: str) -> CurveFault | None:
     front, nbytes = select_front(curve, axis), getattr(other, axis)
     least, fastest = front[0], front[-1]
-    if nbytes > getattr(fastest, axis):  # it has no less bytes than any point of the curve
+    if nbytes > getattr(fastest, axis):  # `other` has more bytes than every point of the curve.
         return None
     if nbytes < getattr(least, axis) * (1 - MARGIN):
         is_slower = other.time > least.time
@@ -145,9 +146,8 @@ def _find_domination(curve: list[CurvePoint], other: CurvePoint, axis: str) -> C
 
 
 def _find_dent(curve: list[CurvePoint], budget: CurvePoint) -> CurveFault | None:
-    rest = [point for point in curve if point != budget]
-    lower = [point for point in rest if point.peak <= budget.peak]
-    higher = [point for point in rest if point.peak > budget.peak]
+    lower = [point for point in curve if point != budget and point.peak <= budget.peak]
+    higher = [point for point in curve if point.peak > budget.peak]
     allowed = [(point.time, f"{point} alone") for point in lower]
     allowed += [
         (mix_time(left, right, budget.peak, "peak"), f"mix of {left.contender} and {right.contender}")
@@ -174,13 +174,14 @@ def _find_excess(budget: CurvePoint) -> CurveFault | None:
 def check_curve(rows: Iterable[dict]) -> tuple[list[str], bool]:
     """Returns the lines of a table of faults, and whether one of them is more than a note.
 
-    Compiled code is left out: a budget is torch's `activation_memory_budget` there, which bounds no peak.
+    Compiled contenders are not checked: for them a budget is torch's `activation_memory_budget`, which bounds
+    no peak.
     """
     groups = {key: points for key, points in group_points(rows).items() if not key.is_compiled}
     found = [(key, fault) for key, points in groups.items() for fault in find_faults(points)]
     if not found:
         return [f"No fault in the curve, with a margin of {MARGIN:.0%}."], False
-    lines = markdown(
+    lines = markdown_table(
         ("model", "precision", "fault", "contender", "why"),
         ((key.model, key.dtype, fault.kind, fault.point, fault.reason) for key, fault in found),
     )
@@ -199,15 +200,15 @@ def draw_curve(rows: Iterable[dict], path: Path) -> None:
         lines, columns, figsize=(4.4 * columns, 3.6 * lines), layout="constrained", squeeze=False
     )
     panels = dict(zip(models, axes.flat, strict=False))
-    labelled: dict[str, object] = {}  # A label of the legend -> the first thing that is drawn for the label.
+    legend: dict[str, object] = {}  # a label -> the first line that is drawn for the label
     for key, points in groups.items():
         color = COLORS.get(key.dtype, "black")
         label = f"fastvit.convert by budget, {key.dtype}" + ", compiled" * key.is_compiled
-        draw = _drawer(panels[key.model], labelled, color)
+        draw = _drawer(panels[key.model], legend, color)
         draw(select_curve(points), label, "o", "--" if key.is_compiled else "-")
         for point in points:
-            if point.contender in OTHERS:
-                name, marker = OTHERS[point.contender]
+            if point.contender in REFERENCE_CONTENDERS:
+                name, marker = REFERENCE_CONTENDERS[point.contender]
                 draw([point], name + ", compiled" * key.is_compiled, marker, "")
     for model, panel in panels.items():
         panel.set_title(model, fontsize=9)
@@ -216,17 +217,17 @@ def draw_curve(rows: Iterable[dict], path: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
     for panel in list(axes.flat)[len(models) :]:
         panel.remove()
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
-def _drawer(panel, labelled: dict[str, object], color: str) -> Callable[..., None]:
+def _drawer(panel, legend: dict[str, object], color: str) -> Callable[..., None]:
     def draw(points: list[CurvePoint], label: str, marker: str, line: str) -> None:
         peaks, times = [point.peak for point in points], [point.time for point in points]
         (drawn,) = panel.plot(peaks, times, marker=marker, linestyle=line, color=color, markersize=4)
         if not line:
             drawn.set_markerfacecolor("white")
-        labelled.setdefault(label, drawn)
+        legend.setdefault(label, drawn)
 
     return draw

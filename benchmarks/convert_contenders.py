@@ -1,4 +1,4 @@
-"""The contenders of bench_convert.py: how each is made of the eager model, and how it is measured."""
+"""The contenders of bench_convert.py: `make_contender` makes a model, and `Contender` measures one."""
 
 import copy
 import functools
@@ -6,7 +6,7 @@ import time
 
 import torch
 from budget_curve import is_budget
-from harness import timed_us
+from harness import time_us
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -21,35 +21,37 @@ MIB = 2**20
 
 
 class Contender:
+    """A model, and the autocast under which a step of it is measured."""
+
     def __init__(self, model, autocast):
         self.model, self.autocast = model, autocast
-        self.us = []
+        self.times_us = []
 
     def forward(self, x):
-        torch.manual_seed(0)  # drop path and dropout draw the same
+        torch.manual_seed(0)  # All contenders draw the same numbers for dropout and drop path.
         with self.autocast():
             return self.model(x)
 
     def step(self, x) -> None:
         self.forward(x).float().square().mean().backward()
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         self.model.zero_grad(set_to_none=True)
 
-    def gradients(self, x) -> dict:
-        """Runs a first step, which allocates one-time buffers."""
-        self.zero()
+    def compute_gradients(self, x) -> dict:
+        """Returns the gradients of a first step, which also allocates buffers that stay."""
+        self.zero_grad()
         self.step(x)
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        self.zero()
+        self.zero_grad()
         return gradients
 
-    def kept(self, x) -> float:
-        """MiB that a training forward leaves allocated."""
+    def measure_kept(self, x) -> float:
+        """Returns the MiB that a training forward leaves allocated."""
         return live_bytes(lambda: self.forward(x), x.device)[0] / MIB
 
-    def peak(self, x) -> float:
-        """Peak MiB of a step; gradients of weights, which are no activations, are freed at once."""
+    def measure_peak(self, x) -> float:
+        """Returns the peak of a step in MiB, without gradients of weights, which are freed at once."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
         peak = peak_bytes(lambda: self.step(x), x.device) / MIB
@@ -57,32 +59,32 @@ class Contender:
             hook.remove()
         return peak
 
-    def timed(self, x) -> None:
+    def time_step(self, x) -> None:
         clock = time.perf_counter if x.device.type == "cuda" else time.process_time
-        timed_us(lambda: None, x.device)  # waits until a GPU has finished earlier work
-        self.us.append(timed_us(lambda: self.step(x), x.device, clock))
-        self.zero()
+        time_us(lambda: None, x.device)  # Waits until a GPU has finished earlier work.
+        self.times_us.append(time_us(lambda: self.step(x), x.device, clock))
+        self.zero_grad()
 
 
 def _innermost_blocks(model) -> set:
-    found = set(find_blocks(model))
-    return {block for block in found if not any(m in found for m in block.modules() if m is not block)}
+    blocks = set(find_blocks(model))
+    return {block for block in blocks if not any(m in blocks for m in block.modules() if m is not block)}
 
 
-def checkpointed(model, context_fn=None):
+def with_checkpointing(model, context_fn=None):
     options = {} if context_fn is None else {"context_fn": context_fn}
-    found = _innermost_blocks(model)
+    blocks = _innermost_blocks(model)
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, **options),
-        check_fn=lambda module: module in found,
+        check_fn=lambda module: module in blocks,
     )
     return model
 
 
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-KEPT = PRODUCTS | {
+MATMUL_OPS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+SAC_SAVED_OPS = MATMUL_OPS | {
     aten.convolution.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -91,50 +93,57 @@ KEPT = PRODUCTS | {
 }
 
 
-def selective(repeats_second: bool):
-    """Keeps convolutions, attention and products; with repeats_second every second product is repeated."""
+def selective_checkpoint_context(recomputes_half: bool):
+    """Returns a context function that saves convolutions, attention and matmuls.
+
+    With `recomputes_half` every second matmul is recomputed instead.
+    """
 
     def context_fn():
-        count = {False: 0, True: 0}
+        num_matmuls = {False: 0, True: 0}  # in the forward, and in the recomputation
 
         def policy(context, op, *args, **kwargs):
-            if op in PRODUCTS:
-                count[context.is_recompute] += 1
-                if repeats_second and count[context.is_recompute] % 2 == 0:
+            if op in MATMUL_OPS:
+                num_matmuls[context.is_recompute] += 1
+                if recomputes_half and num_matmuls[context.is_recompute] % 2 == 0:
                     return CheckpointPolicy.PREFER_RECOMPUTE
-            return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if op in SAC_SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)
 
     return context_fn
 
 
-MAKERS = {  # a contender's name -> what makes it of a copy of the eager model
+CONTENDER_FACTORIES = {  # a contender's name -> a function that converts a copy of the eager model
     "convert": fastvit.convert,
     "products": lambda model: fastvit.convert(model, products=True),
     "weight_casts": lambda model: fastvit.convert(model, weight_casts=True),
     "fuse": lambda model: fastvit.convert(fastvit.fuse(model)),
-    "sac": lambda model: checkpointed(model, selective(False)),
-    "sac_half": lambda model: checkpointed(model, selective(True)),
-    "checkpoint": checkpointed,
+    "sac": lambda model: with_checkpointing(model, selective_checkpoint_context(False)),
+    "sac_half": lambda model: with_checkpointing(model, selective_checkpoint_context(True)),
+    "checkpoint": with_checkpointing,
 }
 CHECKPOINTING = ("sac", "sac_half", "checkpoint")
 COMPILED = tuple(f"compiled_{name}" for name in ("eager", "sac", "convert", "0.4", "0.2", "0.1"))
 
 
-def make(contender: str, eager, x):
-    model, plain = copy.deepcopy(eager), contender.removeprefix("compiled_")
-    if is_budget(plain):
+def make_contender(contender: str, eager, x):
+    """Returns a copy of the eager model, converted by a budget or a function of CONTENDER_FACTORIES."""
+    model, name = copy.deepcopy(eager), contender.removeprefix("compiled_")
+    if is_budget(name):
         has_casts = torch.is_autocast_enabled(x.device.type)
-        budget = "least" if plain == "least" else float(plain)
+        budget = "least" if name == "least" else float(name)
         model = fastvit.convert(model, weight_casts=has_casts, budget=budget, example_inputs=x)
-    elif plain != "eager":
-        model = MAKERS[plain](model)
+    elif name != "eager":
+        model = CONTENDER_FACTORIES[name](model)
     return torch.compile(model) if contender in COMPILED else model
 
 
 def select_autocast(contender: str, precision: str, arguments):
-    """Returns what makes the contender's autocast; autocast's cache would hold the copies of all weights."""
+    """Returns a function that makes the contender's autocast context.
+
+    Contenders that free the copies of weights have no cache, since the cache would hold them all.
+    """
     uncached = ("weight_casts", *(CHECKPOINTING if arguments.curve else ()))
     return functools.partial(
         torch.autocast,

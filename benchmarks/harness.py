@@ -1,8 +1,8 @@
-"""Comparable timing: only the work inside the timer, cold caches, contenders in turn beside a copy.
+"""Comparable timing: a timer holds the work alone, caches are cold, and contenders take turns with a copy.
 
-Results have one form. A row has the case (`what`, `shape`, `dtype`, `threads`), the `contender` and the
+All results have one form. A row has the case (`what`, `shape`, `dtype`, `threads`), the `contender` and the
 `direction`, the time in us, its spread and its ratios, and the conditions: device, torch, CUDA, commit, date.
-report.py writes such a file as a table.
+result_tables.py writes such a file as a table.
 """
 
 import argparse
@@ -28,32 +28,35 @@ from fastvit.training.nvidia_apex import import_apex
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 FLUSH_BYTES = 256 << 20  # several times any cache
-WARM_UP = 2  # turns
+WARM_UP_TURNS = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 # glibc returns the memory of large tensors to the system, so each new tensor would cost page faults, which
 # depend on its size and not on the layer. A training loop on a GPU reuses memory; so do the benchmarks.
-REUSE_MEMORY = {
+REUSE_MEMORY_VARIABLES = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
 
 
-def reuse_memory() -> None:
-    """Restarts this program with an allocator that retains freed memory; glibc reads the option at start."""
-    if any(os.environ.get(name) != value for name, value in REUSE_MEMORY.items()):
-        os.environ.update(REUSE_MEMORY)
+def restart_with_reused_memory() -> None:
+    """Restarts this program with an allocator that retains freed memory.
+
+    glibc reads the variables when a program starts, so the program is replaced by itself.
+    """
+    if any(os.environ.get(name) != value for name, value in REUSE_MEMORY_VARIABLES.items()):
+        os.environ.update(REUSE_MEMORY_VARIABLES)
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
-class Taken(NamedTuple):
-    """What one timing gave; the sum of two is `Taken(*map(sum, zip(one, other)))`."""
+class Timing(NamedTuple):
+    """The result of one timing; the sum of two is `Timing(*map(sum, zip(one, other)))`."""
 
-    ms: float  # of one call
-    host_ms: float = 0.0  # on a GPU, what the host spends on queueing one call
-    late: int = 0  # 1 if the host queued the last call after the GPU had begun: gaps may be measured
+    ms: float  # the time of one call
+    host_ms: float = 0.0  # on a GPU, the time that the host spends on queueing one call
+    num_late: int = 0  # 1 if the host queued the last call after the GPU had begun: `ms` may have gaps
 
 
 Calls = Sequence[Callable[[], object]]
@@ -62,62 +65,67 @@ Calls = Sequence[Callable[[], object]]
 class Timer:
     """Times a call on a CPU, with cold caches.
 
-    With one thread by the processor's time, which other programs hardly lengthen, and with more by the clock.
+    One thread is timed by the processor's time, which other programs hardly lengthen; several by the clock.
     """
 
-    turns = 15  # by default
+    default_turns = 15
 
     def __init__(self, device: str = "cpu", buffer_bytes: int = FLUSH_BYTES):
         self.device = torch.device(device)
         self._source = torch.rand(buffer_bytes // 4, device=device)
         self._copy = torch.empty_like(self._source)
 
-    def rotation(self, nbytes: int, moved: int) -> tuple[int, int]:
-        """How many sets of inputs of `nbytes`, and how many calls that move `moved`, one timing takes."""
+    def plan_rotation(self, nbytes: int, bytes_moved: int) -> tuple[int, int]:
+        """Returns the number of input sets, of `nbytes` each, and of calls for one timing.
+
+        A call moves `bytes_moved`.
+        """
         return 1, 1
 
-    def __call__(self, calls: Calls, work: object, warm: Callable[[], object] = lambda: None) -> Taken:
-        """Times calls of `work`, which have inputs of their own; `warm` precedes the timing.
+    def __call__(self, calls: Calls, key: object, warm_up: Callable[[], object] = lambda: None) -> Timing:
+        """Times `calls`, each of which has inputs of its own. `warm_up` runs before the timing.
 
-        Flushing reads other data, since written lines would have to be written back first. It also evicts the
-        code of the interpreter, of torch and of the op, which is warm in a training loop: `warm` is the same
-        work on a few values.
+        The caches are flushed by reading other data, since written lines would have to be written back first.
+        This also evicts the code of the interpreter, of torch and of the op, which is warm in a training
+        loop: `warm_up` is the same work on a few values. `key` identifies the work.
         """
         (call,) = calls
         self._source.sum()
-        warm()
+        warm_up()
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         begin = clock()
         call()
-        return Taken((clock() - begin) * 1e3)
+        return Timing((clock() - begin) * 1e3)
 
-    def copy(self, nbytes: int) -> Taken:
-        """A copy of `nbytes`."""
+    def copy(self, nbytes: int) -> Timing:
+        """Times a copy of `nbytes`."""
         pairs = list(zip(self._source.split(nbytes // 4), self._copy.split(nbytes // 4), strict=True))
         pairs = [pair for pair in pairs if pair[0].nbytes == pairs[0][0].nbytes]
-        _, reps = self.rotation(nbytes, 2 * nbytes)
-        calls = [lambda pair=pair: pair[1].copy_(pair[0]) for pair in islice(cycle(pairs), reps)]
+        _, num_calls = self.plan_rotation(nbytes, 2 * nbytes)
+        calls = [lambda pair=pair: pair[1].copy_(pair[0]) for pair in islice(cycle(pairs), num_calls)]
         return self(calls, ("copy", nbytes))
 
 
 class CudaTimer(Timer):
     """Times many calls on a GPU between two events.
 
-    One call would be timed with a pair of events, which costs as much as a small kernel. A delay kernel
-    precedes the first event, so that the host has queued all calls before the first one begins. The inputs
-    rotate over so many sets that no call finds its own in the L2 cache, and every result has its own memory.
+    A pair of events costs as much as a small kernel, so a timing has many calls. A delay kernel before the
+    first event gives the host time to queue them all, so that gaps between launches are not measured. The
+    inputs rotate over so many sets that no call finds its own in the L2 cache, and every result has its own
+    memory.
     """
 
-    turns = 7
-    MIN_CALLS, MAX_CALLS, BYTES = 8, 60, 2 << 30  # of one timing, which moves about BYTES
+    default_turns = 7
+    MIN_CALLS, MAX_CALLS = 8, 60
+    BYTES_PER_TIMING = 2 << 30
     MAX_SETS = 64
     MAX_DELAY_MS = 20.0
 
     def __init__(self, device: str = "cuda", buffer_bytes: int = 1 << 30):
         super().__init__(device, buffer_bytes)
         self._l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-        self._host_ms: dict[object, float] = {}  # of the last timing, by work
-        for _ in range(100):  # clocks rise
+        self._host_ms: dict[object, float] = {}  # the host's time in the last timing of each key
+        for _ in range(100):  # the GPU raises its clock only under load
             self._copy.copy_(self._source)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cycles = 10_000_000
@@ -127,88 +135,93 @@ class CudaTimer(Timer):
         torch.cuda.synchronize()
         self._cycles_per_ms = cycles / first.elapsed_time(last)
 
-    def rotation(self, nbytes: int, moved: int) -> tuple[int, int]:
-        """The sets exceed the L2 cache six times, unless they would be more than MAX_SETS."""
-        sets = max(2, min(self.MAX_SETS, -(-6 * self._l2_bytes // nbytes)))
-        calls = max(self.MIN_CALLS, min(self.MAX_CALLS, self.BYTES // moved))
-        return sets, -(-calls // sets) * sets
+    def plan_rotation(self, nbytes: int, bytes_moved: int) -> tuple[int, int]:
+        """Returns sets that exceed the L2 cache six times, but at most MAX_SETS, and the number of calls."""
+        num_sets = max(2, min(self.MAX_SETS, -(-6 * self._l2_bytes // nbytes)))
+        num_calls = max(self.MIN_CALLS, min(self.MAX_CALLS, self.BYTES_PER_TIMING // bytes_moved))
+        return num_sets, -(-num_calls // num_sets) * num_sets
 
-    def __call__(self, calls: Calls, work: object, warm: Callable[[], object] = lambda: None) -> Taken:
-        """Times `calls` behind a delay of twice what the host spent on this `work` before."""
+    def __call__(self, calls: Calls, key: object, warm_up: Callable[[], object] = lambda: None) -> Timing:
+        """Times `calls` behind a delay of twice what the host spent on the last calls with this `key`."""
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        delay = min(self.MAX_DELAY_MS, 0.5 + 2 * self._host_ms.get(work, 1.0))
+        delay_ms = min(self.MAX_DELAY_MS, 0.5 + 2 * self._host_ms.get(key, 1.0))
         torch.cuda.synchronize()
-        torch.cuda._sleep(int(delay * self._cycles_per_ms))
+        torch.cuda._sleep(int(delay_ms * self._cycles_per_ms))
         first.record()
         begin = time.perf_counter()
         results = [call() for call in calls]
-        self._host_ms[work] = host = (time.perf_counter() - begin) * 1e3
-        late = first.query()
+        self._host_ms[key] = host_ms = (time.perf_counter() - begin) * 1e3
+        is_late = first.query()
         last.record()
         torch.cuda.synchronize()
         del results
-        return Taken(first.elapsed_time(last) / len(calls), host / len(calls), int(late))
+        return Timing(first.elapsed_time(last) / len(calls), host_ms / len(calls), int(is_late))
 
 
-def timer_for(device: str, quick: bool = False) -> Timer:
-    """The timer of a device; `quick` needs little memory."""
+def make_timer(device: str, quick: bool = False) -> Timer:
+    """Returns the timer of a device; `quick` needs little memory."""
     size = {"buffer_bytes": 1 << 20} if quick else {}
     return (CudaTimer if device == "cuda" else Timer)(device, **size)
 
 
 def percentiles(values: list[float], percents: tuple[int, ...] = (20, 50, 80)) -> dict[str, float]:
-    """Percentiles in microseconds, by the name of a column."""
+    """Returns percentiles in microseconds, by the name of a column."""
     ordered = sorted(values)
     return {f"p{p}_us": ordered[round(p / 100 * (len(ordered) - 1))] for p in percents}
 
 
-def measure(
-    contenders: Mapping[str, Callable[[], dict[str, Taken]]],
+def measure_in_turns(
+    contenders: Mapping[str, Callable[[], dict[str, Timing]]],
     timer: Timer,
     turns: int,
     nbytes: int,
-    moved: Mapping[str, int],
+    bytes_moved: Mapping[str, int],
 ) -> list[dict]:
-    """Times contenders in turn and returns their rows; a contender returns what it took by direction.
+    """Times contenders in turn and returns their rows; a contender returns its timings by direction.
 
-    `times` is torch's time over the contender's, and `share_of_copy` the bandwidth at which it moves the
-    bytes `moved`, by direction, as a share of a copy of `nbytes`: medians over turns, since the speed of a
-    shared machine drifts. `spread` is the largest time less the least, over the median, and `late` the turns
-    in which the host was late. A contender of MAY_FAIL that raises is not measured.
+    `times` is torch's time over the contender's, and `share_of_copy` the bandwidth at which the contender
+    moves `bytes_moved[direction]`, as a share of that of a copy of `nbytes`. Both are medians over turns,
+    since the speed of a shared machine drifts. `spread` is the largest time less the least, over the median,
+    and `late` the number of turns in which the host was late. A contender of MAY_FAIL that raises is not
+    measured.
     """
-    taken: dict[tuple[str, str], list[Taken]] = {}
-    copies, left = [], dict(contenders)
+    timings: dict[tuple[str, str], list[Timing]] = {}
+    copies_ms, remaining = [], dict(contenders)
     gc.collect()
-    gc.freeze()  # collections, which precede each turn, then look at new objects alone
+    gc.freeze()  # The collections before each turn then look at new objects alone.
     gc.disable()
     try:
-        for turn in range(WARM_UP + turns):
+        for turn in range(WARM_UP_TURNS + turns):
             gc.collect()
-            copy = timer.copy(nbytes).ms
-            copies += [copy] if turn >= WARM_UP else []
-            for name in list(left):
+            copy_ms = timer.copy(nbytes).ms
+            copies_ms += [copy_ms] if turn >= WARM_UP_TURNS else []
+            for name in list(remaining):
                 try:
-                    step = left[name]()
+                    by_direction = remaining[name]()
                 except Exception as error:
                     if turn or name not in MAY_FAIL or "CUDA error" in str(error):
                         raise
                     print(f"not measured: {name}: {type(error).__name__}: {str(error)[:200]}")
-                    del left[name]
+                    del remaining[name]
                     continue
-                for direction, one in step.items() if turn >= WARM_UP else ():
-                    taken.setdefault((name, direction), []).append(one)
+                for direction, timing in by_direction.items() if turn >= WARM_UP_TURNS else ():
+                    timings.setdefault((name, direction), []).append(timing)
     finally:
         gc.enable()
     rows = []
-    for (name, direction), turns_taken in taken.items():
-        own, host_ms, late = zip(*turns_taken, strict=True)
-        row = {"contender": name, "direction": direction, **percentiles([1e3 * ms for ms in own])}
-        if torchs := taken.get(("torch", direction)):
-            row["times"] = median(t.ms / o for t, o in zip(torchs, own, strict=True))
-        shares = [moved[direction] * copy / (2 * nbytes * ms) for ms, copy in zip(own, copies, strict=True)]
-        row |= {"share_of_copy": median(shares), "copy_us": 1e3 * median(copies)}
-        row |= {"copy_GB_s": 2 * nbytes / 1e6 / median(copies)}
-        row |= {"spread": (max(own) - min(own)) / median(own), "late": sum(map(bool, late))}
+    for (name, direction), by_turn in timings.items():
+        times_ms, host_ms, num_late = zip(*by_turn, strict=True)
+        row = {"contender": name, "direction": direction, **percentiles([1e3 * ms for ms in times_ms])}
+        if torch_timings := timings.get(("torch", direction)):
+            row["times"] = median(t.ms / ms for t, ms in zip(torch_timings, times_ms, strict=True))
+        copies_of_work = bytes_moved[direction] / (2 * nbytes)
+        shares = [copies_of_work * copy_ms / ms for ms, copy_ms in zip(times_ms, copies_ms, strict=True)]
+        row |= {"share_of_copy": median(shares), "copy_us": 1e3 * median(copies_ms)}
+        row |= {"copy_GB_s": 2 * nbytes / 1e6 / median(copies_ms)}
+        row |= {
+            "spread": (max(times_ms) - min(times_ms)) / median(times_ms),
+            "late": sum(map(bool, num_late)),
+        }
         rows.append(row | {"host_us": 1e3 * median(host_ms) if any(host_ms) else ""})
     return rows
 
@@ -217,35 +230,35 @@ THIRD_PARTY: dict[str, Callable[[int], torch.nn.Module]] = {
     "apex SyncBatchNorm": lambda channels: import_apex("parallel").SyncBatchNorm(channels),
     "inplace_abn": lambda channels: import_module("inplace_abn").InPlaceABN(channels),
 }
-"""Layers of other libraries, over (N, C, *): how to make one; raises ImportError where it is not there."""
+"""Functions that make layers of other libraries, over (N, C, *), or raise ImportError without the library."""
 COMPILED = "torch.compile"
 MAY_FAIL = (COMPILED, *THIRD_PARTY)
 
 
 def third_party_layers(channels: int, names: Iterable[str] = THIRD_PARTY) -> dict[str, torch.nn.Module]:
-    """The layers of THIRD_PARTY that can be imported; prints the reason for each other one."""
-    found = {}
+    """Returns the layers of THIRD_PARTY that can be imported; prints why the others cannot."""
+    layers = {}
     for name in names:
         try:
-            found[name] = THIRD_PARTY[name](channels)
+            layers[name] = THIRD_PARTY[name](channels)
         except ImportError as error:
             print(f"not measured: {name}: {error}")
-    return found
+    return layers
 
 
-def timed_us(
-    work: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
+def time_us(
+    function: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Microseconds of the host's clock until `work` is done, on a GPU too."""
+    """Returns microseconds of the host's clock until the work of `function` is done, on a GPU too."""
     begin = clock()
-    work()
+    function()
     if device.type == "cuda":
         torch.cuda.synchronize()
     return (clock() - begin) * 1e6
 
 
-def output_of(*command: str) -> str:
-    """The output of a command; empty where it is missing or fails."""
+def run_command(*command: str) -> str:
+    """Returns the output of a command, or an empty string if the command is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -261,39 +274,44 @@ def device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str:
-    """The commit of this tree: FASTVIT_COMMIT, which a copy with another history or none needs, or git's."""
-    if given := os.environ.get("FASTVIT_COMMIT"):
-        return given
+def current_commit() -> str:
+    """Returns the commit of this tree: FASTVIT_COMMIT if it is set, else git's.
+
+    A copy of the tree that has another history, or none, needs FASTVIT_COMMIT.
+    """
+    if commit := os.environ.get("FASTVIT_COMMIT"):
+        return commit
     git = ("git", "-c", "safe.directory=*", "-C", str(ROOT))
-    head = output_of(*git, "rev-parse", "--short", "HEAD")
+    head = run_command(*git, "rev-parse", "--short", "HEAD")
     if not head:
         return "unknown"
-    changed = output_of(*git, "status", "--porcelain", "--", "csrc", "fastvit", "setup.py")
-    return head + ("+changes" if changed else "")
+    changes = run_command(*git, "status", "--porcelain", "--", "csrc", "fastvit", "setup.py")
+    return head + ("+changes" if changes else "")
 
 
 def provenance(device: str) -> dict[str, str]:
-    """Device, software and date of a measurement."""
-    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    on_gpu = torch.device(device).type == "cuda"
+    """Returns the device, the software and the date of a measurement, by column."""
+    drivers = run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    is_gpu = torch.device(device).type == "cuda"
     return {
         "device": device_name(device),
-        "driver": (driver or ["unknown"])[0] if on_gpu else "",
+        "driver": (drivers or ["unknown"])[0] if is_gpu else "",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
-        "commit": commit(),
+        "commit": current_commit(),
         "date": datetime.date.today().isoformat(),
     }
 
 
-def conditions(row: dict[str, str], *more: str) -> str:
-    """Where and when a row was measured."""
-    return ", ".join([row["device"], *more, f"torch {row['torch']}", f"commit {row['commit']}", row["date"]])
+def format_conditions(row: dict[str, str], *details: str) -> str:
+    """Returns a phrase on where and when a row was measured."""
+    return ", ".join(
+        [row["device"], *details, f"torch {row['torch']}", f"commit {row['commit']}", row["date"]]
+    )
 
 
-def command_line(description: str, device: str | None = "cpu") -> argparse.ArgumentParser:
-    """A parser with a program's docstring and --out, and --device with that default."""
+def make_parser(description: str, device: str | None = "cpu") -> argparse.ArgumentParser:
+    """Returns a parser with a docstring and --out, and with --device if `device` has its default."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -304,7 +322,7 @@ def command_line(description: str, device: str | None = "cpu") -> argparse.Argum
 
 
 def read_csv(name: str, folder: Path = RESULTS) -> list[dict[str, str]]:
-    """The rows of a table; none where there is no such file."""
+    """Returns the rows of a table, or none if the file is missing."""
     path = folder / f"{name}.csv"
     if not path.exists():
         return []
@@ -312,8 +330,8 @@ def read_csv(name: str, folder: Path = RESULTS) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table."""
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Returns the lines of a table in Markdown."""
     return [f"| {' | '.join(header)} |", "|---" * len(header) + "|"] + [
         f"| {' | '.join(map(str, row))} |" for row in rows
     ]
@@ -321,15 +339,15 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[st
 
 def write_csv(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    path, new = folder / f"{name}.csv", folder / f".{name}.csv"
+    path, new_path = folder / f"{name}.csv", folder / f".{name}.csv"
     fields = list(dict.fromkeys(key for row in rows for key in row))
     try:
-        with new.open("w", newline="") as file:
+        with new_path.open("w", newline="") as file:
             writer = csv.DictWriter(file, fields, lineterminator="\n")
             writer.writeheader()
             for row in rows:
                 writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
-        new.replace(path)  # a full disk or a kill leaves the previous file as it was
+        new_path.replace(path)  # A full disk or a kill leaves the previous file unchanged.
     finally:
-        new.unlink(missing_ok=True)
+        new_path.unlink(missing_ok=True)
     return path

@@ -1,4 +1,4 @@
-"""The page of the digits demo: one HTML file with its pictures inside, readable in light and dark."""
+"""Writes the page of the digits demo: one HTML file with its pictures inside, readable in light and dark."""
 
 import html
 import io
@@ -21,21 +21,23 @@ from fastvit import info
 __all__ = ["Result", "write_page"]
 
 TEMPLATE = Path(__file__).with_name("demo_page.html")
-INK = "#010203"  # drawn by matplotlib, replaced by the colour of the page's text
-SYNCED = "#22a06b"  # colours that stand out on white and on near-black
+TEXT_COLOR_PLACEHOLDER = (
+    "#010203"  # matplotlib draws text in this colour, and the page replaces it by its own.
+)
+SYNC_COLOR = "#22a06b"  # All colours stand out on white and on near-black.
 LAYERS = {  # label and colour, by the trainer's --norm and, of torch's layers, its --memory
     "torch": ("torch BatchNorm + LeakyReLU", "#8b95a5"),
-    "fastvit-sync": ("fastvit SyncBatchNorm + LeakyReLU", SYNCED),
+    "fastvit-sync": ("fastvit SyncBatchNorm + LeakyReLU", SYNC_COLOR),
     "inplace-abn": ("fastvit InPlaceABN", "#e2762d"),
     "inplace-abn-sync": ("fastvit InPlaceABNSync", "#3b82f6"),
     "convert": ("torch, convert(model)", "#0ea5a4"),
     "products": ("torch, convert(model, products=True)", "#0f766e"),
 }
 RUNS = LAYERS | {
-    "fastvit-sync": ("apex's SyncBatchNorm by fastvit.compat, LeakyReLU", SYNCED),
-    "apex-sync": ("NVIDIA apex SyncBatchNorm, LeakyReLU", SYNCED),
+    "fastvit-sync": ("apex's SyncBatchNorm by fastvit.compat, LeakyReLU", SYNC_COLOR),
+    "apex-sync": ("NVIDIA apex SyncBatchNorm, LeakyReLU", SYNC_COLOR),
 }
-COLOURED = "axes.edgecolor axes.labelcolor grid.color xtick.color ytick.color text.color".split()
+COLOR_SETTINGS = "axes.edgecolor axes.labelcolor grid.color xtick.color ytick.color text.color".split()
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ class Result:
     """The result of one run."""
 
     norm: str
-    level: str  # amp's, as O1
+    level: str  # amp's level, as O1
     command: str
     ranks: int
-    seconds: float  # the whole run, start of the processes included
+    seconds: float  # time of the whole run, start of the processes included
     history: list[dict]  # one row per epoch, as in metrics.jsonl
 
     @property
@@ -55,10 +57,10 @@ class Result:
 
 
 def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> str:
-    """What `draw` draws, as an SVG element whose text takes the page's font and colour."""
+    """Returns what `draw` draws as an SVG element, whose text takes the page's font and colour."""
     settings = {
         "svg.fonttype": "none",
-        "svg.hashsalt": name,  # several pictures share a page, so their ids must differ
+        "svg.hashsalt": name,  # Several pictures share a page, so their ids must differ.
         "font.size": 9.5,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -66,15 +68,15 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -
         "axes.axisbelow": True,
         "grid.alpha": 0.16,
     }
-    with matplotlib.rc_context(settings | dict.fromkeys(COLOURED, INK)):
+    with matplotlib.rc_context(settings | dict.fromkeys(COLOR_SETTINGS, TEXT_COLOR_PLACEHOLDER)):
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure.subplots())
         target = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(target, format="svg", transparent=True, metadata=nothing)
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(target, format="svg", transparent=True, metadata=no_metadata)
     text = target.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)  # HTML needs none
+    text = text[text.index("<svg") :].replace(TEXT_COLOR_PLACEHOLDER, "currentColor")
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)  # HTML needs no namespaces.
     text = re.sub(r'<g id="[^"]*">', "<g>", text)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", text)
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
@@ -87,12 +89,12 @@ class _PlainLogFormatter(LogFormatter):
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
-def _curves(results: Sequence[Result], column: str) -> Callable[[Axes], None]:
+def _draw_curves(results: Sequence[Result], column: str) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         for result in results:
-            label, colour = RUNS[result.norm]
+            label, color = RUNS[result.norm]
             epochs, values = zip(*((row["epoch"], row[column]) for row in result.history), strict=True)
-            axes.plot(epochs, values, color=colour, marker=".", label=label)
+            axes.plot(epochs, values, color=color, marker=".", label=label)
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         if "loss" in column:
@@ -107,14 +109,14 @@ def _curves(results: Sequence[Result], column: str) -> Callable[[Axes], None]:
     return draw
 
 
-def _bars(kept: dict[str, int]) -> Callable[[Axes], None]:
-    """A horizontal bar for each layer, the first one on top."""
+def _draw_bars(kept: dict[str, int]) -> Callable[[Axes], None]:
+    """Returns a function that draws a horizontal bar for each layer, the first one on top."""
 
     def draw(axes: Axes) -> None:
-        labels, colours = zip(*(LAYERS[name] for name in reversed(kept)), strict=True)
+        labels, colors = zip(*(LAYERS[name] for name in reversed(kept)), strict=True)
         values = [size / 2**20 for size in reversed(kept.values())]
-        drawn = axes.barh(labels, values, color=colours, height=0.62)
-        axes.bar_label(drawn, [f"{value:.2f} MiB" for value in values], padding=5)
+        bars = axes.barh(labels, values, color=colors, height=0.62)
+        axes.bar_label(bars, [f"{value:.2f} MiB" for value in values], padding=5)
         axes.set_xlim(0, max(values) * 1.16)
         axes.set_xlabel("MiB kept for the backward pass of one batch")
         axes.grid(axis="y", visible=False)
@@ -130,71 +132,71 @@ def _html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table>{body}</table></div>'
 
 
-def _speed(result: Result) -> float:
+def _median_speed(result: Result) -> float:
     # The first epoch includes work that is done once.
     return statistics.median(row["images_per_second"] for row in result.history[1:] or result.history)
 
 
-def _cells(result: Result) -> dict[str, str]:
+def _table_row(result: Result) -> dict[str, str]:
     return {
         "layer": RUNS[result.norm][0],
         "test accuracy": f"{result.accuracy:.3f}",
         "test loss": f"{result.history[-1]['test_loss']:.4f}",
-        "images/s": f"{_speed(result):,.0f}",
+        "images/s": f"{_median_speed(result):,.0f}",
         "run": f"{result.seconds:.0f} s",
         "ranks": str(result.ranks),
     }
 
 
-def _facts(results: Sequence[Result], batch: int) -> str:
-    epochs, here = len(results[0].history), info.facts()
+def _facts_html(results: Sequence[Result], batch: int) -> str:
+    epochs, machine = len(results[0].history), info.facts()
     facts = {
         "Data": "scikit-learn digits, 8x8: 1438 for training (shifted by up to a pixel), 359 for test",
         "Model": "ViT with a stem of three convolutions and BatchNorm in the MLP, 4 blocks of width 64",
         "Recipe": f"apex's: amp {results[0].level}, DistributedDataParallel, FusedAdam; {epochs} epochs, "
         f"{batch} images per rank and step, cosine schedule",
-        "Machine": f"{here['machine']}; CPU kernels: {here['CPU kernels']}; GPUs: {here['GPUs']}",
-        "Versions": f"fastvit {here['fastvit']}, torch {here['torch']}, Python {here['python']}",
+        "Machine": f"{machine['machine']}; CPU kernels: {machine['CPU kernels']}; GPUs: {machine['GPUs']}",
+        "Versions": f"fastvit {machine['fastvit']}, torch {machine['torch']}, Python {machine['python']}",
         "Date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
     return "<dl>" + "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in facts.items()) + "</dl>"
 
 
 def write_page(path: Path, results: Sequence[Result], kept: dict[str, int], batch: int) -> Path:
-    """Write the page and return its path.
+    """Writes the page and returns its path.
 
     Args:
         path: the HTML file.
-        results: of both runs, the main one first.
+        results: the results of both runs, the main one first.
         kept: bytes that the model keeps for backward, by the keys of LAYERS; `torch` is among them.
         batch: images of the batch for which `kept` was measured.
     """
     main = results[0]
-    less = 1 - kept[main.norm] / kept["torch"]
+    reduction = 1 - kept[main.norm] / kept["torch"]
     emulated = ", since this CPU emulates bfloat16" if main.level == "O0" else ""
     tiles = (
         (f"{main.accuracy:.3f}", "test accuracy, InPlaceABNSync"),
-        (f"{less:.0%} less", "kept for the backward pass of the whole model than with torch BatchNorm"),
-        (f"{_speed(main):,.0f}", f"images per second in training, {main.ranks} rank(s)"),
+        (f"{reduction:.0%} less", "kept for the backward pass of the whole model than with torch BatchNorm"),
+        (f"{_median_speed(main):,.0f}", f"images per second in training, {main.ranks} rank(s)"),
         (f"{main.seconds:.0f} s", "main run, start of the processes included"),
     )
     columns = {"Training loss": "train_loss", "Test loss": "test_loss", "Test accuracy": "test_accuracy"}
     charts = {
-        title: _svg(f"{title.lower()} by epoch", 4.3, 3.1, _curves(results, column))
+        title: _svg(f"{title.lower()} by epoch", 4.3, 3.1, _draw_curves(results, column))
         for title, column in columns.items()
     }
-    rows = [_cells(result) for result in results]
+    rows = [_table_row(result) for result in results]
     layers = [(LAYERS[name][0], f"{size:,} B", f"{size / kept['torch']:.0%}") for name, size in kept.items()]
     parts = {
         "tiles": "".join(f'<div class="tile"><b>{big}</b><span>{text}</span></div>' for big, text in tiles),
         "charts": "".join(f"<figure><figcaption>{k}</figcaption>{svg}</figure>" for k, svg in charts.items()),
         "table": _html_table([*rows[0]], [[*row.values()] for row in rows]),
-        "bars": _svg("kept for backward by layer", 8.2, 2.9, _bars(kept)),
+        "bars": _svg("kept for backward by layer", 8.2, 2.9, _draw_bars(kept)),
         "layer_table": _html_table(("layer", "kept for backward", "of torch's"), layers),
         "level": main.level + emulated,
         "losses": " and ".join(f"{result.history[-1]['test_loss']:.3f}" for result in results),
         "accuracies": " and ".join(f"{result.accuracy:.3f}" for result in results),
-        "facts": _facts(results, batch),
+        "facts": _facts_html(results, batch),
         "commands": html.escape("\n".join(result.command for result in results)),
         "batch": str(batch),
     }

@@ -1,12 +1,12 @@
-"""Train one small ViT on scikit-learn's digits by apex's recipe, twice, and write a page about it.
+"""Trains one small ViT on scikit-learn's digits by apex's recipe, twice, and writes a page about the runs.
 
     python examples/digits_demo.py
 
-The main run has `InPlaceABNSync`, amp, DistributedDataParallel and FusedAdam over two ranks (one per GPU
-where there are GPUs), and shows its progress. The same model and recipe with apex's SyncBatchNorm follow:
-that of NVIDIA apex where it is installed, else that of `fastvit.compat`. All of it goes into `runs/demo`:
-for each run TensorBoard events, metrics and the last checkpoint, and `index.html` with the pictures. The
-last line is `test accuracy 0.9xx` of the main run.
+The main run has `InPlaceABNSync`, amp, DistributedDataParallel and FusedAdam over two ranks (one per GPU if
+there are GPUs), and shows its progress. A run of the same model and recipe with apex's SyncBatchNorm follows:
+that of NVIDIA apex if it is installed, else that of `fastvit.compat`. The results go into `runs/demo`:
+TensorBoard events, metrics and the last checkpoint of each run, and `index.html` with the pictures. The last
+line of the output is `test accuracy 0.9xx` of the main run.
 """
 
 import argparse
@@ -28,25 +28,25 @@ from fastvit.training.config import Config, ConfigError, check_packages
 from fastvit.training.datasets import load_digits
 from fastvit.training.nvidia_apex import import_apex
 
-MAIN = "inplace-abn-sync"
-MEASURED = ("torch", "fastvit-sync", "inplace-abn", MAIN)  # bytes kept for backward
+MAIN_NORM = "inplace-abn-sync"
+MEASURED_NORMS = ("torch", "fastvit-sync", "inplace-abn", MAIN_NORM)
 EPOCHS = 12
-BATCH = 32  # images per rank
-REQUIRED_ACCURACY = 0.97
-RUN_LIMIT = 900  # seconds after which a run counts as hung
+BATCH_SIZE = 32  # images per rank
+MIN_ACCURACY = 0.97
+MAX_RUN_SECONDS = 900  # A run that takes longer counts as hung.
 
 
 def kept_bytes(images: torch.Tensor) -> dict[str, int]:
-    """What the model keeps for backward: with each norm, and with torch's converted by fastvit.convert."""
-    kept = {norm: fastvit.report(vit_digits(norm), images).kept_before for norm in MEASURED}
+    """Returns the bytes that the model keeps for backward: with each norm, and converted."""
+    kept = {norm: fastvit.report(vit_digits(norm), images).kept_before for norm in MEASURED_NORMS}
     for memory in ("convert", "products"):
         model = fastvit.convert(vit_digits("torch"), products=memory == "products")
         kept[memory] = fastvit.report(model, images).kept_after
     return kept
 
 
-def apex_norm() -> str:
-    """The trainer's name of apex's SyncBatchNorm or, without apex, of fastvit.compat's."""
+def find_apex_norm() -> str:
+    """Returns the trainer's name of apex's SyncBatchNorm or, without apex, of fastvit.compat's."""
     try:
         import_apex("parallel")
         return "apex-sync"
@@ -54,28 +54,28 @@ def apex_norm() -> str:
         return "fastvit-sync"
 
 
-def amp_level() -> str:
-    """O1, or O0 on a CPU that emulates bfloat16, which takes 30 times as long."""
+def choose_amp_level() -> str:
+    """Returns O1, or O0 on a CPU that emulates bfloat16, which takes 30 times as long."""
     return "O1" if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() else "O0"
 
 
 def train(norm: str, ranks: int, epochs: int, threads: int, out: Path) -> Result:
-    """One training run in processes of its own; the main one shows its progress, the other has a log."""
-    level = amp_level()
+    """Trains in processes of their own. The main run shows its progress; the other has a log."""
+    level = choose_amp_level()
     launcher = f"torch.distributed.run --standalone --nproc_per_node={ranks} -m " if ranks > 1 else ""
-    recipe = f"--norm {norm} --amp {level} --optimizer fused-adam --epochs {epochs} --batch-size {BATCH}"
+    recipe = f"--norm {norm} --amp {level} --optimizer fused-adam --epochs {epochs} --batch-size {BATCH_SIZE}"
     command = f"python -m {launcher}fastvit.training {recipe} --threads {threads} --out {norm}"
     # torchrun warns about an unset OMP_NUM_THREADS; the trainer sets the number of threads itself.
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     start = time.perf_counter()
-    with open(os.devnull if norm == MAIN else out / f"{norm}.log", "w") as log:
-        to = {} if norm == MAIN else {"stdout": log, "stderr": subprocess.STDOUT}
-        # cwd: so that the installed package is imported, not a source tree in the current directory.
+    with open(os.devnull if norm == MAIN_NORM else out / f"{norm}.log", "w") as log:
+        streams = {} if norm == MAIN_NORM else {"stdout": log, "stderr": subprocess.STDOUT}
+        # With this cwd the installed package is imported, and no source tree in the current directory.
         words = [sys.executable, *command.split()[1:]]
-        done = subprocess.run(words, cwd=out, env=environment, timeout=RUN_LIMIT, **to)
-    if done.returncode:
-        where = "above" if norm == MAIN else f"in {log.name}"
-        sys.exit(f"digits_demo: {command} failed with status {done.returncode}; its output is {where}")
+        run = subprocess.run(words, cwd=out, env=environment, timeout=MAX_RUN_SECONDS, **streams)
+    if run.returncode:
+        place = "above" if norm == MAIN_NORM else f"in {log.name}"
+        sys.exit(f"digits_demo: {command} failed with status {run.returncode}; its output is {place}")
     seconds = time.perf_counter() - start
     history = [json.loads(row) for row in (out / norm / "metrics.jsonl").read_text().splitlines()]
     result = Result(norm, level, command, ranks, seconds, history)
@@ -83,27 +83,27 @@ def train(norm: str, ranks: int, epochs: int, threads: int, out: Path) -> Result
     return result
 
 
-def clear(out: Path) -> None:
-    """Remove the results of earlier runs of the demo, and nothing else."""
+def remove_old_results(out: Path) -> None:
+    """Removes the results of earlier runs of the demo, and nothing else."""
     out.mkdir(parents=True, exist_ok=True)
-    for norm in ("apex-sync", *MEASURED):
+    for norm in ("apex-sync", *MEASURED_NORMS):
         if (out / norm / "metrics.jsonl").is_file():
             shutil.rmtree(out / norm)
     (out / "index.html").unlink(missing_ok=True)
 
 
-def compare(out: Path, epochs: int, ranks: int, quick: bool) -> list[Result]:
-    """Train with InPlaceABNSync, then with apex's SyncBatchNorm."""
+def train_both(out: Path, epochs: int, ranks: int, quick: bool) -> list[Result]:
+    """Trains with InPlaceABNSync, then with apex's SyncBatchNorm."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    first = train(MAIN, ranks, epochs, threads, out)
-    return [first, train(apex_norm(), 1 if quick else ranks, epochs, threads, out)]
+    main_result = train(MAIN_NORM, ranks, epochs, threads, out)
+    return [main_result, train(find_apex_norm(), 1 if quick else ranks, epochs, threads, out)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"epochs of each run (default {EPOCHS})")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default runs/demo")
-    parser.add_argument("--quick", action="store_true", help="a test: the other run on one rank")
+    parser.add_argument("--quick", action="store_true", help="test the demo: the other run has one rank")
     options = parser.parse_args()
     if options.epochs < 1:
         parser.error(f"--epochs must be at least 1, got {options.epochs}")
@@ -115,21 +115,21 @@ def main() -> None:
         sys.exit(f"digits_demo: {error}")
     gpus = torch.cuda.device_count()
     ranks = gpus or 2
-    where = "CUDA" if gpus else "the CPU: about a minute on two free cores"
+    place = "CUDA" if gpus else "the CPU: about a minute on two free cores"
     print(
-        f"digits_demo: measures what a ViT keeps for backward, then trains it with {MAIN} and with apex's "
-        f"SyncBatchNorm: {options.epochs} epochs each, {ranks} rank(s), {where}",
+        f"digits_demo: measures what a ViT keeps for backward, then trains it with {MAIN_NORM} and with "
+        f"apex's SyncBatchNorm: {options.epochs} epochs each, {ranks} rank(s), {place}",
         flush=True,
     )
-    clear(out)
-    kept = kept_bytes(load_digits(0).train.images[:BATCH])
-    results = compare(out, options.epochs, ranks, options.quick)
-    for name, found in (("summary.json", [asdict(result) for result in results]), ("memory.json", kept)):
-        (out / name).write_text(json.dumps(found, indent=2) + "\n")
-    page = write_page(out / "index.html", results, kept, BATCH)
+    remove_old_results(out)
+    kept = kept_bytes(load_digits(0).train.images[:BATCH_SIZE])
+    results = train_both(out, options.epochs, ranks, options.quick)
+    for name, value in (("summary.json", [asdict(result) for result in results]), ("memory.json", kept)):
+        (out / name).write_text(json.dumps(value, indent=2) + "\n")
+    page = write_page(out / "index.html", results, kept, BATCH_SIZE)
     accuracy = results[0].accuracy
-    if accuracy < REQUIRED_ACCURACY and not options.quick:
-        sys.exit(f"digits_demo: test accuracy {accuracy:.3f} of {MAIN} is below {REQUIRED_ACCURACY}: {page}")
+    if accuracy < MIN_ACCURACY and not options.quick:
+        sys.exit(f"digits_demo: test accuracy {accuracy:.3f} of {MAIN_NORM} is below {MIN_ACCURACY}: {page}")
     print(f"all runs: {time.perf_counter() - start:.0f} s")
     print(f"TensorBoard: tensorboard --logdir {out}")
     print(f"page: {page}")

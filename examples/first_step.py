@@ -1,4 +1,4 @@
-"""One training step of a small model: fastvit's layers by hand, and the same model converted.
+"""Trains a small model, which has layers of fastvit and is converted, for two steps.
 
 python examples/first_step.py
 """
@@ -37,7 +37,7 @@ def main() -> None:
         losses.append(loss.item())
     print(f"torch {torch.__version__}, loss {losses[0]:.4f}, after one step {losses[1]:.4f}")
     if not (report.saved_bytes > 0 and losses[1] < losses[0]):
-        raise SystemExit("nothing was saved, or the step did not lower the loss")
+        raise SystemExit("first_step: convert freed no bytes, or the step did not lower the loss")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import ops
 from ._library import increment_versions
-from .sync import LOCAL, Transport
+from .sync import LOCAL_TRANSPORT, Transport
 
 
 class UncheckedFunction(torch.autograd.Function):
@@ -90,7 +90,7 @@ def fuses_statistics(transport: Transport, x: Tensor) -> bool:
     for each other. While a collective kernel holds some multiprocessors, these blocks would hold the other
     ones and wait. A job of several ranks therefore launches two kernels, which give the same bits.
     """
-    if transport is not LOCAL:
+    if transport is not LOCAL_TRANSPORT:
         return False
     return not x.is_cuda or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
@@ -125,7 +125,7 @@ class NormFunction(UncheckedFunction):
         ctx.options, ctx.transport = options, transport
         if not options.training or fuses_statistics(transport, x):
             return None, None
-        return transport.moments(x, options.channel_dim(x))
+        return transport.compute_moments(x, options.channel_dim(x))
 
     @staticmethod
     @strict_once_differentiable
@@ -152,7 +152,7 @@ def _reduce_sums(ctx, operands: tuple, tag: Tensor | None) -> tuple[Tensor | Non
     """Returns the local sums, which parameters need, and the global sums, which dx needs in training."""
     needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
     if needs_dx and ctx.options.training:
-        rows = ctx.transport.sums(lambda exchange: ops.bn_reduce(*operands, exchange), tag).unbind()
+        rows = ctx.transport.compute_sums(lambda exchange: ops.bn_reduce(*operands, exchange), tag).unbind()
         return rows[0], rows[-1]
     if needs_dweight or needs_dbias:
         return ops.bn_reduce(*operands)[0], None

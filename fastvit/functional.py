@@ -108,7 +108,7 @@ def apply_batch_norm(
     if options.inplace and not is_compiling:
         check_can_overwrite(options.function_name, x)
     transport = _choose_transport(options, process_group, is_compiling)
-    is_checked = is_compiling or transport is not sync.LOCAL or x.dim() < 2
+    is_checked = is_compiling or transport is not sync.LOCAL_TRANSPORT or x.dim() < 2
     if is_checked:
         check_input(options, x, residual, tensors)
     _check_values_per_channel(x, options, transport)
@@ -131,13 +131,13 @@ def _choose_transport(
 ) -> sync.Transport:
     """Returns from where the layer gets its statistics. In evaluation no rank exchanges numbers."""
     if process_group is None:
-        return sync.LOCAL
+        return sync.LOCAL_TRANSPORT
     if options.training:
         key = sync.LayerKey(options.function_name, options.layer_id, options.momentum)
-        return sync.transport_for(process_group, key)
+        return sync.get_transport(process_group, key)
     if not is_compiling:
         sync.check()  # Raises errors of the last exchanges of training.
-    return sync.LOCAL
+    return sync.LOCAL_TRANSPORT
 
 
 def _check_values_per_channel(x: Tensor, options: NormOptions, transport: sync.Transport) -> None:
@@ -146,7 +146,11 @@ def _check_values_per_channel(x: Tensor, options: NormOptions, transport: sync.T
     With several ranks this is not checked: another rank may have more values, and reading the global count
     back would wait for the GPU.
     """
-    if options.training and transport is sync.LOCAL and x.numel() == x.shape[options.channel_dim(x)] > 0:
+    if (
+        options.training
+        and transport is sync.LOCAL_TRANSPORT
+        and x.numel() == x.shape[options.channel_dim(x)] > 0
+    ):
         raise ValueError(
             f"{options.function_name}: Expected more than 1 value per channel when training, got input size "
             f"{x.shape}"
@@ -189,7 +193,7 @@ def _forward_traced(
     arguments = x, weight, bias, residual, *running, options, transport
     if options.inplace:
         return x.copy_(InPlaceABNFunction.apply(*arguments))
-    if transport is sync.LOCAL and _has_torch_ops(x, tensors, options):
+    if transport is sync.LOCAL_TRANSPORT and _has_torch_ops(x, tensors, options):
         return _forward_with_torch_ops(x, residual, tensors, options)
     return BatchNormFunction.apply(*arguments)
 
@@ -207,11 +211,13 @@ def _forward_with_torch_ops(
 ) -> Tensor:
     """Runs torch's ops, which torch.compile can fuse and recompute."""
     weight, bias, mean, var, batches = tensors
+    momentum = options.momentum
+    assert momentum is not None
     if batches is not None:
         batches.add_(1)
 
     def batch_norm(x: Tensor) -> Tensor:
-        return F.batch_norm(x, mean, var, weight, bias, options.training, options.momentum, options.eps)
+        return F.batch_norm(x, mean, var, weight, bias, options.training, momentum, options.eps)
 
     if options.channel_dim(x) == 1:
         y = batch_norm(x)

@@ -48,7 +48,7 @@ class InPlaceABN(_norm_base.BatchNormBase):
             wrong rank or channel count, or one value per channel in training.
     """
 
-    repr_options = ("activation", "channel_last")
+    repr_options: tuple[str, ...] = ("activation", "channel_last")
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ def data(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 1, 8, 8, generator=generator), torch.randint(4, (8,), generator=generator)
 
 
-def start(level: str, make=None, model=None, **options):
+def initialized(level: str, make=None, model=None, **options):
     model = network() if model is None else model
     make = make or (lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9))
     return amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **options)
@@ -57,15 +57,15 @@ def step(model, optimizer, seed: int = 0, infinite: bool = False) -> None:
     optimizer.step()
 
 
-def seen_of(module, look=lambda module, output: output.dtype) -> list:
-    """What `look` returns in each forward of `module`, in order."""
+def record_forwards(module, look=lambda module, output: output.dtype) -> list:
+    """Returns a list that gets the result of `look` in each forward of `module`."""
     seen = []
     module.register_forward_hook(lambda module, args, output: seen.append(look(module, output)))
     return seen
 
 
-def under_o1(function, x):
-    """`function(x)` inside the forward of a model under O1."""
+def call_under_o1(function, x):
+    """Returns `function(x)`, called in the forward of a model under O1."""
     results, model = [], nn.Identity()
     model.forward = lambda x: results.append(function(x)) or x
     amp.initialize(model, opt_level="O1", verbosity=0)(x)
@@ -76,7 +76,7 @@ def gradients(model) -> torch.Tensor:
     return torch.cat([p.grad.float().flatten() for p in model.parameters()])
 
 
-def values(model) -> torch.Tensor:
+def flat_parameters(model) -> torch.Tensor:
     return torch.cat([p.detach().float().flatten() for p in model.parameters()])
 
 

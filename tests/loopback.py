@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastvit.sync.agreement import Agreement
-from fastvit.sync.cuda_peer import DeviceMemory, load_kernels
-from fastvit.sync.protocol import FLOAT64, LEAST_PACKETS, Arena, Exchange, ExchangeState, NumberKind, Tag
+from fastvit.sync.cuda_ipc import CudaIpcBackend, warm_up_kernels
+from fastvit.sync.protocol import FLOAT64, MIN_ARENA_PACKETS, Arena, Exchange, ExchangeState, NumberKind, Tag
+from fastvit.sync.store_consensus import StoreConsensus
 
 T = TypeVar("T")
 HEADER_PACKETS = 2
 PACKET_BYTES = 16
 arena_bytes = torch.ops.fastvit.arena_bytes
-_load_kernels_once = functools.cache(load_kernels)
+_warm_up_kernels_once = functools.cache(warm_up_kernels)
 # The first inbox follows the rest of an arena, whose size does not depend on the capacity.
 INBOX_OFFSET = arena_bytes(1, 6) - 2 * (HEADER_PACKETS + 6) * PACKET_BYTES
 
@@ -26,10 +26,10 @@ def describe_tag(tag: Tag, direction: str) -> str:
     return f"{direction} of layer {tag.layer}, step {tag.forward_index}"
 
 
-def make_agreements(world: int, timeout: float = 20.0) -> list[Agreement]:
-    """Returns the agreement of each rank, over one store and without a process group."""
+def make_consensuses(world: int, timeout: float = 20.0) -> list[StoreConsensus]:
+    """Returns the consensus of each rank, over one store and without a process group."""
     store = dist.HashStore()
-    return [Agreement(store, rank, world, timeout) for rank in range(world)]
+    return [StoreConsensus(store, rank, world, timeout) for rank in range(world)]
 
 
 def make_rank_rows(
@@ -49,7 +49,7 @@ def assert_mismatch(got: Tensor, exchange: Exchange, tags: list[Tag], rank: int,
     assert got[-1:].isnan().all() if sums else got.isnan().all()
     peer, direction = 2 if rank == 0 else 0, "backward" if sums else "forward"
     assert exchange.report.fault == ExchangeState.MISMATCH and exchange.report.peer == peer
-    message = str(exchange.mismatch(describe_tag))
+    message = str(exchange.mismatch_error(describe_tag))
     assert message.startswith(f"rank {rank} is in {describe_tag(tags[rank], direction)}, but rank {peer} in ")
     assert describe_tag(tags[peer], direction) in message
 
@@ -80,7 +80,7 @@ def encode_message(numbers: Tensor, tag: Tag, epoch: int, is_gpu: bool) -> Tenso
     return torch.cat([pack_words(head, epoch), payload]).view(torch.uint8)
 
 
-def make_exchange_of_one_rank(device: str, capacity: int = LEAST_PACKETS) -> tuple[Exchange, Tensor]:
+def make_exchange_of_one_rank(device: str, capacity: int = MIN_ARENA_PACKETS) -> tuple[Exchange, Tensor]:
     """Returns an exchange that waits for nobody, and its arena, which must outlive the exchange."""
     arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)
     exchange = Exchange(0, 1, arena.is_cuda, [arena.data_ptr()])
@@ -91,22 +91,22 @@ def make_exchange_of_one_rank(device: str, capacity: int = LEAST_PACKETS) -> tup
 class Loopback:
     """Ranks on one device, each on a stream of its own, so that their kernels can wait for each other.
 
-    `ranks[r]` is the DeviceMemory of rank r. A sanitizer runs launches one after the other; there
+    `ranks[r]` is the CudaIpcBackend of rank r. A sanitizer runs launches one after the other; there
     `write_messages` takes the place of the other ranks.
     """
 
-    def __init__(self, world: int, capacity: int = LEAST_PACKETS, timeout: float = 5.0, device="cuda"):
+    def __init__(self, world: int, capacity: int = MIN_ARENA_PACKETS, timeout: float = 5.0, device="cuda"):
         self.capacity = capacity
         size = arena_bytes(world, capacity)
         self.arenas = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world)]
         addresses = [arena.data_ptr() for arena in self.arenas]
         self.ranks = [
-            DeviceMemory("Loopback", arena, addresses, rank, capacity, timeout, describe_tag)
+            CudaIpcBackend(arena, addresses, rank, capacity, timeout, describe_tag)
             for rank, arena in enumerate(self.arenas)
         ]
         self.is_gpu = self.arenas[0].is_cuda  # the tests of the model of CUDA set it to True
         if self.is_gpu:
-            _load_kernels_once(self.arenas[0].device)
+            _warm_up_kernels_once(self.arenas[0].device)
         self.streams = [torch.cuda.Stream() if self.is_gpu else None for _ in self.ranks]
 
     @contextlib.contextmanager
@@ -119,12 +119,12 @@ class Loopback:
         with torch.cuda.stream(stream):
             yield
 
-    def run_each(self, work: Callable[[int, DeviceMemory], T]) -> list[T]:
-        """Runs `work(rank, device_memory)` on each rank's stream, waits, and returns the results by rank."""
+    def run_each(self, work: Callable[[int, CudaIpcBackend], T]) -> list[T]:
+        """Runs `work(rank, backend)` on each rank's stream, waits, and returns the results by rank."""
         results = []
-        for rank, device_memory in enumerate(self.ranks):
+        for rank, backend in enumerate(self.ranks):
             with self.on_stream_of(rank):
-                results.append(work(rank, device_memory))
+                results.append(work(rank, backend))
         for stream in filter(None, self.streams):
             torch.cuda.current_stream().wait_stream(stream)
         return results

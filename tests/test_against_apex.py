@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from packages import import_apex_or_skip, import_or_skip
-from training_runs import COMMON, fails, rows_of, torchrun, train_on_rank, weights_of
+from training_runs import COMMON, error_of_run, rows_of, torchrun, train_on_rank, weights_of
 
 import fastvit
 import fastvit.compat.apex
@@ -144,17 +144,17 @@ def test_apex_sync_is_the_layer_of_apex(no_apex, tmp_path):
 
 def test_apex_sync_without_apex_says_what_it_needs(no_apex, tmp_path, capsys):
     arguments = ["--norm", "apex-sync", "--out", str(tmp_path / "run")]
-    said = fails(capsys, *arguments)
+    said = error_of_run(capsys, *arguments)
     assert "--norm apex-sync needs apex.parallel of NVIDIA apex 25.05 or older" in said
     assert "No module named 'apex'" in said and "let FASTVIT_APEX be a folder of its sources" in said
     put(no_apex, tmp_path, {"__init__.py": ""})  # of a later release
-    assert "No module named 'apex.parallel'" in fails(capsys, *arguments)
+    assert "No module named 'apex.parallel'" in error_of_run(capsys, *arguments)
 
 
 def test_the_look_alike_is_not_apex(no_apex):
     no_apex.setitem(sys.modules, "apex", fastvit.compat.apex)
     no_apex.setitem(sys.modules, "apex.parallel", fastvit.compat.apex.parallel)
-    with pytest.raises(ImportError, match="apex.parallel is fastvit.compat.apex.parallel here"):
+    with pytest.raises(ImportError, match="apex.parallel is fastvit.compat.apex.parallel of fastvit"):
         nvidia_apex.import_apex("parallel")
 
 

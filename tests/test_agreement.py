@@ -1,4 +1,4 @@
-"""Agreement of ranks and shared memory, when a rank leaves or ends at a critical moment.
+"""Consensus of ranks and shared memory, when a rank leaves or ends at a critical moment.
 
 Ranks are threads or take turns, so that the order of events is fixed.
 """
@@ -13,45 +13,48 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from loopback import describe_tag, make_agreements
+from loopback import describe_tag, make_consensuses
 
-from fastvit.sync import agreement, cpu_peer
-from fastvit.sync.agreement import Agreement, ProcessWatch
-from fastvit.sync.collective import wait_on_host
-from fastvit.sync.cpu_peer import SharedMemory
+from fastvit.sync import process_watch, shared_memory, waiting
+from fastvit.sync.collective import wait_interruptibly
+from fastvit.sync.process_watch import ProcessWatch
 from fastvit.sync.protocol import Tag
+from fastvit.sync.shared_memory import SharedMemoryBackend
+from fastvit.sync.store_consensus import StoreConsensus
 
 ops = torch.ops.fastvit
 CAPACITY = 9
 
 
 def interrupted_ask(one, question, answer):
-    """Ctrl-C while the agreement waits."""
+    """Ctrl-C while a rank waits for the answers."""
 
     def wait(key):
         raise KeyboardInterrupt
 
-    one._await = wait
+    one._wait_for_all = wait
     with pytest.raises(KeyboardInterrupt):
-        one.ask(question, answer)
-    del one._await
+        one.gather_answers(question, answer)
+    del one._wait_for_all
 
 
 def test_a_rank_that_leaves_is_not_waited_for():
-    one, two = make_agreements(2)
+    one, two = make_consensuses(2)
     interrupted_ask(one, "a question", "yes")
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 1: a question: rank 0 left it: KeyboardInterrupt"):
-        two.ask("a question", "yes")
+    with pytest.raises(RuntimeError, match="rank 1: a question: rank 0 raised KeyboardInterrupt"):
+        two.gather_answers("a question", "yes")
     assert time.monotonic() - begin < 5
     with ThreadPoolExecutor(2) as pool:  # and the next question is the same one to both
-        assert set(map(str, pool.map(lambda a: a.ask("another", "yes"), (one, two)))) == {"{'yes': [0, 1]}"}
+        assert set(map(str, pool.map(lambda a: a.gather_answers("another", "yes"), (one, two)))) == {
+            "{'yes': [0, 1]}"
+        }
 
 
 @pytest.fixture
 def pair():
     segment = torch.zeros(2 * ops.arena_bytes(2, CAPACITY), dtype=torch.uint8)
-    return [SharedMemory(segment, CAPACITY, one, describe_tag) for one in make_agreements(2, 10.0)]
+    return [SharedMemoryBackend(segment, CAPACITY, one, describe_tag) for one in make_consensuses(2, 10.0)]
 
 
 def test_a_rank_that_sends_and_ends_has_sent(pair):
@@ -60,29 +63,31 @@ def test_a_rank_that_sends_and_ends_has_sent(pair):
     pool = ThreadPoolExecutor(1)
 
     def has_ended(rank):
-        pool.submit(pair[1].share, numbers, Tag(0, 1)).result(10)
-        pair[0]._watch.has_ended = lambda rank: True
+        pool.submit(pair[1].merge_over_ranks, numbers, Tag(0, 1)).result(10)
+        pair[0]._process_watch.has_ended = lambda rank: True
         return True
 
-    pair[0]._watch.has_ended = has_ended
-    assert torch.equal(pair[0].share(numbers, Tag(0, 1)), torch.cat([numbers, 2 * numbers]))
+    pair[0]._process_watch.has_ended = has_ended
+    assert torch.equal(pair[0].merge_over_ranks(numbers, Tag(0, 1)), torch.cat([numbers, 2 * numbers]))
     with pytest.raises(RuntimeError, match="rank 0 in backward of layer 0, step 2: rank 1 has ended"):
-        pair[0].share(numbers, Tag(0, 2))
+        pair[0].merge_over_ranks(numbers, Tag(0, 2))
 
 
 def test_an_error_in_the_midst_of_an_exchange(pair, monkeypatch):
     """The peer raises at once, and no later exchange begins."""
     numbers = torch.arange(6.0)[None]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(pair[0]._watch, "has_ended", lambda rank: (_ for _ in ()).throw(KeyboardInterrupt()))
-        pair[0].share(numbers, Tag(0, 1))
+        patch.setattr(
+            pair[0]._process_watch, "has_ended", lambda rank: (_ for _ in ()).throw(KeyboardInterrupt())
+        )
+        pair[0].merge_over_ranks(numbers, Tag(0, 1))
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="backward of layer 0, step 1: rank 0 raised an error and gave up"):
-        pair[1].share(numbers, Tag(0, 1))
+    with pytest.raises(RuntimeError, match="backward of layer 0, step 1: rank 0 abandoned the exchange"):
+        pair[1].merge_over_ranks(numbers, Tag(0, 1))
     assert time.monotonic() - begin < 5
     for member, why in zip(pair, ("KeyboardInterrupt", "rank 1 in backward"), strict=True):
         with pytest.raises(RuntimeError, match=rf"an exchange of this group has failed \({why}"):
-            member.share(numbers, Tag(0, 2))
+            member.merge_over_ranks(numbers, Tag(0, 2))
 
 
 class Killed(Exception):
@@ -92,7 +97,7 @@ class Killed(Exception):
 @pytest.mark.parametrize("after", ["add", "compare_set"])
 def test_a_rank_that_ends_in_the_midst_of_its_answer(after, monkeypatch):
     """It has come last, and may have been counted: the others do not wait for its "all"."""
-    one, two = make_agreements(2, timeout=20.0)
+    one, two = make_consensuses(2, timeout=20.0)
     done: list[str] = []
 
     class Store:  # of the rank that is killed after its call of `after`
@@ -106,16 +111,16 @@ def test_a_rank_that_ends_in_the_midst_of_its_answer(after, monkeypatch):
 
             return call
 
-    dying = Agreement.__new__(Agreement)
+    dying = StoreConsensus.__new__(StoreConsensus)
     dying.__dict__.update(two.__dict__, _store=Store())
-    monkeypatch.setattr(one.watch, "ended", lambda: [1] * bool(done))
-    monkeypatch.setattr(one.watch, "text", lambda rank: f"rank {rank} has ended")
+    monkeypatch.setattr(one.process_watch, "find_ended_ranks", lambda: [1] * bool(done))
+    monkeypatch.setattr(one.process_watch, "ended_message", lambda rank: f"rank {rank} has ended")
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(one.ask, "a question", "yes")
+        answer = pool.submit(one.gather_answers, "a question", "yes")
         while not one._store.check(["1/here/0"]):
             assert not answer.done()
         with pytest.raises(Killed):
-            dying.ask("a question", "yes")
+            dying.gather_answers("a question", "yes")
         with pytest.raises(RuntimeError, match="rank 0: a question: rank 1 has ended"):
             answer.result(timeout=5)
 
@@ -132,12 +137,12 @@ class NeverEnds:
 
 
 def test_a_collective_that_misses_the_end_of_a_rank(monkeypatch):
-    one, _ = make_agreements(2)
-    one.watch.learn()
-    monkeypatch.setattr(one.watch, "has_ended", lambda rank: rank == 1)
+    one, _ = make_consensuses(2)
+    one.process_watch.read_registrations()
+    monkeypatch.setattr(one.process_watch, "has_ended", lambda rank: rank == 1)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
-        wait_on_host(NeverEnds(), one.watch)
+        wait_interruptibly(NeverEnds(), one.process_watch)
     assert 1 < time.monotonic() - begin < 10
 
 
@@ -160,14 +165,14 @@ def test_a_store_that_is_frozen_or_has_ended(by, why):
     try:
         port = int(process.stdout.readline())
         client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        alone = Agreement(client, 0, 1, 1.0)
-        assert alone.ask("a question", "yes") == {"yes": [0]}
+        alone = StoreConsensus(client, 0, 1, 1.0)
+        assert alone.gather_answers("a question", "yes") == {"yes": [0]}
         process.send_signal(by)
         # A signal acts later: until then a thread of the store answers.
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match=f"^rank 0: first call of layer 3: the store .* {why}"):
-            alone.ask("first call of layer 3", "yes")
+            alone.gather_answers("first call of layer 3", "yes")
         assert time.monotonic() - begin < 4
     finally:
         process.kill()
@@ -176,7 +181,7 @@ def test_a_store_that_is_frozen_or_has_ended(by, why):
 
 def test_how_often_a_waiting_rank_looks(monkeypatch):
     """Pauses begin short, for a low latency, and grow, so that waiting takes little CPU time."""
-    (one,) = make_agreements(1)
+    (one,) = make_consensuses(1)
     pauses = []
 
     def sleep(seconds):
@@ -184,8 +189,8 @@ def test_how_often_a_waiting_rank_looks(monkeypatch):
         if len(pauses) == 12:
             one._store.set("end", "")
 
-    monkeypatch.setattr(agreement.time, "sleep", sleep)
-    one._await("")
+    monkeypatch.setattr(waiting.time, "sleep", sleep)
+    one._wait_for_all("")
     assert pauses == [1e-4 * 2**n for n in range(8)] + [0.02] * 4
 
 
@@ -199,18 +204,21 @@ def test_processes_that_have_ended():
         process = children[rank - 1].pid
         watch._store.set(str(watch._store.add("count", 1)), f"{rank} {process} {start}")
 
-    register(1, agreement._start_of(children[0].pid))
+    register(1, process_watch._process_start_ticks(children[0].pid))
     children[0].kill(), children[0].wait()  # before this rank has seen it
-    register(2, agreement._start_of(children[1].pid))
+    register(2, process_watch._process_start_ticks(children[1].pid))
     register(4, "1")  # a process of the clone of this host has the same number
-    assert watch.ended() == [] and not watch.has_ended(2)
+    assert watch.find_ended_ranks() == [] and not watch.has_ended(2)
     children[1].kill(), children[3].kill()
     os.waitid(os.P_PID, children[1].pid, os.WEXITED | os.WNOWAIT)  # a zombie
-    assert watch.ended() == [2] and watch.text(2) == f"rank 2 has ended (process {children[1].pid})"
+    assert (
+        watch.find_ended_ranks() == [2]
+        and watch.ended_message(2) == f"rank 2 has ended (process {children[1].pid})"
+    )
     children[2].kill()
     for child in children:
         child.wait()
-    assert not watch.has_ended(3) and not watch.has_ended(4) and away.ended() == []
+    assert not watch.has_ended(3) and not watch.has_ended(4) and away.find_ended_ranks() == []
 
 
 def test_a_file_that_is_not_the_segment_of_rank_0_is_not_touched(tmp_path):
@@ -223,11 +231,11 @@ def test_a_file_that_is_not_the_segment_of_rank_0_is_not_touched(tmp_path):
             path = f"/proc/self/fd/{file.fileno()}"
             if content.endswith(mark):  # but with a name
                 with pytest.raises(OSError, match="is not the segment of rank 0"):
-                    cpu_peer._map(path, size, mark)
+                    shared_memory._map_segment(path, size, mark)
                 os.unlink(tmp_path / "data")
-                assert cpu_peer._map(path, size, mark).numel() == size
+                assert shared_memory._map_segment(path, size, mark).numel() == size
                 continue
             os.unlink(tmp_path / "data")
             with pytest.raises(OSError, match="is not the segment of rank 0"):
-                cpu_peer._map(path, size, mark)
+                shared_memory._map_segment(path, size, mark)
             assert os.pread(file.fileno(), size + 16, 0) == content

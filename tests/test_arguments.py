@@ -274,7 +274,7 @@ def test_a_call_frees_what_it_takes(device):
     exchange, _arena = make_exchange_of_one_rank(device)
     wrong = ("act_forward", (case.x, None, "an activation of more than 15 characters"))
     gc.collect()
-    for op, arguments in (*every_call(case), *calls_with_exchange(case, exchange.of(Tag(0, 1))), wrong):
+    for op, arguments in (*every_call(case), *calls_with_exchange(case, exchange.with_tag(Tag(0, 1))), wrong):
         left = []
         for _ in range(4):  # the first makes what stays; others in the process make and free objects
             before = mallinfo().uordblks
@@ -289,7 +289,7 @@ def test_a_call_frees_what_it_takes(device):
 def test_opcheck(layout, device):
     case = LayerInputs(layout, torch.float32, device)
     exchange, _arena = make_exchange_of_one_rank(device)
-    for op, arguments in (*every_call(case), *calls_with_exchange(case, exchange.of(Tag(0, 1)))):
+    for op, arguments in (*every_call(case), *calls_with_exchange(case, exchange.with_tag(Tag(0, 1)))):
         torch.library.opcheck(
             getattr(ops, op),
             arguments,

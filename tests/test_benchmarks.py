@@ -110,18 +110,18 @@ def test_a_gpus_time_is_without_that_of_a_host_which_is_slower(monkeypatch):
     gpu = Gpu(monkeypatch)
     calls = [lambda: gpu.queue(0.15, 0.1)] * 10
     taken = gpu.timer(calls, "work")
-    assert (taken.ms, taken.host_ms, taken.late) == pytest.approx((0.1, 0.15, 0), rel=1e-3)
+    assert (taken.ms, taken.host_ms, taken.num_late) == pytest.approx((0.1, 0.15, 0), rel=1e-3)
 
 
 def test_a_late_host_is_marked_and_has_more_time_in_the_next_turn(monkeypatch):
     gpu = Gpu(monkeypatch)
     calls = [lambda: gpu.queue(0.9, 0.1)] * 10
     late, later = gpu.timer(calls, "work"), gpu.timer(calls, "work")
-    assert late.late == 1 and late.ms > 0.5
-    assert later.late == 0 and later.ms == pytest.approx(0.1, rel=1e-3)
-    assert gpu.timer([lambda: gpu.queue(99, 0)], "other").late == 1
+    assert late.num_late == 1 and late.ms > 0.5
+    assert later.num_late == 0 and later.ms == pytest.approx(0.1, rel=1e-3)
+    assert gpu.timer([lambda: gpu.queue(99, 0)], "other").num_late == 1
     gpu.host = before = gpu.stream
-    assert gpu.timer([lambda: gpu.queue(99, 0)], "other").late == 1
+    assert gpu.timer([lambda: gpu.queue(99, 0)], "other").num_late == 1
     assert gpu.stream - before < 200, "the delay has a limit"
 
 
@@ -129,7 +129,7 @@ def test_a_late_host_is_marked_and_has_more_time_in_the_next_turn(monkeypatch):
 def test_inputs_rotate_over_more_than_the_cache(monkeypatch, nbytes):
     timer = Gpu(monkeypatch, l2_bytes=50 << 20).timer
     for passes in (1, 5):
-        sets, calls = timer.rotation(nbytes, passes * nbytes)
+        sets, calls = timer.plan_rotation(nbytes, passes * nbytes)
         assert sets >= 2 and calls % sets == 0 and 8 <= calls <= 2 * timer.MAX_CALLS
         assert sets * nbytes >= 6 * 50 << 20 or sets == timer.MAX_SETS
         assert calls * passes * nbytes < 20 << 30
@@ -151,12 +151,12 @@ def test_each_call_on_a_gpu_has_inputs_of_its_own(monkeypatch):
             return 2 * dy
 
     x = torch.randn(64, 256)
-    moved = {"forward": 2 * x.nbytes, "backward": 3 * x.nbytes, "both": 5 * x.nbytes}
-    case = bench_layers.Case("twice", "64x256", "fp32", [x], {"torch": Twice.apply}, moved)
+    bytes_moved = {"forward": 2 * x.nbytes, "backward": 3 * x.nbytes, "both": 5 * x.nbytes}
+    case = bench_layers.Case("twice", "64x256", "fp32", [x], {"torch": Twice.apply}, bytes_moved)
     rows = bench_layers.bench(case, timer, turns=2)
-    sets, calls = timer.rotation(x.nbytes, moved["both"])
+    sets, calls = timer.plan_rotation(x.nbytes, bytes_moved["both"])
     assert {row["direction"] for row in rows} == DIRECTIONS and calls == 60
-    for turn in range(harness.WARM_UP + 2):
+    for turn in range(harness.WARM_UP_TURNS + 2):
         part = slice(1 + turn * calls, 1 + (turn + 1) * calls)  # the first call told the shape of a result
         assert len(set(seen[part])) == calls
         assert len(set(gradients[turn * calls : (turn + 1) * calls])) == sets
@@ -164,34 +164,34 @@ def test_each_call_on_a_gpu_has_inputs_of_its_own(monkeypatch):
 
 def test_each_op_on_a_gpu_rotates_over_its_sets(monkeypatch):
     timer = Gpu(monkeypatch, l2_bytes=1 << 12).timer
-    case, seen = bench_ops.images(4, 8, 6, "fp32")[0], []
+    case, seen = bench_ops.image_cases(4, 8, 6, "fp32")[0], []
 
     def made(case, x, dy):
         return {"bn_stats": lambda: seen.append(x.data_ptr())}
 
     monkeypatch.setattr(bench_ops, "PASSES", {"bn_stats": 1})
-    monkeypatch.setattr(bench_ops, "raw_ops", made)
+    monkeypatch.setattr(bench_ops, "fastvit_ops", made)
     monkeypatch.setattr(bench_ops, "torch_ops", made)
     rows = bench_ops.bench(case, timer, turns=1)
     assert [row["contender"] for row in rows] == ["fastvit", "torch"]
-    sets, calls = timer.rotation(4 * 8 * 36 * 4, 4 * 8 * 36 * 4)
-    assert len(seen) == 2 * (harness.WARM_UP + 1) * calls and sets > 2
+    sets, calls = timer.plan_rotation(4 * 8 * 36 * 4, 4 * 8 * 36 * 4)
+    assert len(seen) == 2 * (harness.WARM_UP_TURNS + 1) * calls and sets > 2
     assert seen[:sets] * (len(seen) // sets) == seen and len(set(seen)) == sets
 
 
 def test_rows_have_the_spread_the_late_turns_and_no_contender_that_failed(capsys):
-    timer = SimpleNamespace(copy=lambda nbytes: harness.Taken(2.0))
+    timer = SimpleNamespace(copy=lambda nbytes: harness.Timing(2.0))
     turns = iter(
-        [harness.Taken(9.0), harness.Taken(9.0), *(harness.Taken(ms, 0.5, ms == 3) for ms in (1, 2, 3))]
+        [harness.Timing(9.0), harness.Timing(9.0), *(harness.Timing(ms, 0.5, ms == 3) for ms in (1, 2, 3))]
     )
 
     def fails():
         raise RuntimeError("no compiler")
 
     contenders = {"torch": lambda: {"": next(turns)}, harness.COMPILED: fails}
-    (row,) = harness.measure(contenders, timer, 3, 1000, {"": 3000})
+    (row,) = harness.measure_in_turns(contenders, timer, 3, 1000, {"": 3000})
     assert (row["p50_us"], row["spread"], row["late"], row["host_us"]) == (2000, 1, 1, 500)
     assert row["share_of_copy"] == pytest.approx(1.5) and row["copy_us"] == 2000
     assert "not measured: torch.compile: RuntimeError: no compiler" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="no compiler"):
-        harness.measure({"torch": fails}, timer, 3, 1000, {"": 3000})
+        harness.measure_in_turns({"torch": fails}, timer, 3, 1000, {"": 3000})

@@ -5,7 +5,7 @@ import sys
 import bench_convert
 import harness
 import pytest
-import report
+import result_tables
 import torch
 from budget_curve import BUDGETS, check_curve, draw_curve, order_contenders
 from torch import nn
@@ -107,7 +107,7 @@ def test_models_precisions_and_compiled_code_are_apart():
 
 def test_the_check_ends_with_a_status(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_convert.py", "--check-curve", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="found no rows in .*curve_cpu.csv; run --curve before"):
+    with pytest.raises(SystemExit, match="found no rows in .*curve_cpu.csv; run --curve first"):
         bench_convert.main()
     for measured, status in (({}, 0), ({"sac": (40.0, 32.0, 1000.0)}, 1)):
         harness.write_csv("curve_cpu", curve_rows(**measured), tmp_path)
@@ -119,7 +119,7 @@ def test_the_check_ends_with_a_status(tmp_path, monkeypatch, capsys):
 
 def test_the_table_has_the_peak_first_budgets_in_order_and_the_faults():
     rows = [*curve_rows("a"), *curve_rows("b", sac=(40.0, 32.0, 1000.0), budget_6=(60.0, 48.0, 1075.0))]
-    lines = report.table("curve_cpu", rows).splitlines()
+    lines = result_tables.format_table("curve_cpu", rows).splitlines()
     head = [cell.strip() for cell in lines[0].strip("|").split("|")]
     assert head[4:] == ["torch", "convert", "0.8", "0.6", "0.5", "0.3", "least", "sac"]
     assert "| peak 100 MiB, kept 80, 1 ms | peak -30.0%, kept -30.0%, 1.05x |" in lines[2]
@@ -156,9 +156,11 @@ class Tokens(nn.Module):
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """Runs the benchmark with a small model; returns the rows that it wrote, and what it printed."""
-    monkeypatch.setattr(bench_convert, "create", lambda name: (Tokens().train(), 40))
-    monkeypatch.setattr(bench_convert, "inputs", lambda name, batch, size: torch.randn(batch, size, 16))
-    monkeypatch.setattr(bench_convert, "reuse_memory", lambda: None)
+    monkeypatch.setattr(bench_convert, "create_model", lambda name: (Tokens().train(), 40))
+    monkeypatch.setattr(
+        bench_convert, "random_inputs", lambda name, batch, size: torch.randn(batch, size, 16)
+    )
+    monkeypatch.setattr(bench_convert, "restart_with_reused_memory", lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setenv("FASTVIT_COMMIT", "abc1234")
 
@@ -219,7 +221,7 @@ def test_budgets_below_one_that_cannot_be_met_are_left_out(run, monkeypatch):
             raise ValueError("convert: a budget of 0.4\ncannot be met; the least is 0.5")
         return Tokens()
 
-    monkeypatch.setattr(bench_convert, "make", make)
+    monkeypatch.setattr(bench_convert, "make_contender", make)
     rows, printed = run("--curve", "--models", "resnet26", "--precision", "fp32")
     assert [name for name in made if name in BUDGETS] == ["0.8", "0.6", "0.5", "0.4", "least"]
     assert "resnet26: 0.4: ValueError: convert: a budget of 0.4 cannot be met; the least is 0.5\n" in printed

@@ -93,7 +93,7 @@ def test_toolkits(tmp_path, monkeypatch):
     """nvcc on PATH may be a script that prints the toolkit's folder; Debian's headers are not in that."""
     real = toolkit(tmp_path / "cuda")
     assert find_cuda(monkeypatch, home=real) == (real, f"toolkit at {real}")
-    assert setup_globals()["version_of"](tmp_path) == "unknown"
+    assert setup_globals()["cuda_version"](tmp_path) == "unknown"
     wrapper = toolkit(tmp_path / "other", nvcc=f"echo '#$ TOP={real}/bin/..' >&2")
     (wrapper / "include/cuda_runtime.h").unlink()
     assert find_cuda(monkeypatch, path=wrapper / "bin")[0] == real
@@ -152,9 +152,9 @@ def test_architectures(tmp_path, monkeypatch, wish, known, gpu, codes):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wish)
-    found = setup_globals()["gencode_of"](toolkit(tmp_path, known))
+    found = setup_globals()["gencode_flags"](toolkit(tmp_path, known))
     assert sorted(option.rsplit("=", 1)[1] for option in found) == sorted(codes.split())
-    lines = setup_globals()["ninja_file"]("g++", tmp_path, "a toolkit", ["baseline"], found)
+    lines = setup_globals()["build_ninja_text"]("g++", tmp_path, "a toolkit", ["baseline"], found)
     assert f" {' '.join(found)} " in lines and "with CUDA 13.0" in lines
 
 
@@ -170,11 +170,11 @@ def test_architectures_that_cannot_be(tmp_path, monkeypatch, wish, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wish)
     with pytest.raises(SystemExit, match=message):
-        setup_globals()["gencode_of"](toolkit(tmp_path))
+        setup_globals()["gencode_flags"](toolkit(tmp_path))
 
 
 def test_a_compiler_with_flags(tmp_path):
-    lines = setup_globals()["ninja_file"]("ccache g++ -m64", tmp_path, "", ["baseline"], [])
+    lines = setup_globals()["build_ninja_text"]("ccache g++ -m64", tmp_path, "", ["baseline"], [])
     assert "-ccbin g++ -Xcompiler '-m64 -fPIC " in lines and "g++ -m64 -O3" in lines
 
 
@@ -205,8 +205,8 @@ def test_kernels_know_the_sources_that_they_were_built_from(tmp_path):
 
     def checksum(root, *given):
         setup = setup_globals()
-        setup["ninja_file"].__globals__["ROOT"] = root
-        (found,) = set(re.findall(r"; sources ([0-9a-f]{8})\b", setup["ninja_file"]("g++", *given)))
+        setup["build_ninja_text"].__globals__["ROOT"] = root
+        (found,) = set(re.findall(r"; sources ([0-9a-f]{8})\b", setup["build_ninja_text"]("g++", *given)))
         return found
 
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
@@ -221,12 +221,16 @@ def test_kernels_know_the_sources_that_they_were_built_from(tmp_path):
 
 def test_instruction_sets():
     setup = setup_globals(FASTVIT_CPU="")
-    assert setup["instruction_sets"](editable=True) == [setup["native"]()]
-    assert setup["instruction_sets"](editable=False) == list(setup["CAPABILITIES"])
-    assert setup_globals(FASTVIT_CPU="all")["instruction_sets"](editable=True) == list(setup["CAPABILITIES"])
-    assert setup_globals(FASTVIT_CPU="native")["instruction_sets"](editable=False) == [setup["native"]()]
+    assert setup["cpu_capabilities"](editable=True) == [setup["native_capability"]()]
+    assert setup["cpu_capabilities"](editable=False) == list(setup["CPU_CAPABILITY_FLAGS"])
+    assert setup_globals(FASTVIT_CPU="all")["cpu_capabilities"](editable=True) == list(
+        setup["CPU_CAPABILITY_FLAGS"]
+    )
+    assert setup_globals(FASTVIT_CPU="native")["cpu_capabilities"](editable=False) == [
+        setup["native_capability"]()
+    ]
     with pytest.raises(SystemExit, match="FASTVIT_CPU is 'avx9'; native or all expected"):
-        setup_globals(FASTVIT_CPU="avx9")["instruction_sets"](editable=False)
+        setup_globals(FASTVIT_CPU="avx9")["cpu_capabilities"](editable=False)
 
 
 def test_kernels_that_do_not_compile_are_an_error(tmp_path):
@@ -238,7 +242,7 @@ def test_kernels_that_do_not_compile_are_an_error(tmp_path):
     run = python("setup.py", "build_ext", "-t", tmp_path / "temp", "-b", tmp_path / "lib", **wish)
     assert run.returncode == 1 and "this is no GPU compiler" in run.stdout
     assert run.stderr.strip().splitlines()[-1] == (
-        "fastvit: it did not compile; see the compiler's messages above. "
+        "fastvit: compiling the kernels failed; the compiler's messages are above. "
         "FASTVIT_CUDA=0 builds without the CUDA kernels, CXX=g++-12 with another compiler."
     )
     assert not list((tmp_path / "lib").rglob("*.so"))

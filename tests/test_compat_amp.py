@@ -4,7 +4,19 @@ import platform
 
 import pytest
 import torch
-from amp_models import HALF, LEVELS, backward, data, gradients, loss_of, network, seen_of, start, step, values
+from amp_models import (
+    HALF,
+    LEVELS,
+    backward,
+    data,
+    flat_parameters,
+    gradients,
+    initialized,
+    loss_of,
+    network,
+    record_forwards,
+    step,
+)
 from torch.nn import functional as F
 
 from fastvit.compat.apex import amp
@@ -36,8 +48,8 @@ def floating(module, output=None) -> set[torch.dtype]:
     ],
 )
 def test_each_level_uses_its_dtypes(level, options, conv, norm, inside):
-    model, optimizer = start(level, **options)
-    layers, flat = [seen_of(layer, floating) for layer in model], seen_of(model[4])
+    model, optimizer = initialized(level, **options)
+    layers, flat = [record_forwards(layer, floating) for layer in model], record_forwards(model[4])
     assert model(data()[0]).dtype == options.get("cast_model_outputs", F32) and flat == [inside]
     assert layers[0] == [{conv}] and layers[1] == layers[3] == [{norm}]
     assert floating(model) == {p.dtype for p in amp.master_params(optimizer)} == {F32}
@@ -46,15 +58,15 @@ def test_each_level_uses_its_dtypes(level, options, conv, norm, inside):
 def test_half_on_the_cpu_is_said_once_and_chosen_by_the_environment(monkeypatch):
     forward.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="half precision is bfloat16; FASTVIT_HALF=float16") as caught:
-        assert forward.half_type("cpu") is forward.half_type("cpu") is HALF
+        assert forward.half_dtype("cpu") is forward.half_dtype("cpu") is HALF
     slow = "20 to 30 times slower than O0" in str(caught[0].message)
     has_instructions = torch.cpu._is_avx512_bf16_supported() or platform.machine() not in ("x86_64", "AMD64")
     assert len(caught) == 1 and slow is not has_instructions
     monkeypatch.setenv("FASTVIT_HALF", "float16")
-    model, _ = start("O2")
-    seen = seen_of(model[0], floating)
+    model, _ = initialized("O2")
+    seen = record_forwards(model[0], floating)
     model(data()[0])
-    assert seen == [{F16}] and forward.half_type("cpu") == F16
+    assert seen == [{F16}] and forward.half_dtype("cpu") == F16
 
 
 @pytest.mark.parametrize(
@@ -81,12 +93,12 @@ def test_wrong_models_and_optimizers():
         amp.initialize(F.relu, verbosity=0)
     with pytest.raises(TypeError, match="optimizers takes one torch.optim.Optimizer or a list, got dict"):
         amp.initialize(network(), {}, verbosity=0)
-    model, optimizer = start("O1")
+    model, optimizer = initialized("O1")
     with pytest.raises(RuntimeError, match="loss_id 1 needs amp.initialize"), amp.scale_loss(0, optimizer, 1):
         pass
     with pytest.raises(RuntimeError, match="SGD was not given to amp.initialize"):
         step(model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(RuntimeError, match="optimizer.step takes no closure"):
+    with pytest.raises(RuntimeError, match="SGD.step takes no closure"):
         optimizer.step(lambda: 0.0)
 
 
@@ -100,14 +112,14 @@ def test_half_weights_on_arrival(level):
         return model
 
     with pytest.raises(RuntimeError, match="parameter 2.weight is torch.float16; a float32 model expected"):
-        start(level, model=mixed())
+        initialized(level, model=mixed())
     amp._amp_state.allow_incoming_model_not_fp32 = True
-    model, optimizer = start(level, model=mixed())
+    model, optimizer = initialized(level, model=mixed())
     assert model[2].weight.dtype == (F16 if level == "O1" else F32)
     if level != "O1":
-        before = values(model)
+        before = flat_parameters(model)
         step(model, optimizer)
-        assert not torch.equal(before, values(model))
+        assert not torch.equal(before, flat_parameters(model))
 
 
 def test_amp_that_is_disabled_changes_nothing():
@@ -125,8 +137,8 @@ def test_amp_that_is_disabled_changes_nothing():
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_backward_that_fails_leaves_earlier_gradients_alone(level, fails):
     """As after an out-of-memory error, when the caller continues with the next batch."""
-    model, optimizer = start(level, loss_scale="dynamic")
-    other, its_optimizer = start(level, loss_scale="dynamic")
+    model, optimizer = initialized(level, loss_scale="dynamic")
+    other, its_optimizer = initialized(level, loss_scale="dynamic")
     for seed in range(3):
         if seed != fails:
             backward(model, optimizer, seed), backward(other, its_optimizer, seed)
@@ -142,9 +154,9 @@ def test_a_backward_that_fails_leaves_earlier_gradients_alone(level, fails):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_static_scale_multiplies_the_loss_alone(level, scale):
     """A loss is multiplied by any scale but 1, in float32, and the gradients are those without it."""
-    other, its_optimizer = start(level, loss_scale=1.0)
+    other, its_optimizer = initialized(level, loss_scale=1.0)
     backward(other, its_optimizer)
-    model, optimizer = start(level, loss_scale=scale)
+    model, optimizer = initialized(level, loss_scale=scale)
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": float(scale), "unskipped": 0}}
     loss = loss_of(model)
     with amp.scale_loss(loss, optimizer) as scaled:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from amp_models import LEVELS, loss_of, start, step, values
+from amp_models import LEVELS, flat_parameters, initialized, loss_of, step
 from torch import nn
 
 from fastvit.compat import amp_C
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("amp_off")
 @pytest.mark.parametrize("level", LEVELS)
 def test_options_are_a_mapping_and_attributes(level):
     """Written either way, they are read either way; what forward does was decided by `initialize`."""
-    model, optimizer = start(level)
+    model, optimizer = initialized(level)
     properties, options = _amp_state.opt_properties, _amp_state.opt_properties.options
     assert list(options) == [
         "enabled",
@@ -47,10 +47,10 @@ def test_the_state_is_there_from_initialize_on():
     fresh = AmpState()
     assert not any(hasattr(fresh, name) for name in ("opt_properties", "loss_scalers", "handle"))
     assert fresh.allow_incoming_model_not_fp32 is False and fresh.verbosity == 1
-    start("O1", min_loss_scale=2.0, max_loss_scale=2.0**20, num_losses=2)
+    initialized("O1", min_loss_scale=2.0, max_loss_scale=2.0**20, num_losses=2)
     assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (2.0, 2.0**20)
     assert len(_amp_state.loss_scalers) == 2 and _amp_state.handle.is_active()
-    start("O2")
+    initialized("O2")
     assert not hasattr(_amp_state, "handle")
 
 
@@ -65,7 +65,7 @@ def test_the_state_is_there_from_initialize_on():
     ],
 )
 def test_what_a_script_writes_to_a_scaler_has_its_effect(name, value, scales):
-    model, optimizer = start("O1", loss_scale="dynamic")
+    model, optimizer = initialized("O1", loss_scale="dynamic")
     scaler = _amp_state.loss_scalers[0]
     scaler._loss_scale = 8.0
     if name == "_max_loss_scale":
@@ -79,7 +79,7 @@ def test_what_a_script_writes_to_a_scaler_has_its_effect(name, value, scales):
 
 
 def test_floor_of_a_scaler():
-    model, optimizer = start("O1", loss_scale="dynamic")
+    model, optimizer = initialized("O1", loss_scale="dynamic")
     scaler = _amp_state.loss_scalers[0]
     scaler._min_loss_scale = scaler._loss_scale = 8.0
     step(model, optimizer, infinite=True)
@@ -89,8 +89,8 @@ def test_floor_of_a_scaler():
 @pytest.mark.parametrize("infinite", [False, True])
 def test_a_script_that_reduces_gradients_and_checks_for_overflow_itself(infinite):
     """As for BERT: with delay_overflow_check the scale changes when the script says so, by its own flag."""
-    model, optimizer = start("O2", loss_scale="dynamic")
-    scaler, before = _amp_state.loss_scalers[0], values(model)
+    model, optimizer = initialized("O2", loss_scale="dynamic")
+    scaler, before = _amp_state.loss_scalers[0], flat_parameters(model)
     with amp.scale_loss(2 * loss_of(model), optimizer, delay_overflow_check=True) as scaled:
         scaled.backward()
         if infinite:
@@ -106,7 +106,7 @@ def test_a_script_that_reduces_gradients_and_checks_for_overflow_itself(infinite
             parameter.grad = None
         assert all(p.grad is None for p in model.parameters())
     optimizer.step()
-    assert torch.equal(values(model), before) is infinite
+    assert torch.equal(flat_parameters(model), before) is infinite
     assert scaler.loss_scale() == 2.0 ** (15 if infinite else 16)
 
 
@@ -115,7 +115,7 @@ def test_lists_of_the_stash(level):
     """Under O2 and O3 each parameter is a half parameter and its own master: what a script copies from one
     list to the other, names or averages is the weight that is stepped.
     """
-    model, optimizer = start(level)
+    model, optimizer = initialized(level)
     stash = optimizer._amp_stash
     assert stash.lazy_init_called is False
     optimizer._amp_lazy_init()
@@ -150,7 +150,7 @@ def test_lists_of_the_stash(level):
     ],
 )
 def test_what_is_not_there_names_the_line_to_write(owner, name, line):
-    _, optimizer = start("O1")
+    _, optimizer = initialized("O1")
     with pytest.raises(AttributeError, match=f"fastvit has no {name}; {line}"):
         getattr(owner(optimizer), name)
     copy.deepcopy(_amp_state.loss_scalers)
@@ -158,7 +158,7 @@ def test_what_is_not_there_names_the_line_to_write(owner, name, line):
 
 @pytest.mark.parametrize("loss", [[torch.ones(())], (torch.ones(()),), 1.0, None, {"loss": torch.ones(())}])
 def test_a_loss_that_is_no_tensor(loss):
-    _, optimizer = start("O1")
+    _, optimizer = initialized("O1")
     with pytest.raises(TypeError, match=f"amp.scale_loss: loss takes a tensor, got {type(loss).__name__}; "):
         with amp.scale_loss(loss, optimizer):
             pass

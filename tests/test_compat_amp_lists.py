@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from amp_models import HALF, LEVELS, scaled_backward, seen_of, start, under_o1
+from amp_models import HALF, LEVELS, call_under_o1, initialized, record_forwards, scaled_backward
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,7 +29,7 @@ def test_recurrent_networks(kind, level):
                 plain(x)
         except RuntimeError as error:
             pytest.skip(f"torch's own autocast fails on this CPU: {error}")
-    model, optimizer = start(level, model=copy.deepcopy(plain), loss_scale="dynamic")
+    model, optimizer = initialized(level, model=copy.deepcopy(plain), loss_scale="dynamic")
     optimizer.zero_grad()
     scaled_backward(model(x)[0][:, -1].square().sum(), optimizer)
     masters = list(amp.master_params(optimizer))
@@ -51,7 +51,7 @@ def test_decorated_functions_run_in_their_dtype(wrap, inside):
     assert own.__doc__ == "Documented." and own.__name__ == "own"
     # promote leaves autocast on, so that mm itself runs in half
     product = torch.float32 if wrap is amp.float_function else HALF
-    seen = under_o1(lambda x: (*own(x, W), torch.mm(x, W).dtype), X.to(HALF))
+    seen = call_under_o1(lambda x: (*own(x, W), torch.mm(x, W).dtype), X.to(HALF))
     assert seen == (inside, inside, product, HALF)
     assert own(X.double(), W.double()) == (torch.float64,) * 3  # outside of forward nothing is cast
 
@@ -59,11 +59,11 @@ def test_decorated_functions_run_in_their_dtype(wrap, inside):
 def test_register_functions():
     library = SimpleNamespace(mm=torch.mm)
     amp.register_float_function(library, "mm")
-    assert torch.equal(under_o1(lambda x: library.mm(x, W), X), X @ W)
-    with pytest.raises(ValueError, match="no function named gemm"):
+    assert torch.equal(call_under_o1(lambda x: library.mm(x, W), X), X @ W)
+    with pytest.raises(ValueError, match="has no function 'gemm'"):
         amp.register_half_function(library, "gemm")
     amp.register_half_function(library, "mm"), amp.register_promote_function(library, "mm")
-    assert not torch.equal(under_o1(lambda x: library.mm(x, W), X), X @ W)
+    assert not torch.equal(call_under_o1(lambda x: library.mm(x, W), X), X @ W)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -78,12 +78,12 @@ def test_maybe_print(capsys, monkeypatch, rank):
 
 
 def test_handle_of_o1():
-    start("O2")
+    initialized("O2")
     assert not hasattr(amp._amp_state, "handle")
     model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), opt_level="O1", verbosity=0)
     copy.deepcopy(model)
     torch.save(model, io.BytesIO())
-    seen = seen_of(model[0])
+    seen = record_forwards(model[0])
     assert amp._amp_state.handle.is_active()
     model(X)
     with amp._amp_state.handle._disable_casts():
@@ -116,7 +116,7 @@ def test_changed_lists(monkeypatch, name, into, given, want):
     monkeypatch.setattr(lists, "FP32_FUNCS", [other for other in lists.FP32_FUNCS if other != name])
     if into:
         monkeypatch.setattr(lists, into, [*getattr(lists, into), name, "no_such_function"])
-    seen = under_o1(lambda x: [getattr(F, name)(x, 0).dtype, torch.mm(x, x).dtype], X.to(given))
+    seen = call_under_o1(lambda x: [getattr(F, name)(x, 0).dtype, torch.mm(x, x).dtype], X.to(given))
     assert seen == [want, HALF] and getattr(F, name) is not before
     assert getattr(F, name)(X, 0).dtype == torch.float32  # outside of forward nothing is cast
     amp.initialize([], enabled=False)

@@ -10,7 +10,7 @@ import io
 
 import pytest
 import torch
-from amp_models import LEVELS, data, loss_of, network, scaled_backward, start
+from amp_models import LEVELS, data, initialized, loss_of, network, scaled_backward
 from torch import nn
 from torch.nn import functional as F
 
@@ -40,7 +40,7 @@ class Own(Registered, tag="own"):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_model_keeps_its_class_and_the_looks_of_its_forward(level):
-    model, plain = start(level, model=Own())[0], Own()
+    model, plain = initialized(level, model=Own())[0], Own()
     assert type(model) is Own and model.__class__ is Own and repr(model) == repr(plain)
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
     assert inspect.getfullargspec(model.forward) == inspect.getfullargspec(plain.forward)
@@ -55,12 +55,12 @@ def test_a_model_keeps_its_class_and_the_looks_of_its_forward(level):
 @pytest.mark.parametrize("level", LEVELS)
 def test_scripts_and_graphs_are_those_of_the_model(level):
     """torch.jit.script and torch.fx see the model without casts; a trace has them."""
-    model = start(level, model=nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))[0]
+    model = initialized(level, model=nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))[0]
     given = X.to(next(model.parameters()).dtype)
     want = model[2](model[1](model[0](given)))
     assert torch.equal(torch.jit.script(model)(given), want)
     assert torch.equal(torch.fx.symbolic_trace(model)(given), want)
-    torch.jit.script(start(level, model=Own())[0])
+    torch.jit.script(initialized(level, model=Own())[0])
     torch.testing.assert_close(torch.jit.trace(model, X)(X), model(X))
 
 
@@ -77,7 +77,7 @@ def replica_of(module):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_copies_pickles_and_replicas_have_a_forward_of_their_own(level):
-    model = start(level, model=nn.Sequential(nn.LSTM(4, 4, batch_first=True)))[0]
+    model = initialized(level, model=nn.Sequential(nn.LSTM(4, 4, batch_first=True)))[0]
     file, x = io.BytesIO(), torch.randn(2, 3, 4)
     torch.save(model, file)
     file.seek(0)
@@ -89,6 +89,12 @@ def test_copies_pickles_and_replicas_have_a_forward_of_their_own(level):
         assert type(other) is nn.Sequential and torch.equal(other(x)[0], model(x)[0])
         other._modules["0"] = nn.Identity()
         assert other(x).shape == x.shape and isinstance(model(x), tuple)
+
+
+def test_states_with_other_names_of_the_casts_load():
+    casts = amp.forward.ForwardCasts.__new__(amp.forward.ForwardCasts)
+    casts.__setstate__({"options": None, "outputs": torch.float64, "running": 0, "nodes": [range(2)]})
+    assert casts == amp.forward.ForwardCasts(None, torch.float64, 0, [range(2)])
 
 
 class Box:
@@ -174,7 +180,7 @@ def test_inputs_and_outputs_in_containers(level):
             self.made = Output([y, N, y.double()])
             return self.made
 
-    model, _ = start(level, model=Takes(4, 4))
+    model, _ = initialized(level, model=Takes(4, 4))
     box = Box(y=X, n=N)
     output = model(box, more={"y": X})
     assert type(output) is Output and box.y is X
@@ -215,18 +221,18 @@ MIXED = [
 @pytest.mark.parametrize("model", MIXED)
 def test_operands_of_both_dtypes_under_o1(model):
     want = copy.deepcopy(model)(X)
-    model, optimizer = start("O1", model=copy.deepcopy(model))
+    model, optimizer = initialized("O1", model=copy.deepcopy(model))
     output = model(X)
     torch.testing.assert_close(output, want, rtol=0.05, atol=0.05)
     scaled_backward(output.square().mean(), optimizer)
     assert model.first.weight.grad.isfinite().all()
     with pytest.raises(RuntimeError, match="size|shape"):
-        start("O1", model=Mixes(lambda h, x: torch.dot(h[0], x[0, :2])))[0](X)
+        initialized("O1", model=Mixes(lambda h, x: torch.dot(h[0], x[0, :2])))[0](X)
 
 
 @pytest.mark.parametrize("several", [lambda o: {"a": o}.values(), lambda o: (x for x in [o]), lambda o: {o}])
 def test_optimizers_in_any_iterable(several):
-    model, optimizer = start("O1")
+    model, optimizer = initialized("O1")
     scaled_backward(loss_of(model), several(optimizer))
     optimizer.step()
     models, optimizers = amp.initialize(iter([network()]), several(optimizer), opt_level="O2", verbosity=0)

@@ -4,7 +4,7 @@ given. What a script does then does the same as without amp.
 
 import pytest
 import torch
-from amp_models import LEVELS, scaled_backward, values
+from amp_models import LEVELS, flat_parameters, scaled_backward
 from torch import nn
 
 from fastvit.compat.apex import amp
@@ -159,7 +159,7 @@ def test_scripts_follow_those_without_amp(script, scale, losses, shared, make):
         for _ in range(2):
             script(model, p, q, losses)
             p.zero_grad(), q.zero_grad()
-        results.append(values(model))
+        results.append(flat_parameters(model))
     assert torch.equal(*results)
 
 
@@ -169,9 +169,9 @@ def test_each_level_unscales_the_gradients_of_one_optimizer(level):
     for options in ({"enabled": False}, {"level": level}):
         model, p, q = begin(**options)
         second_alone(model, p, q, 2)
-        results.append(values(model))
+        results.append(flat_parameters(model))
     want, got = results
-    start = values(Two())
+    start = flat_parameters(Two())
     assert (got - want).norm() <= (0 if level == "O0" else 0.1) * (want - start).norm()
 
 
@@ -181,12 +181,14 @@ def test_gradients_that_are_not_reduced_yet_stay_scaled(monkeypatch):
     for options in ({"enabled": False}, {}):
         model, p, q = begin(**options)
         with monkeypatch.context() as patch:
-            patch.setattr(amp.handle, "without_sync", lambda model=model: set(model.encoder.parameters()))
+            patch.setattr(
+                amp.handle, "parameters_without_sync", lambda model=model: set(model.encoder.parameters())
+            )
             second(model, q, 2)
         if not options:
             assert model.encoder.weight.grad.abs().max() > 100 > model.second.weight.grad.abs().max()
         second_alone(model, p, q, 2)
-        results.append(values(model))
+        results.append(flat_parameters(model))
     assert torch.equal(*results)
 
 
@@ -194,7 +196,7 @@ def test_gradients_that_are_not_reduced_yet_stay_scaled(monkeypatch):
 def test_an_overflow_in_the_other_optimizer_alone(drops, capsys):
     """It skips the other's step and halves the scale of the loss, unless the gradients are dropped."""
     model, p, q = begin()
-    before = values(model)
+    before = flat_parameters(model)
     with amp.scale_loss(model(X, "second"), q, loss_id=1) as scaled:
         scaled.backward()
         model.encoder.weight.grad[0] = float("nan")
@@ -204,25 +206,28 @@ def test_an_overflow_in_the_other_optimizer_alone(drops, capsys):
         p.zero_grad()
         scaled_backward(model(X, "first"), p)
     p.step(), q.step()
-    parts = [not torch.equal(*pair) for pair in zip(before.split(20), values(model).split(20), strict=True)]
+    parts = [
+        not torch.equal(*pair)
+        for pair in zip(before.split(20), flat_parameters(model).split(20), strict=True)
+    ]
     assert parts == [drops, True]
     assert ("loss scaler 1 reducing loss scale to 512.0" in capsys.readouterr().out) is not drops
     scales = [scale["loss_scale"] for scale in amp.state_dict().values()]
     assert scales == [2.0**16, 2.0**10 if drops else 2.0**9]
     p.zero_grad()
     second_alone(model, p, q, 2)
-    assert values(model).isfinite().all()
+    assert flat_parameters(model).isfinite().all()
 
 
 def test_an_overflow_in_both_halves_the_scale_once():
     model, p, q = begin()
-    before = values(model)
+    before = flat_parameters(model)
     with amp.scale_loss(model(X, "second"), q, loss_id=1) as scaled:
         scaled.backward()
         for parameter in model.parameters():
             parameter.grad = None if parameter.grad is None else parameter.grad * float("inf")
     p.step(), q.step()
-    assert torch.equal(values(model), before)
+    assert torch.equal(flat_parameters(model), before)
     assert amp._amp_state.loss_scalers[1].loss_scale() == 2.0**9
 
 

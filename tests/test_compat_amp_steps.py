@@ -7,7 +7,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from amp_models import LEVELS, backward, data, gradients, loss_of, network, same_state, start, step, values
+from amp_models import (
+    LEVELS,
+    backward,
+    data,
+    flat_parameters,
+    gradients,
+    initialized,
+    loss_of,
+    network,
+    same_state,
+    step,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -39,7 +50,7 @@ def test_overflow_skips_the_step_and_says_so(level, kind, largest, capsys):
         schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
         return optimizer
 
-    model, optimizer = start(level, make, loss_scale="dynamic", max_loss_scale=largest)
+    model, optimizer = initialized(level, make, loss_scale="dynamic", max_loss_scale=largest)
     amp._amp_state.verbosity = 1
     step(model, optimizer, 0)
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
@@ -52,11 +63,11 @@ def test_overflow_skips_the_step_and_says_so(level, kind, largest, capsys):
     said = capsys.readouterr().out
     assert f"Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to {scale}" in said
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": 0}}
-    weights = values(model)
+    weights = flat_parameters(model)
     schedules[0].step()  # made before `initialize`
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
     step(model, optimizer, 2)
-    assert not torch.equal(weights, values(model)) and values(model).isfinite().all()
+    assert not torch.equal(weights, flat_parameters(model)) and flat_parameters(model).isfinite().all()
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
 
 
@@ -121,7 +132,7 @@ def test_several_models_optimizers_and_losses(level, losses, where):
             for index, optimizer in enumerate(optimizers):
                 if inject or iteration != 1 or index not in touched:
                     optimizer.step()
-        return torch.cat([values(model) for model in models]), amp.state_dict()
+        return torch.cat([flat_parameters(model) for model in models]), amp.state_dict()
 
     got, scales = train(True)
     want, _ = train(False)
@@ -137,7 +148,7 @@ def test_accumulated_gradients_equal_those_of_the_summed_loss(level, delays):
     """Backwards, some of whose gradients are left scaled, give the step of their sum; exact for float32
     gradients. What the model has zeroed does not come back.
     """
-    model, optimizer = start(level, loss_scale="dynamic")
+    model, optimizer = initialized(level, loss_scale="dynamic")
     backward(model, optimizer, 7, delay_unscale=bool(delays))
     model.zero_grad()
     plain, total = copy.deepcopy(model), 0
@@ -163,7 +174,7 @@ def test_accumulated_gradients_equal_those_of_the_summed_loss(level, delays):
 def test_initialize_again(first, second):
     """With the same or another level, or with `enabled=False`: nothing is left of the first."""
     options = {"opt_level": second} if second else {"enabled": False}
-    model, optimizer = start(first)
+    model, optimizer = initialized(first)
     step(model, optimizer)
     state = copy.deepcopy(model.state_dict())
     model, optimizer = amp.initialize(model, optimizer, verbosity=0, **options)
@@ -176,7 +187,7 @@ def test_initialize_again(first, second):
     images, _ = data()
     assert torch.equal(fresh.eval()(images), model.eval()(images))
     step(model.train(), optimizer, 1), step(fresh.train(), other, 1)
-    assert torch.equal(values(model), values(fresh))
+    assert torch.equal(flat_parameters(model), flat_parameters(fresh))
 
 
 def test_initialize_again_with_a_shared_layer():
@@ -195,14 +206,14 @@ def test_initialize_again_with_a_shared_layer():
 
 
 def test_old_amp_files(capsys):
-    start("O1", num_losses=2)
+    initialized("O1", num_losses=2)
     saved = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": 17} for i in range(2)}
     amp.load_state_dict(saved)
     assert amp.state_dict() == saved
     amp._amp_state.verbosity = 1
     changed = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}
     amp.load_state_dict(changed)
-    assert "1 loss scalers in the file, 2 here" in capsys.readouterr().out
+    assert "got 1 loss scalers; amp.initialize made 2" in capsys.readouterr().out
     assert amp.state_dict() == saved | changed
     with pytest.raises(RuntimeError, match="unexpected keys 'scaler'"):
         amp.load_state_dict({"scaler": {}})
@@ -224,8 +235,8 @@ def test_a_forward_that_is_set_on_the_instance():
     model, (images, _) = network(), data()
     own = model.forward
     model.forward = lambda images: own(images) * 2
-    model, _ = start("O2", model=model)
-    assert torch.equal(model(images), start("O2")[0](images) * 2)
+    model, _ = initialized("O2", model=model)
+    assert torch.equal(model(images), initialized("O2")[0](images) * 2)
     inner = model.forward
     model.forward = lambda images: inner(images) + 1
     for options in ({"opt_level": "O0", "verbosity": 0}, {"enabled": False}):
@@ -266,8 +277,8 @@ class Inner(torch.optim.Optimizer):
 def test_optimizers_that_step_another(make, level, capsys):
     """An overflow skips their step, in gradients that the script replaces too."""
     torch.optim.SGD([nn.Parameter(X)], 0.1)  # torch hooks the step of a class with its first object
-    model, optimizer = start(level, make)
-    before = values(model)
+    model, optimizer = initialized(level, make)
+    before = flat_parameters(model)
     for infinite in (False, True, False):
         amp._amp_state.verbosity = 1
         backward(model, optimizer, factor=float("inf") if infinite else 1.0)
@@ -277,7 +288,7 @@ def test_optimizers_that_step_another(make, level, capsys):
         getattr(optimizer, "base", optimizer).step()
         for parameter, gradient in zip(model.parameters(), kept, strict=True):
             assert parameter.grad is gradient
-        after = values(model)
+        after = flat_parameters(model)
         assert torch.equal(before, after) == infinite and after.isfinite().all()
         before = after
         model.zero_grad()
@@ -294,7 +305,7 @@ def larc(parameters):
 )
 def test_checkpoint_restores_exactly(level, make):
     """With the names on the optimizer that scripts use before they load."""
-    model, optimizer = start(level, make, loss_scale="dynamic")
+    model, optimizer = initialized(level, make, loss_scale="dynamic")
     for seed in range(3):
         step(model, optimizer, seed, infinite=seed == 1)
     file = io.BytesIO()
@@ -309,7 +320,7 @@ def test_checkpoint_restores_exactly(level, make):
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert {v.dtype for v in loaded["model"].values() if v.is_floating_point()} == {torch.float32}
-    again, optimizer = start(level, make, network(7), loss_scale="dynamic")
+    again, optimizer = initialized(level, make, network(7), loss_scale="dynamic")
     optimizer._lazy_init_maybe_master_weights()
     optimizer._amp_stash.lazy_init_called = True
     again.load_state_dict(loaded["model"])
@@ -338,7 +349,7 @@ def test_larc_takes_its_rates_from_unscaled_gradients(level, inside, delay):
         amp.initialize(model, given, opt_level=level, verbosity=0, **options)
         backward(model, optimizer, delay_unscale=delay)
         optimizer.step()
-        return values(model) - values(network())
+        return flat_parameters(model) - flat_parameters(network())
 
     want = trained("O0", loss_scale=1.0)
     difference = trained(level, loss_scale=128.0) - want

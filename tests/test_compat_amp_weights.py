@@ -12,13 +12,13 @@ from amp_models import (
     LEVELS,
     backward,
     data,
+    flat_parameters,
     gradients,
+    initialized,
     network,
+    record_forwards,
     scaled_backward,
-    seen_of,
-    start,
     step,
-    values,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -86,30 +86,32 @@ def replaces_a_layer(model, optimizer, seed):
 def test_scripts_follow_float32(script, level):
     results = []
     for options in ({"enabled": False}, {"loss_scale": "dynamic"}):
-        model, optimizer = start(level, **options)
+        model, optimizer = initialized(level, **options)
         for seed in range(8 if script is step else 3):
             script(model, optimizer, seed)
-        results.append(values(model))
+        results.append(flat_parameters(model))
     plain, got = results
     if level == "O0":  # a scale that is a power of two changes no digit
         assert torch.equal(got, plain)
     assert not torch.equal(got, got.bfloat16().float())
-    assert (got - plain).norm() <= {"O0": 0, "O3": 0.3}.get(level, 0.1) * (plain - values(network())).norm()
+    update = plain - flat_parameters(network())
+    assert (got - plain).norm() <= {"O0": 0, "O3": 0.3}.get(level, 0.1) * update.norm()
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_averages_through_state_dict(level):
     """Of a copy, in steps that half precision would round away."""
-    model, optimizer = start(level)
-    average, before = copy.deepcopy(model), values(model)
+    model, optimizer = initialized(level)
+    average, before = copy.deepcopy(model), flat_parameters(model)
     step(model, optimizer)
     for mine, theirs in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
         mine.copy_(mine * 0.9999 + theirs * 0.0001)
-    torch.testing.assert_close(values(average), torch.lerp(before, values(model), 1e-4), rtol=0, atol=1e-7)
-    assert not torch.equal(values(average), before)
+    expected = torch.lerp(before, flat_parameters(model), 1e-4)
+    torch.testing.assert_close(flat_parameters(average), expected, rtol=0, atol=1e-7)
+    assert not torch.equal(flat_parameters(average), before)
     for value in average.state_dict().values():
         value.zero_()
-    assert not values(average).any() and values(model).any()
+    assert not flat_parameters(average).any() and flat_parameters(model).any()
     assert not average(data()[0]).any()
 
 
@@ -120,13 +122,13 @@ def test_a_parameter_of_two_optimizers(level, delay):
     optimizers = [torch.optim.SGD(model.parameters(), 0.05) for _ in range(2)]
     model, optimizers = amp.initialize(model, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
     backward(model, optimizers, delay_unscale=delay)
-    before = values(model)
+    before = flat_parameters(model)
     if delay:
         optimizers[0].step()  # unscales, and so the second does not
         model.load_state_dict(network().state_dict())
     got = gradients(model)
-    other, its_optimizer = start(level, loss_scale="dynamic")
-    assert torch.equal(values(other), before)
+    other, its_optimizer = initialized(level, loss_scale="dynamic")
+    assert torch.equal(flat_parameters(other), before)
     backward(other, its_optimizer)
     assert torch.equal(got, gradients(other))
     optimizers[1].step()
@@ -138,7 +140,7 @@ def test_a_parameter_of_two_optimizers(level, delay):
 def test_sparse_gradients(make, level):
     torch.manual_seed(0)
     plain = make(5, 4, sparse=True)
-    model, optimizer = start(
+    model, optimizer = initialized(
         level, lambda p: torch.optim.SparseAdam(list(p), 0.1), copy.deepcopy(plain), loss_scale="dynamic"
     )
     reference = torch.optim.SparseAdam(list(plain.parameters()), 0.1)
@@ -186,7 +188,7 @@ def test_checkpoints(level, reentrant):
     """A block runs once more in backward, outside of the model's forward, with the same results."""
     results = []
     for option in (None, reentrant):
-        model, optimizer = start(level, model=Blocks(option), loss_scale=128.0)
+        model, optimizer = initialized(level, model=Blocks(option), loss_scale=128.0)
         scaled_backward(model(torch.tensor([[1, 2, 5]])).square().mean(), optimizer)
         if reentrant:  # which has no gradient for what takes only indices
             model.embed.weight.grad = None
@@ -239,7 +241,9 @@ def test_a_part_under_a_checkpoint_of_the_script_runs_again_as_it_ran(called, dt
     """The gradients are those without the checkpoint, whatever the input's type."""
     results = []
     for run in (plainly, functools.partial(checkpoint, use_reentrant=reentrant)):
-        model, optimizer = start(level, model=Blocks(None if run is plainly else False), loss_scale=128.0)
+        model, optimizer = initialized(
+            level, model=Blocks(None if run is plainly else False), loss_scale=128.0
+        )
         x = torch.linspace(-1, 1, 8).view(2, 4).to(dtype).requires_grad_()
         output = called(model, run, x)
         assert called is also_in_the_model or output.dtype == (torch.float32 if called is indices else dtype)
@@ -253,7 +257,7 @@ def test_a_part_under_a_checkpoint_of_the_script_runs_again_as_it_ran(called, dt
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_part_that_is_called_alone(level):
     """It has the type of its input."""
-    model, _ = start(level, model=Blocks(None))
+    model, _ = initialized(level, model=Blocks(None))
     for dtype in (torch.float32, HALF):
         x = torch.randn(2, 4, dtype=dtype)
         assert model.block(x).dtype == model.head(x).dtype == dtype
@@ -288,8 +292,10 @@ class Writes(nn.Module):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_a_forward_writes_is_kept(level):
-    model, optimizer = start(level, model=Writes())
-    seen = seen_of(model.linear, lambda *_: [t.dtype for t in (model.mean, model.dropped, model.index)])
+    model, optimizer = initialized(level, model=Writes())
+    seen = record_forwards(
+        model.linear, lambda *_: [t.dtype for t in (model.mean, model.dropped, model.index)]
+    )
     unclamped = model.linear.weight.detach().clone()
     model(torch.ones(2, 4))
     assert torch.equal(model.linear.bias, torch.full((4,), 0.5))
@@ -306,7 +312,7 @@ def test_what_a_forward_writes_is_kept(level):
 def test_spectral_norm_and_pruning_after_initialize():
     torch.manual_seed(0)
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
-    model, optimizer = start("O2", model=model)
+    model, optimizer = initialized("O2", model=model)
     prune.l1_unstructured(model[1], "weight", 2)
     before = model[0].weight_u.clone()
     scaled_backward(model(torch.randn(2, 4)).square().mean(), optimizer)
@@ -319,7 +325,7 @@ def test_casts_under_convert_compile_and_a_second_derivative(level):
     images, labels = data()
 
     def trained(prepare=lambda model: model):
-        model, optimizer = start(level)
+        model, optimizer = initialized(level)
         called = prepare(model) or model
         scaled_backward(F.cross_entropy(called(images), labels), optimizer)
         return gradients(model)
@@ -330,7 +336,7 @@ def test_casts_under_convert_compile_and_a_second_derivative(level):
     torch.testing.assert_close(
         trained(lambda m: torch.compile(m, backend="aot_eager", fullgraph=True)), want, rtol=0.05, atol=0.01
     )
-    model, optimizer = start(level, model=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    model, optimizer = initialized(level, model=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     x = torch.ones(2, 4, requires_grad=True)
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     scaled_backward((slope.norm(dim=1) - 1).square().mean(), optimizer)
@@ -341,9 +347,9 @@ def test_casts_under_convert_compile_and_a_second_derivative(level):
 
 def test_script_modules_are_refused():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
-    with pytest.raises(TypeError, match="script it afterwards"):
-        start("O2", model=model)
-    assert start("O1", model=model)[0](torch.ones(1, 4)).dtype == torch.float32
+    with pytest.raises(TypeError, match="script the model after amp.initialize"):
+        initialized("O2", model=model)
+    assert initialized("O1", model=model)[0](torch.ones(1, 4)).dtype == torch.float32
 
 
 def test_weights_and_gradients_under_fp16_optimizer():
@@ -362,7 +368,7 @@ def test_weights_and_gradients_under_fp16_optimizer():
     want = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     torch.testing.assert_close(norm, want, rtol=0.01, atol=0)
-    before = values(model)
+    before = flat_parameters(model)
     optimizer.step()
     masters = torch.cat([m.flatten() for m in optimizer.state_dict()["fp32_from_fp16"][0]])
     assert (masters - before).norm().item() == pytest.approx(0.001, rel=1e-3)

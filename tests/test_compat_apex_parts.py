@@ -5,13 +5,13 @@ import inspect
 
 import pytest
 import torch
-from amp_models import data, network, under_o1
+from amp_models import call_under_o1, data, network
 from torch import nn
 from torch.nn import functional as F
 
 from fastvit.compat import amp_C, inplace_abn
 from fastvit.compat.apex import amp, contrib, fp16_utils, fused_dense, mlp, normalization
-from fastvit.compat.apex._notices import warn_once
+from fastvit.compat.apex._warn_once import warn_once
 from fastvit.compat.apex.multi_tensor_apply import multi_tensor_applier
 from fastvit.compat.apex.optimizers import FusedLAMB
 
@@ -159,7 +159,7 @@ def test_norms_under_autocast(norm, amp_off):
         assert torch.equal(layer(x), want) and want.dtype == torch.bfloat16
         assert layer.double()(x.double()).dtype == torch.float64
     layer.float()
-    got = under_o1(layer, x)
+    got = call_under_o1(layer, x)
     assert torch.equal(got, layer(x)) and got.dtype == torch.float32
     assert layer.to("meta")(x.to("meta")).is_meta
 
@@ -358,7 +358,7 @@ def test_dense_layers_in_half(model, amp_off):
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(x), want)
         assert copy.deepcopy(model).double()(x.double()).dtype == torch.float64
-    assert torch.equal(under_o1(copy.deepcopy(model), x), want.float())
+    assert torch.equal(call_under_o1(copy.deepcopy(model), x), want.float())
     halved = amp.initialize(copy.deepcopy(model), opt_level="O2", verbosity=0)
     assert torch.equal(halved(x), want.float())
 

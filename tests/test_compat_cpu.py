@@ -10,7 +10,7 @@ import torch
 from packages import import_or_skip
 
 from fastvit.compat import __main__ as runner
-from fastvit.compat._half import cpu_half
+from fastvit.compat._cpu_half import cpu_half
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 100
@@ -172,7 +172,7 @@ for name in "cuda cuda.graphs cuda.memory cuda.nccl cuda.nvtx cuda.profiler cuda
                 getattr(module, function)(*arguments.get(function, ()))
             except NotImplementedError as error:
                 refused.add(function)
-                told = "--cpu: .* asks for .*, which needs a GPU; leave the call out on the CPU, by an option"
+                told = "--cpu: .* uses .*, which needs a GPU; leave the call out on the CPU, by an option"
                 assert re.match(told, str(error)), error
             except TypeError as error:  # without the arguments
                 assert "argument" in str(error), (name, function)
@@ -399,7 +399,7 @@ def test_apex_recipe_on_two_ranks(tmp_path):
     lines = sorted(line for line in lines if line.startswith("rank"))
     assert [line[:6] for line in lines] == ["rank 0", "rank 1"] and lines[0][6:] == lines[1][6:]
     assert lines[0].count(",") == 1  # two losses
-    assert said.count("--cpu: CUDA is the CPU here, to try a script and not for its speed") == 1
+    assert said.count("--cpu: CUDA calls of this script run on the CPU") == 1
     assert "terminate" not in said and "destroy_process_group" not in said  # which the script leaves open
 
 
@@ -433,8 +433,8 @@ def test_half_of_the_cpu(monkeypatch):
     for given, expected in (("", torch.bfloat16), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         monkeypatch.setenv("FASTVIT_HALF", given)
         assert cpu_half() is expected
-        assert runner._parse(["main.py"])[0].half == given
-    assert runner._parse(["--half", "float16", "main.py"])[0].half == "float16"
+        assert runner._parse_arguments(["main.py"])[0].half == given
+    assert runner._parse_arguments(["--half", "float16", "main.py"])[0].half == "float16"
     monkeypatch.setenv("FASTVIT_HALF", "half")
     with pytest.raises(ValueError, match="FASTVIT_HALF takes bfloat16 or float16, got 'half'"):
         cpu_half()

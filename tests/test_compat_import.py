@@ -14,7 +14,7 @@ import torch.distributed as dist
 import fastvit.compat.amp_C
 import fastvit.compat.apex
 import fastvit.compat.inplace_abn
-from fastvit.compat import _finder, install
+from fastvit.compat import _import_hook, install
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def fake(tmp_path, monkeypatch):
     """`fake({path: text})` puts packages on the path; imports of apex and inplace_abn start afresh."""
 
     def forget():
-        for name in [n for n in sys.modules if n.partition(".")[0] in _finder._ROOTS]:
+        for name in [n for n in sys.modules if n.partition(".")[0] in _import_hook._PROVIDED_PACKAGES]:
             del sys.modules[name]
-        sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _finder._Finder)]
+        sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _import_hook._CompatFinder)]
         importlib.invalidate_caches()
 
     def write(files, prefer="apex"):
@@ -35,7 +35,7 @@ def fake(tmp_path, monkeypatch):
         importlib.invalidate_caches()
         install(prefer)
 
-    monkeypatch.setattr(_finder, "_install_in_children", lambda: None)
+    monkeypatch.setattr(_import_hook, "_install_in_subprocesses", lambda: None)
     monkeypatch.syspath_prepend(str(tmp_path))
     forget()
     yield write
@@ -302,7 +302,7 @@ def test_real_one_with_the_part_is_used(fake):
 def test_prefer_fastvit(fake):
     fake(REAL)
     install("fastvit")
-    assert sum(isinstance(finder, _finder._Finder) for finder in sys.meta_path) == 1
+    assert sum(isinstance(finder, _import_hook._CompatFinder) for finder in sys.meta_path) == 1
     import apex
     import inplace_abn
     from apex import contrib, transformer

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from amp_models import HALF, values
+from amp_models import HALF, flat_parameters
 from torch import nn
 from torch.nn import functional as F
 
 from fastvit.compat.apex import amp
-from fastvit.compat.apex._fused import norms
+from fastvit.compat.apex._fused_optimizer import tensor_norms
 from fastvit.compat.apex.fp16_utils import network_to_half
 from fastvit.compat.apex.optimizers import (
     FP16_Optimizer,
@@ -71,10 +71,10 @@ def test_fp16_optimizer_follows_float32(options, scale, after, capsys):
     model = network_to_half(nn.Sequential(*layers))
     plain = copy.deepcopy(model[1]).float()
     optimizer, reference = FP16_Optimizer(bert_adam(model), **options), bert_adam(plain)
-    start = values(plain)
+    start = flat_parameters(plain)
     assert optimizer.cur_scale == optimizer.loss_scale == scale
     for seed in range(5):
-        before, infinite = values(model), seed == 2
+        before, infinite = flat_parameters(model), seed == 2
         optimizer.backward(loss_of(model, seed), retain_graph=True)
         for other in (7, 9):
             loss = loss_of(model, other) * (float("inf") if infinite else 1)
@@ -90,13 +90,13 @@ def test_fp16_optimizer_follows_float32(options, scale, after, capsys):
         torch.testing.assert_close(norm, want, rtol=0.05, atol=0.02)
         optimizer.step()
         optimizer.zero_grad(), reference.zero_grad()
-        assert torch.equal(values(model), before) == infinite
+        assert torch.equal(flat_parameters(model), before) == infinite
     masters = iter(sum(optimizer.state_dict()["fp32_from_fp16"], []))
     kept = {p: next(masters) for group in optimizer.param_groups for p in group["params"] if p.dtype == HALF}
     assert next(masters, None) is None and len(kept) == 3
     assert all(m.dtype == torch.float32 and torch.equal(m.to(HALF), p) for p, m in kept.items())
     got = torch.cat([kept.get(p, p).detach().flatten() for p in model.parameters()])
-    assert (got - values(plain)).norm() < 0.05 * (values(plain) - start).norm()
+    assert (got - flat_parameters(plain)).norm() < 0.05 * (flat_parameters(plain) - start).norm()
     said = f"OVERFLOW! Skipping step. Attempted loss scale: {scale}, reducing to {after}"
     assert capsys.readouterr().out.count(said) == 1 and optimizer.cur_scale == after
     assert copy.deepcopy(optimizer).param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
@@ -131,7 +131,7 @@ def test_checkpoint_of_fp16_optimizer(options, which):
     assert other.cur_scale == (2.0**15 if "dynamic_loss_scale" in options else 128.0)
     assert other.dynamic_loss_scale == ("dynamic_loss_scale" in options)
     bert_step(again, other, 3)
-    assert torch.equal(values(again), values(model))
+    assert torch.equal(flat_parameters(again), flat_parameters(model))
     mine, theirs = (o.state_dict()["fp32_from_fp16"] for o in (other, optimizer))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     assert {master.dtype for group in mine for master in group} == {torch.float32}
@@ -169,12 +169,12 @@ def test_grad_scaler_steps_half_parameters(name):
 
     (model, optimizer, scale), (plain, _, _) = trained(2.0**10, 3), trained(1.0, 3)
     assert scale == 2.0**10
-    moved = (values(plain) - values(network())).norm()
-    assert (values(model) - values(plain)).norm() < 0.02 * moved
+    moved = (flat_parameters(plain) - flat_parameters(network())).norm()
+    assert (flat_parameters(model) - flat_parameters(plain)).norm() < 0.02 * moved
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.02, atol=1e-3)  # unscaled
     skipped, its_optimizer, scale = trained(2.0**10, 4, overflow=3)
-    assert scale == 2.0**9 and torch.equal(values(skipped), values(model))
+    assert scale == 2.0**9 and torch.equal(flat_parameters(skipped), flat_parameters(model))
     mine, theirs = optimizer.state_dict(), its_optimizer.state_dict()
     torch.testing.assert_close(mine["state"], theirs["state"], rtol=0, atol=0)
     assert mine["param_groups"][0].get("step") == theirs["param_groups"][0].get("step")
@@ -185,15 +185,17 @@ def test_mixed_precision_lamb_follows_lamb(dtype):
     model, plain = network(dtype), network(dtype).float()
     optimizer = FusedMixedPrecisionLamb(model.parameters(), 1e-2, reduced_precision_dtype=dtype)
     reference = FusedLAMB(plain.parameters(), 1e-2)
-    start = values(plain)
+    start = flat_parameters(plain)
     for seed in range(5):
         gradients = torch.autograd.grad(loss_of(model, seed), list(model.parameters()))
         for mine, theirs, gradient in zip(model.parameters(), plain.parameters(), gradients, strict=True):
             mine.grad, theirs.grad = gradient, gradient.float()
         optimizer.step(), reference.step()
     masters = [optimizer.state[p].get("master_param", p) for p in model.parameters()]
-    assert all(map(torch.equal, masters, plain.parameters())) and not torch.equal(values(plain), start)
-    assert torch.equal(values(model), values(plain.to(dtype)))
+    assert all(map(torch.equal, masters, plain.parameters())) and not torch.equal(
+        flat_parameters(plain), start
+    )
+    assert torch.equal(flat_parameters(model), flat_parameters(plain.to(dtype)))
 
 
 def test_rates_of_mixed_precision_lamb_are_tensors():
@@ -217,9 +219,9 @@ def test_rates_of_mixed_precision_lamb_are_tensors():
     assert [group["step"].item() for group in other.param_groups] == [8, 3, 8, 8]
     assert other.param_groups[1]["step"].dtype == torch.int
     again = FusedMixedPrecisionLamb(model.parameters(), 1e-6)  # without masters, which rounds
-    before = values(model)
+    before = flat_parameters(model)
     again.step()
-    assert torch.equal(values(model), before) and "master_param" not in again.state[model[0].weight]
+    assert torch.equal(flat_parameters(model), before) and "master_param" not in again.state[model[0].weight]
 
 
 def test_norms_of_large_layers_are_right():
@@ -231,7 +233,7 @@ def test_norms_of_large_layers_are_right():
     clipped = gradient / gradient.norm()
     moved = (1 - parameter.detach()).double() / (clipped / (clipped + 1))
     assert moved.median().item() == pytest.approx(1.0, rel=1e-5)
-    (got,) = norms([gradient.float()])  # which LARC and NovoGrad take too
+    (got,) = tensor_norms([gradient.float()])  # which LARC and NovoGrad take too
     assert got.item() == pytest.approx(gradient.norm().item(), rel=1e-5)
 
 

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from amp_models import data, scaled_backward, values
+from amp_models import data, flat_parameters, scaled_backward
 from amp_models import gradients as gradients_of
 from torch import nn
 from torch.nn import functional as F
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fastvit.compat import inplace_abn
 from fastvit.compat.apex import amp, fp16_utils
 from fastvit.compat.apex.parallel import DistributedDataParallel, Reducer, convert_syncbn_model
-from fastvit.compat.apex.parallel.distributed import flat_dist_call, without_sync
+from fastvit.compat.apex.parallel.distributed import flat_dist_call, parameters_without_sync
 
 
 def network() -> nn.Module:
@@ -45,7 +45,7 @@ def train(rank, world, level, infinite_on=None):
         scaled_backward(loss * float("inf") if infinite else loss, optimizer)
         optimizer.step()
     buffers = torch.cat([b.float().flatten() for b in model.buffers()])
-    return values(model), buffers, amp.state_dict()["loss_scaler0"]["loss_scale"]
+    return flat_parameters(model), buffers, amp.state_dict()["loss_scaler0"]["loss_scale"]
 
 
 @pytest.mark.parametrize("infinite_on", [None, 1])
@@ -297,8 +297,17 @@ def others(rank, world):
     torch.compile(copied, backend="eager", fullgraph=True)(x(rank)).backward()
     copied(x(rank)).backward()
     with copied.no_sync():
-        assert without_sync() == {*copied.parameters()}
+        assert parameters_without_sync() == {*copied.parameters()}
     results["copy"] = copied.module.first.weight.grad.tolist()
+
+    state = copy.deepcopy(parallel).__getstate__()
+    del state["_tracked_parameters"], state["_graph_task_ids"]  # a state that has other names
+    loaded = DistributedDataParallel.__new__(DistributedDataParallel)
+    loaded.__setstate__(state)
+    loaded.zero_grad()
+    for _ in range(2):
+        loaded(x(rank)).backward()
+    torch.testing.assert_close(loaded.module.first.weight.grad, copied.module.first.weight.grad)
 
     with parallel.no_sync():
         model.zero_grad()

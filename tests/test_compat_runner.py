@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastvit.compat import __main__ as runner
-from fastvit.compat._local_rank import spell_local_rank
+from fastvit.compat._local_rank import patch_local_rank_parsing
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 100
@@ -101,7 +101,7 @@ def test_scripts_and_modules_find_apex(tmp_path):
     (package / "__init__.py").write_text("")
     (package / "main.py").write_text(
         "import os, sys, torch\nfrom apex import amp\n"
-        "assert 'fastvit.compat._cpu' not in sys.modules and 'FASTVIT_COMPAT_CPU' not in os.environ\n"
+        "assert 'fastvit.compat._cuda_on_cpu' not in sys.modules and 'FASTVIT_COMPAT_CPU' not in os.environ\n"
         "assert torch.overrides._len_torch_function_stack() == 0\n"
         "print(amp.__name__, sys.argv[1:], torch.cuda.is_available.__module__)\n"
     )
@@ -117,7 +117,7 @@ LAUNCHER = """\
 import argparse, os, subprocess, sys
 def work(rank):
     import apex, sitecustomize
-    assert not any("children" in folder for folder in sys.path), sys.path
+    assert not any("subprocess_hook" in folder for folder in sys.path), sys.path
     os.write(1, f"rank {rank} {apex.amp.__name__} {sitecustomize.mine}\\n".encode())
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
@@ -154,13 +154,13 @@ def test_processes_that_a_script_starts_find_apex(tmp_path, how):
         (["gone.py"], "can't open file 'gone.py'"),
         (["--prefer", "torch", "x.py"], "invalid choice: 'torch'"),
         (["--half", "half", "x.py"], "invalid choice: 'half'"),
-        (["--prefer", "apex"], "no script given"),
+        (["--prefer", "apex"], "got no script; a script or -m module expected"),
     ],
 )
 def test_wrong_use(monkeypatch, capsys, arguments, message):
     monkeypatch.setattr(sys, "argv", ["", *arguments])
     monkeypatch.setattr("atexit.register", lambda function: None)
-    for name in ("install", "spell_local_rank"):
+    for name in ("install", "patch_local_rank_parsing"):
         monkeypatch.setattr(runner, name, lambda *arguments: None)
     with pytest.raises(SystemExit) as end:
         runner.main()
@@ -175,7 +175,7 @@ def spelled(monkeypatch):
     for name in ("parse_known_args", "_parse_optional"):
         monkeypatch.setattr(argparse.ArgumentParser, name, getattr(argparse.ArgumentParser, name))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    spell_local_rank()
+    patch_local_rank_parsing()
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_argparse_tells_which_words_give_the_local_rank(monkeypatch, positionals
     with monkeypatch.context() as patch:
         for name in ("parse_known_args", "_parse_optional"):
             patch.setattr(argparse.ArgumentParser, name, getattr(argparse.ArgumentParser, name))
-        spell_local_rank()
+        patch_local_rank_parsing()
         assert list(outcomes()) == alone
         for (words, expected, _), (_, found, _) in zip(alone, outcomes("7"), strict=True):
             if isinstance(expected, argparse.Namespace):
@@ -317,10 +317,12 @@ def test_words_that_are_no_options_keep_their_spelling(spelled):
 
 
 def test_arguments_of_the_launcher():
-    options, words = runner._parse(["--local-rank=1", "--prefer", "fastvit", "main.py", "--prefer", "x"])
+    options, words = runner._parse_arguments(
+        ["--local-rank=1", "--prefer", "fastvit", "main.py", "--prefer", "x"]
+    )
     assert options.prefer == "fastvit" and not options.module
     assert words == ["main.py", "--local-rank=1", "--prefer", "x"]
-    options, words = runner._parse(["--local_rank", "1", "-m", "pack.main", "-m", "y"])
+    options, words = runner._parse_arguments(["--local_rank", "1", "-m", "pack.main", "-m", "y"])
     assert options.module and words == ["pack.main", "--local-rank=1", "-m", "y"]
 
 

@@ -50,11 +50,11 @@ GOALS = {  # name -> the least share of the kept bytes that is rebuilt instead
 def created(name):
     for needed in ("timm", "torchvision", "transformers"):
         import_or_skip(needed)
-    from real_models import create, inputs
+    from real_models import create_model, random_inputs
 
     torch.manual_seed(0)
-    model, size = create(name)
-    return model, inputs(name, 2, size)
+    model, size = create_model(name)
+    return model, random_inputs(name, 2, size)
 
 
 def bf16():

@@ -331,7 +331,9 @@ def test_exchange_in_a_group_of_one(monkeypatch, request, way, name):
     limit = datetime.timedelta(seconds=30)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
-        monkeypatch.setattr(sync, "transport_for", lambda _, layer: sync.Shared(dist.group.WORLD, layer))
+        monkeypatch.setattr(
+            sync, "get_transport", lambda _, layer: sync.GroupTransport(dist.group.WORLD, layer)
+        )
         got = everything(step(shared, leaf, dy), shared)
         assert f": {name}" in " ".join(sync.describe_groups())
         torch.cuda.set_sync_debug_mode("error")
@@ -367,8 +369,8 @@ def test_exchange_by_the_kernels_of_several_ranks(world):
     def step(number):
         def work(rank, way):
             y, dy, tag = inputs[rank].clone(), gradients[rank], Tag(0, number)
-            saved = ops.bn_forward_inplace(y, **options, moments=way.moments(y, 1, tag))
-            sums = way.sums(lambda e: ops.bn_reduce(y, dy, saved, **from_output, exchange=e), tag)
+            saved = ops.bn_forward_inplace(y, **options, moments=way.compute_moments(y, 1, tag))
+            sums = way.compute_sums(lambda e: ops.bn_reduce(y, dy, saved, **from_output, exchange=e), tag)
             return y, ops.bn_backward(y, dy, saved, **from_output, global_sums=sums[1])[0]
 
         return loop.run_each(work)
@@ -394,7 +396,7 @@ def test_exchange_by_the_kernels_of_several_ranks(world):
         for mine, again in zip(captured, first, strict=True):
             assert all(map(torch.equal, mine, again))
     for way in loop.ranks:
-        way.check(wait=True)
+        way.raise_reported_fault(wait=True)
 
 
 def test_exchanges_follow_the_stream():
@@ -405,8 +407,8 @@ def test_exchanges_follow_the_stream():
     for step in range(1, 31):
         with torch.cuda.stream(streams[step % 3]):
             torch.cuda._sleep(100_000 * (step % 2))  # what comes first would end last
-            totals.append(loop.ranks[0].share(numbers * step, Tag(0, step)))
-    loop.ranks[0].check(wait=True)
+            totals.append(loop.ranks[0].merge_over_ranks(numbers * step, Tag(0, step)))
+    loop.ranks[0].raise_reported_fault(wait=True)
     for step, both in enumerate(totals, 1):
         assert torch.equal(both, torch.cat([step * numbers] * 2))
 
@@ -420,11 +422,11 @@ def test_a_peer_that_never_sends():
         "num_batches_tracked": torch.tensor(3, device=DEVICE),
     }
     before = [t.clone() for t in running.values()]
-    y, saved = ops.bn_forward(x, moments=loop.ranks[0].moments(x, 1, Tag(4, 1)), **running)
+    y, saved = ops.bn_forward(x, moments=loop.ranks[0].compute_moments(x, 1, Tag(4, 1)), **running)
     with pytest.raises(
         RuntimeError, match="rank 0 in forward of layer 4, step 1: nothing from rank 1 within"
     ):
-        loop.ranks[0].check(wait=True)
+        loop.ranks[0].raise_reported_fault(wait=True)
     assert y.isnan().all() and saved.isnan().all() and all(map(torch.equal, running.values(), before))
 
 

@@ -1,4 +1,4 @@
-"""Set-up of peer memory between GPUs, and the agreement of all ranks when it fails; on CPU memory.
+"""Set-up of peer memory between GPUs, and what all ranks do when the set-up fails; on CPU memory.
 
 Each rank is a thread, and stand-ins replace the functions of CUDA and torch that map memory of another
 process. Exchanges: tests/cuda_host/test_cuda_host_exchange.py, and tests/test_cuda.py on a GPU.
@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from loopback import describe_tag, make_agreements
+from loopback import describe_tag, make_consensuses
 
 from fastvit import _library
-from fastvit.sync import cuda_peer
-from fastvit.sync.agreement import Unavailable
-from fastvit.sync.protocol import LEAST_PACKETS
+from fastvit.sync import cuda_ipc
+from fastvit.sync.cuda_ipc import CudaIpcBackend
+from fastvit.sync.protocol import MIN_ARENA_PACKETS
+from fastvit.sync.store_consensus import BackendUnavailable
 
 CPU = torch.device("cpu")
 
@@ -56,7 +57,7 @@ class Gpus:
             time.sleep(0.3)  # from a slow disk
         self.loaded.append(self.rank)
 
-    def share(self, way, numbers, tag):
+    def merge_over_ranks(self, way, numbers, tag):
         assert sorted(self.loaded) == list(range(self.world))  # no GPU waits for a rank that loads
         descriptor = way._exchange.descriptor
         addresses = way._exchange.tensor[-descriptor.world :].tolist()
@@ -72,17 +73,19 @@ class Gpus:
 
 def connect(monkeypatch, gpus: Gpus, may_share_gpu: bool = False) -> list:
     """The result or the error of `connect` on each rank."""
-    made = make_agreements(gpus.world)
-    monkeypatch.setattr(cuda_peer, "_ops", gpus)
-    monkeypatch.setattr(cuda_peer, "load_kernels", lambda device: gpus.load())
-    monkeypatch.setattr(cuda_peer.DeviceMemory, "share", lambda *arguments: gpus.share(*arguments))
-    monkeypatch.setattr(cuda_peer, "_gpu", lambda device: f"GPU-{gpus.rank % gpus.gpus}")
+    made = make_consensuses(gpus.world)
+    monkeypatch.setattr(cuda_ipc, "_ops", gpus)
+    monkeypatch.setattr(cuda_ipc, "warm_up_kernels", lambda device: gpus.load())
+    monkeypatch.setattr(
+        CudaIpcBackend, "merge_over_ranks", lambda *arguments: gpus.merge_over_ranks(*arguments)
+    )
+    monkeypatch.setattr(cuda_ipc, "_gpu_uuid", lambda device: f"GPU-{gpus.rank % gpus.gpus}")
 
     def run(rank):
         gpus.thread.rank = rank
         try:
-            return cuda_peer.connect(made[rank], LEAST_PACKETS, describe_tag, CPU, may_share_gpu)
-        except Unavailable as reason:
+            return CudaIpcBackend.connect(made[rank], MIN_ARENA_PACKETS, describe_tag, CPU, may_share_gpu)
+        except BackendUnavailable as reason:
             return str(reason)
 
     with ThreadPoolExecutor(gpus.world) as pool:
@@ -92,9 +95,9 @@ def connect(monkeypatch, gpus: Gpus, may_share_gpu: bool = False) -> list:
 def test_all_ranks_open_all_memory(monkeypatch):
     gpus = Gpus(3, {})
     for member in connect(monkeypatch, gpus):
-        assert member.name == "CudaIpc" and member.reserve(2048, torch.float32)
-        assert not member.reserve(2049, torch.float32)
-        assert member.next_step() == 1  # the trial's are not counted
+        assert member.name == "CudaIpc" and member.try_reserve(2048, torch.float32)
+        assert not member.try_reserve(2049, torch.float32)
+        assert member.next_forward_index() == 1  # the trial's are not counted
         assert member.timeout < 20  # its report comes before anything else gives up
 
 
@@ -126,4 +129,4 @@ def test_ranks_share_a_gpu_only_when_asked(monkeypatch):
 def test_no_cuda_kernels_means_no_gpu_exchange(monkeypatch):
     monkeypatch.setattr(_library, "HAS_CUDA_KERNELS", False)
     with pytest.raises(OSError, match="the CUDA kernels are "):
-        cuda_peer.host_of(CPU)
+        CudaIpcBackend.host_name(CPU)

@@ -107,7 +107,7 @@ def killed_in_set_up(rank, world):
 
 def test_killed_before_the_first_call(ranks):
     (message, seconds), _ = ranks.run(2, killed_in_set_up, group_timeout=2, breaks=True)
-    assert "rank 1 did not come within 2 s" in message and seconds < 6
+    assert "rank 1 did not answer within 2 s" in message and seconds < 6
 
 
 def skips(rank, world, channels, directions):
@@ -246,7 +246,7 @@ def other_group(rank, world, used_before):
 def test_ranks_in_different_groups(ranks, used_before, statistics):
     for message, seconds in ranks.run(2, other_group, used_before, statistics=statistics):
         assert 1 < seconds < 6
-        assert used_before or "did not come within 2 s" in message
+        assert used_before or "did not answer within 2 s" in message
 
 
 def late(rank, world):
@@ -266,7 +266,7 @@ def test_a_rank_that_comes_late(ranks):
         in first[0]
     )
     assert "within 1.5 s" in first[0] and 1.4 < first[1] < 4
-    assert "rank 0 raised an error and gave up the exchange" in second[0] and second[1] < 1
+    assert "rank 0 abandoned the exchange after an error of its own" in second[0] and second[1] < 1
 
 
 def interrupted(rank, world):

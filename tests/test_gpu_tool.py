@@ -21,21 +21,21 @@ TRIVIAL = [sys.executable, "-c", "print('here')"]
 def gpu(monkeypatch):
     """The program, whose changes of the environment and of signals are undone."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import gpu
+    import run_gpu_checks
 
     variables = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield gpu
+    yield run_gpu_checks
     for number, handler in handlers.items():
         signal.signal(number, handler)
     os.environ.clear()
     os.environ.update(variables)
-    del sys.modules["gpu"], sys.modules["gpu_steps"]
+    del sys.modules["run_gpu_checks"], sys.modules["gpu_steps"]
 
 
 def call(gpu, monkeypatch, out: Path, *options: str) -> tuple[int, dict[str, str], dict[str, str]]:
     """The exit status of the program, the lines of its summary by step, and the files in its archive."""
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(out), *options])
+    monkeypatch.setattr(sys, "argv", ["run_gpu_checks.py", "--out", str(out), *options])
     with pytest.raises(SystemExit) as end:
         gpu.main()
     with tarfile.open(out / "gpu.tar.gz") as tar:
@@ -48,8 +48,8 @@ def call(gpu, monkeypatch, out: Path, *options: str) -> tuple[int, dict[str, str
 
 def change(gpu, monkeypatch, **steps) -> None:
     """Gives steps other seconds, needs or commands."""
-    plan = gpu.plan
-    monkeypatch.setattr(gpu, "plan", lambda *given: plan(*given) | {"facts": (60, "", TRIVIAL)} | steps)
+    plan = gpu.plan_steps
+    monkeypatch.setattr(gpu, "plan_steps", lambda *given: plan(*given) | {"facts": (60, "", TRIVIAL)} | steps)
 
 
 def test_a_hang_costs_one_step_and_its_children_end(gpu, tmp_path, monkeypatch):
@@ -63,7 +63,7 @@ def test_a_hang_costs_one_step_and_its_children_end(gpu, tmp_path, monkeypatch):
         tests=(60, "", TRIVIAL),
         bench_ops=(60, "", ["bash", "-c", leave]),
     )
-    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0)
+    monkeypatch.setattr(gpu, "MIN_STEP_SECONDS", 0)
     monkeypatch.setattr(gpu, "KILL_SECONDS", 1)
     begin = time.monotonic()
     steps = ["test_cuda", "tests", "bench_ops"]
@@ -95,8 +95,8 @@ def test_a_failing_step_keeps_no_other_from_running(gpu, tmp_path, monkeypatch, 
     trouble.parent.mkdir()
     trouble.write_text(TROUBLE)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0)
-    seconds, needs, command = gpu.plan("cpu", tmp_path, "")["test_cuda"]
+    monkeypatch.setattr(gpu, "MIN_STEP_SECONDS", 0)
+    seconds, needs, command = gpu.plan_steps("cpu", tmp_path, "")["test_cuda"]
     command = [*command[: command.index("tests/test_cuda.py")], str(trouble)]
     change(
         gpu,
@@ -156,7 +156,7 @@ def test_what_a_sanitizer_says_decides(gpu, tmp_path, monkeypatch):
 
 
 def test_a_sanitizer_sees_every_kind_of_kernel(gpu):
-    plan = gpu.plan("cuda", ROOT, "")
+    plan = gpu.plan_steps("cuda", ROOT, "")
     command = plan["memcheck"][2]
     command = [*command[command.index(sys.executable) :], "--collect-only"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -183,7 +183,7 @@ def test_without_a_gpu_it_ends_at_once(gpu, tmp_path, monkeypatch):
 
 def test_facts_once_for_the_same_sources(gpu, tmp_path, monkeypatch):
     """Libraries of other sources are built on the spot, as are those that do not load."""
-    facts = [sys.executable, "-c", f"print('a kernel runs, sources {gpu.checksum()}')"]
+    facts = [sys.executable, "-c", f"print('a kernel runs, sources {gpu.source_checksum()}')"]
     change(gpu, monkeypatch, facts=(60, "", facts), ncu=(60, "", TRIVIAL))
     for _ in range(2):
         status, _, files = call(gpu, monkeypatch, tmp_path, "--device", "cpu", "--steps", "ncu")
@@ -194,7 +194,7 @@ def test_facts_once_for_the_same_sources(gpu, tmp_path, monkeypatch):
     change(
         gpu, monkeypatch, facts=(60, "", facts), build=(60, "", ["touch", str(built)]), ncu=(60, "", TRIVIAL)
     )
-    monkeypatch.setattr(gpu, "checksum", lambda: "other")
+    monkeypatch.setattr(gpu, "source_checksum", lambda: "other")
     status, _, files = call(gpu, monkeypatch, tmp_path / "out", "--device", "cpu", "--steps", "ncu")
     found = [" ".join(line.split()[:2]) for line in files["summary.txt"].splitlines()]
     assert status == 0 and found == ["facts FAILED", "build passed", "facts passed", "ncu passed"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from host_rank import TIMEOUT_SECONDS
-from hosts import Hosts
+from simulated_hosts import SimulatedHosts
 from training_runs import COMMON
 
 HERE = Path(__file__).parent
@@ -19,7 +19,7 @@ TRAINING = ["--epochs", "2", "--batch-size", "256", "--timeout", "20"]
 @pytest.fixture
 def two():
     try:
-        hosts = Hosts(2, delay=2e-4)
+        hosts = SimulatedHosts(2, delay=2e-4)
     except OSError as error:
         pytest.skip(f"no hosts here: {error}")
     with hosts:
@@ -72,7 +72,7 @@ def test_a_killed_rank_and_a_cut_link_are_errors(two, kind):
     for rank in ranks:
         assert rank.stdout.readline() == "ready\n", rank.stderr.read()
     if kind != "kill":
-        two.cut(True)
+        two.set_network_down(True)
     for rank, (message, seconds, *_) in enumerate(results(ranks[:-1] if kind == "kill" else ranks)):
         if kind == "kill":
             assert "nothing from rank 3" in message and seconds < TIMEOUT_SECONDS
@@ -81,7 +81,7 @@ def test_a_killed_rank_and_a_cut_link_are_errors(two, kind):
         if kind == "cut":
             assert f"step 2 of group 0: nothing from rank {1 - rank}: " in message
         elif rank == 0:
-            assert "first call of layer 1 (sync_batch_norm, 5 channels): rank 1 did not come" in message
+            assert "first call of layer 1 (sync_batch_norm, 5 channels): rank 1 did not answer" in message
         else:
             assert "first call of layer 1" in message and "the store of the ranks" in message
 

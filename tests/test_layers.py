@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import fastvit
 from fastvit import BatchNormAct, BatchNormActSync, InPlaceABN, InPlaceABNSync, SyncBatchNorm, functional
 from fastvit._formulas import apply_activation
+from fastvit.compat import inplace_abn as compat_inplace_abn
 
 LAYERS = [InPlaceABN, InPlaceABNSync, SyncBatchNorm, BatchNormAct, BatchNormActSync]
 every_layer = pytest.mark.parametrize("make_layer", LAYERS)
@@ -379,6 +380,11 @@ BATCH_NORM = "3, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_
             InPlaceABNSync(3, activation="identity", channel_last=True),
             "activation=identity, channel_last=True",
         ),
+        (compat_inplace_abn.InPlaceABN(3), "activation=leaky_relu[0.01], abs_weight=True"),
+        (
+            compat_inplace_abn.InPlaceABNSync(3, activation_param=0),
+            "activation=leaky_relu[0], abs_weight=True",
+        ),
         (SyncBatchNorm(3), ""),
         (SyncBatchNorm(3, channel_last=True, fuse_relu=True), "channel_last=True, fuse_relu=True"),
         (BatchNormAct(3, activation="hardswish", memory="keep"), "activation=hardswish, memory=keep"),
@@ -502,9 +508,9 @@ def test_a_number_that_was_changed_is_refused(make, name, value):
 def test_a_number_that_was_changed_is_refused_before_ranks_send(name, value, monkeypatch):
     """Else the other ranks would go on, and wait for this one at their next exchange."""
     sent = []
-    transport = type("Transport", (), {"moments": lambda _, *arguments: sent.append(arguments)})()
+    transport = type("Transport", (), {"compute_moments": lambda _, *arguments: sent.append(arguments)})()
     monkeypatch.setattr(fastvit.sync, "default_group", lambda group: group)
-    monkeypatch.setattr(fastvit.sync, "transport_for", lambda *_: transport)
+    monkeypatch.setattr(fastvit.sync, "get_transport", lambda *_: transport)
     layer = SyncBatchNorm(3, process_group=object())
     setattr(layer, name, value)
     with pytest.raises(ValueError, match=f"sync_batch_norm: {name} is {value}"):

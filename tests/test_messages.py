@@ -9,9 +9,9 @@ import torch.distributed as dist
 from conftest import TEST_DEVICE
 from loopback import assert_mismatch, describe_tag, make_rank_rows
 
-from fastvit.sync.agreement import Agreement
-from fastvit.sync.collective import ALL_GATHER, Packed
+from fastvit.sync.collective import ALL_GATHER_NAME, GpuCollectiveBackend
 from fastvit.sync.protocol import FLOAT64, HEADER_WORDS, Exchange, ExchangeState, NumberKind, Tag
+from fastvit.sync.store_consensus import StoreConsensus
 
 on_cpu = pytest.mark.skipif(TEST_DEVICE != "cpu", reason="GPUs send other messages")
 on_gpu = pytest.mark.skipif(TEST_DEVICE == "cpu", reason="CPUs send other messages")
@@ -24,7 +24,7 @@ def exchanges(tags, device, wide=False):
     for rank, tag in enumerate(tags):
         made.append(Exchange(rank, len(tags), device != "cpu"))
         made[-1].descriptor.capacity, made[-1].descriptor.float64_messages = CAPACITY, wide
-        made[-1].of(tag)
+        made[-1].with_tag(tag)
     return made
 
 
@@ -140,20 +140,22 @@ def test_packed_collectives(monkeypatch, device):
     def all_reduce(message, group):
         message += ops.pack_message(numbers[1][1], other.tensor)
 
-    monkeypatch.setattr(dist, ALL_GATHER, all_gather)
+    monkeypatch.setattr(dist, ALL_GATHER_NAME, all_gather)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    agreement = Agreement(dist.HashStore(), 0, 2, 5.0)
-    backend = Packed(agreement, agreement, torch.device(device), describe_tag)  # the fakes need no group
-    backend.reserve(6, torch.float32)
-    moments, sums = (backend.share(mine, Tag(0, 1)) for mine, _ in numbers)
-    backend.check(wait=True)
+    consensus = StoreConsensus(dist.HashStore(), 0, 2, 5.0)
+    backend = GpuCollectiveBackend(
+        consensus, consensus, torch.device(device), describe_tag
+    )  # the fakes need no group
+    backend.try_reserve(6, torch.float32)
+    moments, sums = (backend.merge_over_ranks(mine, Tag(0, 1)) for mine, _ in numbers)
+    backend.raise_reported_fault(wait=True)
     wanted = reference.merge_moments(torch.stack(numbers[0]))
     torch.testing.assert_close(moments, wanted, rtol=1e-5, atol=1e-6)
     assert torch.equal(sums, torch.cat([numbers[1][0], sum(numbers[1])]))
-    assert backend.share(numbers[0][0], Tag(1, 2)).isnan().all()
+    assert backend.merge_over_ranks(numbers[0][0], Tag(1, 2)).isnan().all()
     said = "rank 0 is in forward of layer 1, step 2, but rank 1 in forward of layer 0, step 1"
     with pytest.raises(RuntimeError, match=said):
-        backend.check(wait=True)
+        backend.raise_reported_fault(wait=True)
 
 
 @on_gpu

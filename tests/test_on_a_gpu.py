@@ -10,7 +10,7 @@ import fastvit
 from fastvit import _autograd, _library, info, sync
 from fastvit.fusion import TorchDtypeLayerNorm
 from fastvit.training.config import Config, ConfigError
-from fastvit.training.run import _check_device
+from fastvit.training.run import _check_norm_runs_on
 
 
 @pytest.fixture
@@ -42,9 +42,11 @@ def test_a_gpu_without_kernels_is_named_before_any_launch(volta):
             with pytest.raises(ValueError, match=f"the input is on cuda:0, but the CUDA kernels have {WHY}"):
                 layer(x)
     assert info.facts()["GPUs"] == "1 x Tesla V100 (sm_70, without kernels)"
-    with pytest.raises(ConfigError, match=f"--norm inplace-abn needs kernels: the CUDA kernels have {WHY}"):
-        _check_device(Config(norm="inplace-abn"), torch.device("cuda", 0))
-    _check_device(Config(norm="torch"), torch.device("cuda", 0))
+    with pytest.raises(
+        ConfigError, match=f"--norm inplace-abn needs fastvit's kernels: the CUDA kernels have {WHY}"
+    ):
+        _check_norm_runs_on(Config(norm="inplace-abn"), torch.device("cuda", 0))
+    _check_norm_runs_on(Config(norm="torch"), torch.device("cuda", 0))
 
 
 def test_fuse_leaves_a_model_on_a_gpu_without_kernels(volta):
@@ -58,7 +60,7 @@ def test_fuse_leaves_a_model_on_a_gpu_without_kernels(volta):
 def test_beside_other_ranks_no_grid_waits_for_itself(monkeypatch, claimed, ranks, one):
     monkeypatch.setattr(dist, "is_initialized", lambda: ranks is not None)
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
-    assert _autograd.fuses_statistics(sync.LOCAL, torch.ones(1)) == one
+    assert _autograd.fuses_statistics(sync.LOCAL_TRANSPORT, torch.ones(1)) == one
 
 
 def test_a_gradient_that_lies_differently_is_copied(claimed):

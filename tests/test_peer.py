@@ -12,9 +12,9 @@ import torch.distributed as dist
 from loopback import INBOX_OFFSET
 
 from fastvit import ops
-from fastvit.sync.cpu_peer import cpu_arena_bytes
-from fastvit.sync.custom_op import share
-from fastvit.sync.protocol import MOST_RANKS, Arena, Exchange, ExchangeState, Tag
+from fastvit.sync.custom_op import merge_over_ranks
+from fastvit.sync.protocol import MAX_RANKS, Arena, Exchange, ExchangeState, Tag
+from fastvit.sync.shared_memory import arena_bytes
 
 raw = torch.ops.fastvit
 CAPACITY = 34  # packets
@@ -26,7 +26,7 @@ class Ranks:
 
     def __init__(self, world, capacity=CAPACITY, epoch=0):
         self.world, self.capacity = world, capacity
-        size = cpu_arena_bytes(world, capacity) + GUARD
+        size = arena_bytes(world, capacity) + GUARD
         self.arenas = [torch.zeros(size, dtype=torch.uint8) for _ in range(world)]
         self.words = [Arena.from_address(arena.data_ptr()) for arena in self.arenas]
         addresses = [arena.data_ptr() for arena in self.arenas]
@@ -46,7 +46,7 @@ class Ranks:
         exchange = self.exchanges[rank]
         exchange.descriptor.timeout_ns = int(seconds * 1e9)
         numbers = self.numbers(rank, step) if numbers is None else numbers
-        self.results[rank] = raw.exchange_merge(numbers, exchange.of(Tag(layer, step)))
+        self.results[rank] = raw.exchange_merge(numbers, exchange.with_tag(Tag(layer, step)))
         return self.state(rank)
 
     def wait(self, rank, seconds=0.0):
@@ -237,7 +237,7 @@ def test_ops_of_a_layer_share():
     ):
         ranks, shared = Ranks(2), Ranks(2)
         for rank in range(2):
-            ranks.results[rank] = work(rank, ranks.exchanges[rank].of(Tag(3, 1)))
+            ranks.results[rank] = work(rank, ranks.exchanges[rank].with_tag(Tag(3, 1)))
             shared.begin(rank, 1, work(rank))
         for both in (ranks, shared):
             assert both.wait(0) == ExchangeState.DONE
@@ -254,7 +254,7 @@ def test_opcheck_of_an_exchange():
     ranks, numbers = Ranks(2), [torch.zeros(10), torch.zeros(1, 10)]
     opcheck(raw.arena_bytes.default, 2, CAPACITY, traced=True)
     for step, row in enumerate(numbers):
-        mine, theirs = (exchange.of(Tag(3, step)) for exchange in ranks.exchanges)
+        mine, theirs = (exchange.with_tag(Tag(3, step)) for exchange in ranks.exchanges)
         opcheck(raw.exchange_merge.default, row, mine)
         assert ranks.state(0) == ExchangeState.PENDING
         raw.exchange_merge(row, theirs)
@@ -268,11 +268,17 @@ def test_opcheck_of_share():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
         layer = dist.group.WORLD.group_name, "sync_batch_norm", 1, 0.1
-        opcheck(share._opoverload, torch.zeros(10), None, *layer, traced=True)
-        _, tag = share(torch.zeros(10), None, *layer)
-        opcheck(share._opoverload, torch.ones(1, 8), tag, *layer, traced=True)
+        opcheck(merge_over_ranks._opoverload, torch.zeros(10), None, *layer, traced=True)
+        _, tag = merge_over_ranks(torch.zeros(10), None, *layer)
+        opcheck(merge_over_ranks._opoverload, torch.ones(1, 8), tag, *layer, traced=True)
     finally:
         dist.destroy_process_group()
+
+
+def test_the_schema_that_exported_programs_have():
+    """An exported program finds the op, and passes its arguments, by these names."""
+    arguments = "Tensor numbers, Tensor? tag, str process_group, str op, int number, float? momentum"
+    assert str(raw.share.default._schema) == f"fastvit::share({arguments}) -> (Tensor, Tensor)"
 
 
 def test_bad_arguments():
@@ -290,9 +296,9 @@ def test_bad_arguments():
         ops.bn_stats(torch.randn(3, 4), exchange=torch.tensor([2, 2, CAPACITY] + [0] * 7))
     with pytest.raises(RuntimeError, match="exchange has 2 ranks and no peer memory"):
         raw.exchange_abandon(Exchange(0, 2).tensor + torch.tensor([0, 0, 1, 0, 0, 0, 0, 0]))
-    assert Ranks(MOST_RANKS).begin(0, 0) == ExchangeState.PENDING
-    with pytest.raises(RuntimeError, match=f"has {MOST_RANKS + 1} ranks .*; at most {MOST_RANKS} ranks"):
-        Ranks(MOST_RANKS + 1).begin(0, 0)
+    assert Ranks(MAX_RANKS).begin(0, 0) == ExchangeState.PENDING
+    with pytest.raises(RuntimeError, match=f"has {MAX_RANKS + 1} ranks .*; at most {MAX_RANKS} ranks"):
+        Ranks(MAX_RANKS + 1).begin(0, 0)
 
 
 def test_sizes_that_overflow_are_refused():

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from fastvit.sync.rendezvous import meet, rendezvous, roll_call
+from fastvit.sync.launcher_rendezvous import agree_on_attempt_name, open_rendezvous_store, rendezvous
 
 
 def call(store, ranks, world, timeout=20.0, run=()):
@@ -15,12 +15,19 @@ def call(store, ranks, world, timeout=20.0, run=()):
 
     def one(rank):
         try:
-            return roll_call(store, rank, world, timeout, dict(run).get(rank, "mine"))
+            return agree_on_attempt_name(store, rank, world, timeout, dict(run).get(rank, "mine"))
         except RuntimeError as error:
             return str(error)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(one, ranks))
+
+
+def no_leader(rank):
+    return (
+        f"rank {rank}: rank 0 did not join the rendezvous in time; check that rank 0 runs, and that "
+        "MASTER_ADDR and MASTER_PORT are its host and a port there"
+    )
 
 
 def test_every_attempt_has_a_name_of_its_own():
@@ -30,13 +37,13 @@ def test_every_attempt_has_a_name_of_its_own():
         assert len(set(got)) == 1
         names += got[:1]
         # An attempt in which a rank dies before it comes, or rank 0, which leaves no answer.
-        assert call(store, (0, 1), 3, timeout=0.2)[0].endswith("did not come in time")
-        assert call(store, (1, 2), 3, timeout=0.2) == ["rank 0 did not come in time"] * 2
+        assert call(store, (0, 1), 3, timeout=0.2)[0].endswith("did not join the rendezvous in time")
+        assert call(store, (1, 2), 3, timeout=0.2) == [no_leader(1), no_leader(2)]
     assert len(set(names)) == 3 and len(set(call(store, (0, 1), 2) + call(store, (0,), 1))) == 2
 
 
 def test_ranks_that_do_not_come_are_named():
-    said = ["ranks 1, 3 did not come in time", "rank 0 did not come in time"]
+    said = ["ranks 1, 3 did not join the rendezvous in time", no_leader(2)]
     assert call(dist.HashStore(), (0, 2), 4, timeout=0.2) == said
 
 
@@ -53,7 +60,7 @@ def test_a_rank_of_another_run_does_not_join():
 def test_a_rank_that_comes_anew_is_answered_anew(rank):
     """The others are still waiting: only the rank that was started again has another name."""
     store = dist.HashStore()
-    assert "did not come" in call(store, (1 - rank,), 3, timeout=0.1)[0]
+    assert "did not join" in call(store, (1 - rank,), 3, timeout=0.1)[0]
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(call, store, (rank,), 3)
         late = call(store, (1 - rank, 2), 3)
@@ -70,12 +77,12 @@ def test_ranks_meet_by_both_families_of_addresses_or_give_up_in_time(address):
             pytest.skip(f"this host has no {address}")
         port = probe.getsockname()[1]
     with ThreadPoolExecutor(2) as pool:
-        stores = list(pool.map(lambda rank: meet(rank, 2, address, port, 20.0), (1, 0)))
+        stores = list(pool.map(lambda rank: open_rendezvous_store(rank, 2, address, port, 20.0), (1, 0)))
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 1 did not come in time"):
-        meet(0, 2, address, port, 0.5)
+    with pytest.raises(RuntimeError, match="rank 1 did not join the rendezvous in time"):
+        open_rendezvous_store(0, 2, address, port, 0.5)
     assert time.monotonic() - begin < 5
 
 

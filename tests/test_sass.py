@@ -1,4 +1,4 @@
-"""tools/sass.py: what must be in the machine code of the kernels, and each way in which it may be missing."""
+"""tools/kernel_resources.py: rules for the machine code of the kernels, and each way to break one."""
 
 import shutil
 import sys
@@ -32,10 +32,10 @@ EXCHANGE = BODY.replace("PREEXIT", "LDG.E.128.STRONG.SYS R8, desc[UR4][R2.64]")
 @pytest.fixture
 def sass(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import sass
+    import kernel_resources
 
-    yield sass
-    del sys.modules["sass"]
+    yield kernel_resources
+    del sys.modules["kernel_resources"]
 
 
 def disassembly(body: str) -> str:
@@ -48,9 +48,11 @@ def disassembly(body: str) -> str:
 
 
 def test_basic_blocks_end_at_branches_and_labels(sass):
-    (code,) = sass.code_of(disassembly(BODY)).values()
+    (code,) = sass.parse_disassembly(disassembly(BODY)).values()
     assert [len(block) for block in code if block] == [6, 1, 2]
-    assert list(sass.code_of(disassembly(BODY) + disassembly(BODY).replace("Lb0ELi4", "Lb1ELi4"))) == [
+    assert list(
+        sass.parse_disassembly(disassembly(BODY) + disassembly(BODY).replace("Lb0ELi4", "Lb1ELi4"))
+    ) == [
         FORWARD,
         "bn_forward_kernel<float, true, 4, false>",
     ]
@@ -71,8 +73,8 @@ def test_basic_blocks_end_at_branches_and_labels(sass):
     ],
 )
 def test_good_code_has_no_fault(sass, kernel, body):
-    (code,) = sass.code_of(disassembly(body)).values()
-    assert sass.faults(kernel, code) == []
+    (code,) = sass.parse_disassembly(disassembly(body)).values()
+    assert sass.find_code_faults(kernel, code) == []
 
 
 @pytest.mark.parametrize(
@@ -109,19 +111,21 @@ def test_good_code_has_no_fault(sass, kernel, body):
     ],
 )
 def test_faults_are_found(sass, kernel, body, expected):
-    (code,) = sass.code_of(disassembly(body)).values()
-    (found,) = sass.faults(kernel, code)
+    (code,) = sass.parse_disassembly(disassembly(body)).values()
+    (found,) = sass.find_code_faults(kernel, code)
     assert expected in found
 
 
 def test_registers_leave_room_for_the_blocks_that_are_demanded(sass, monkeypatch):
-    monkeypatch.setattr(sass, "BLOCKS", {r"bn_forward_kernel<\w+, \w+, 1,": 4, "bn_forward_kernel": 3})
+    monkeypatch.setattr(sass, "MIN_BLOCKS", {r"bn_forward_kernel<\w+, \w+, 1,": 4, "bn_forward_kernel": 3})
     # Registers are given out in eights: 80 for three blocks of 256 threads, 64 for four.
-    assert sass.crowding(FORWARD, 80) == [] != sass.crowding(FORWARD, 81)
+    assert sass.check_registers(FORWARD, 80) == [] != sass.check_registers(FORWARD, 81)
     scalar = FORWARD.replace("4", "1")
-    assert sass.crowding(scalar, 64) == []
-    assert sass.crowding(scalar, 65) == ["65 registers leave room for 3 blocks, and BLOCKS demands 4"]
-    assert sass.crowding("bn_forward_single_launch_kernel<float>", 32) == ["has no row in BLOCKS"]
+    assert sass.check_registers(scalar, 64) == []
+    assert sass.check_registers(scalar, 65) == [
+        "65 registers leave room for 3 blocks, and MIN_BLOCKS demands 4"
+    ]
+    assert sass.check_registers("bn_forward_single_launch_kernel<float>", 32) == ["has no row in MIN_BLOCKS"]
 
 
 def arithmetic(**counts: int) -> list[str]:
@@ -136,15 +140,15 @@ def test_a_single_launch_computes_as_two_kernels(sass):
 
     def compare(two, one, name=FORWARD):
         single = name.replace("_kernel", "_single_launch_kernel")
-        return sass.inequality(single, {name: two, single: one})
+        return sass.compare_single_launch(single, {name: two, single: one})
 
     assert compare(two, moved) == []
     assert compare(two, fused) == [f"lacks 1 of {FORWARD}'s blocks with FADD, FFMA, MUFU (16, 16, 0)"]
     assert "cannot be compared" in compare([arithmetic(FADD=2)], fused)[0]
     assert compare(two, fused, FORWARD.replace("float", "double")) == []
-    assert sass.inequality(FORWARD, {FORWARD: two}) == []
+    assert sass.compare_single_launch(FORWARD, {FORWARD: two}) == []
     single = FORWARD.replace("_kernel", "_single_launch_kernel")
-    assert sass.inequality(single, {single: two}) == []  # --only single_launch
+    assert sass.compare_single_launch(single, {single: two}) == []  # --only single_launch
 
 
 @pytest.mark.parametrize(
@@ -181,7 +185,7 @@ ptxas info    : Used {registers} registers, used 1 barriers, 16 bytes smem
     if not disassembles:
         monkeypatch.setattr(sass, "find_disassembler", lambda toolkit: None)
     monkeypatch.setitem(sass.SETUP, "find_cuda", lambda: (tmp_path, ""))
-    monkeypatch.setattr(sys, "argv", ["sass.py", "--arch", "90", "--only", "act.cu"])
+    monkeypatch.setattr(sys, "argv", ["kernel_resources.py", "--arch", "90", "--only", "act.cu"])
     with pytest.raises(SystemExit) as end:
         sass.main()
     printed = capsys.readouterr().out

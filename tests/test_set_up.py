@@ -13,7 +13,7 @@ from test_faults import error_of, leaf
 
 import fastvit
 from fastvit import _library, sync
-from fastvit.sync import cpu_peer
+from fastvit.sync import shared_memory
 
 ONE_STEP = """
 import os, sys, torch, torch.distributed as dist, fastvit
@@ -47,19 +47,19 @@ def test_shared_memory_that_cannot_be_written_or_is_small(options, said, tmp_pat
 
 
 def killed_with_the_segment(rank, world, folder, when):
-    cpu_peer.FOLDER = Path(folder)  # of this test alone, in memory
+    shared_memory.SHM_DIR = Path(folder)  # of this test alone, in memory
     if (rank == 0) == (when == "made"):
         kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         if when == "made":
             os.posix_fallocate = kill
         else:
-            cpu_peer._map = kill
+            shared_memory._map_segment = kill
     return error_of(lambda: fastvit.SyncBatchNorm(6)(leaf()))
 
 
 @pytest.mark.parametrize("when", ["made", "told"])
 def test_killed_with_the_segment_leaves_nothing_behind(ranks, when):
-    with tempfile.TemporaryDirectory(dir=cpu_peer.FOLDER) as folder:
+    with tempfile.TemporaryDirectory(dir=shared_memory.SHM_DIR) as folder:
         results = ranks.run(2, killed_with_the_segment, folder, when, group_timeout=30, breaks=True)
         assert not list(Path(folder).iterdir())
     ranks.close()  # running ranks have another folder
@@ -87,9 +87,9 @@ def test_what_a_group_would_take(monkeypatch, wish, cuda, memory, said):
         monkeypatch.setenv("FASTVIT_STATISTICS", wish)
     monkeypatch.setattr(_library, "HAS_CUDA_KERNELS", cuda)
 
-    def host_of(device):
+    def host_name(device):
         if not memory:
             raise OSError("no /dev/shm")
 
-    monkeypatch.setattr(cpu_peer, "host_of", host_of)
+    monkeypatch.setattr(shared_memory.SharedMemoryBackend, "host_name", host_name)
     assert sync.available_backends() == f"FASTVIT_STATISTICS={said}"

@@ -19,15 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit
 from fastvit import info, sync
-from fastvit.sync import cpu_peer
-from fastvit.sync.collective import Collective
-from fastvit.sync.group import Group, group_of
+from fastvit.sync import shared_memory
+from fastvit.sync.collective import CollectiveBackend
+from fastvit.sync.statistics_group import StatisticsGroup, get_statistics_group
 
 CPU = torch.device("cpu")
 
 
 def way() -> str:
-    return group_of(dist.group.WORLD, CPU).describe()
+    return get_statistics_group(dist.group.WORLD, CPU).describe()
 
 
 def step(layer, channels=6, dtype=torch.float32):
@@ -44,11 +44,11 @@ def no_space(file, offset, size):
 def chooses(rank, world, settings, breaks_on):
     os.environ["FASTVIT_STATISTICS"] = settings[rank]
     if rank == breaks_on:
-        cpu_peer._map = lambda *_: os.open("/nowhere", os.O_RDONLY)
+        shared_memory._map_segment = lambda *_: os.open("/nowhere", os.O_RDONLY)
     if breaks_on == "space":
         os.posix_fallocate = no_space
     if breaks_on == "folder":
-        cpu_peer.FOLDER = Path("/proc")  # where nothing can be made
+        shared_memory.SHM_DIR = Path("/proc")  # where nothing can be made
     records = []
     handler = logging.Handler()
     handler.emit = records.append
@@ -65,10 +65,10 @@ def chooses(rank, world, settings, breaks_on):
         return str(error)
     finally:
         log.removeHandler(handler)
-        cpu_peer._map, cpu_peer.FOLDER, os.posix_fallocate = originals
+        shared_memory._map_segment, shared_memory.SHM_DIR, os.posix_fallocate = originals
 
 
-originals = cpu_peer._map, cpu_peer.FOLDER, os.posix_fallocate
+originals = shared_memory._map_segment, shared_memory.SHM_DIR, os.posix_fallocate
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ originals = cpu_peer._map, cpu_peer.FOLDER, os.posix_fallocate
     [
         (["auto", "auto"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
         (["auto", "peer"], None, "group 0 (2 ranks, cpu): SharedMemory, host"),
-        (["peer", "collective"], None, "cannot: FASTVIT_STATISTICS=collective"),
+        (["peer", "collective"], None, "cannot use peer memory: FASTVIT_STATISTICS=collective"),
         (["auto", "collective"], None, "group 0 (2 ranks, cpu): Collective: FASTVIT_STATISTICS=collective"),
         (["auto", "auto"], 1, "Collective: rank 1: [Errno 2] No such file"),
         (["auto", "auto"], "space", "Collective: rank 0: [Errno 28] No space left on device"),
         (["auto", "auto"], "folder", "group 0 (2 ranks, cpu): Collective: "),
-        (["auto", "peer"], 0, "FASTVIT_STATISTICS=peer, but group 0 cannot: rank"),
+        (["auto", "peer"], 0, "FASTVIT_STATISTICS=peer, but group 0 cannot use peer memory: rank"),
         (["auto", "shm"], None, "FASTVIT_STATISTICS is 'shm'; auto, collective, peer expected"),
     ],
 )
@@ -261,8 +261,9 @@ def checked_later(rank, world, where):
     """As on a GPU, whose host does not wait: NaN first, an error at the next call, no buffer changes."""
     a, b = fastvit.SyncBatchNorm(6), fastvit.SyncBatchNorm(6)
     step(a), step(b)
-    backend = group_of(dist.group.WORLD, CPU).backend
-    backend.share = functools.partial(Collective.share, backend)  # without Direct's check
+    backend = get_statistics_group(dist.group.WORLD, CPU).backend
+    # Without the check of CpuCollectiveBackend.
+    backend.merge_over_ranks = functools.partial(CollectiveBackend.merge_over_ranks, backend)
     step(a), step(b)
     sync.check()
     before = [t.clone() for layer in (a, b) for t in (layer.running_mean, layer.running_var)]
@@ -300,27 +301,32 @@ def test_every_copy_of_a_layer_is_a_layer_of_its_own():
 
 def test_a_first_call_is_not_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    shared = Group.__new__(Group)  # of GPUs, without a group
-    shared.__dict__.update(_device=torch.device("cuda"), _layers={}, _process=os.getpid())
+    shared = StatisticsGroup.__new__(StatisticsGroup)  # of GPUs, without a group
+    shared.__dict__.update(_device=torch.device("cuda"), _layer_indices={}, _pid=os.getpid())
     with pytest.raises(RuntimeError, match=r"first call of a layer .bn, 6 channels. .* run a step before"):
-        shared.moments(sync.LayerKey("bn", 1, 0.1), torch.zeros(2, 6), 1)
+        shared.compute_moments(sync.LayerKey("bn", 1, 0.1), torch.zeros(2, 6), 1)
 
 
 def test_replaced_backends_are_still_checked(monkeypatch):
     """A CUDA graph may use the backend with which its exchanges were captured."""
-    asked, shared = [], Group.__new__(Group)
-    shared._backends = [SimpleNamespace(check=lambda wait, k=k: asked.append((k, wait))) for k in range(2)]
-    monkeypatch.setattr("fastvit.sync.group._groups", {"a group": {"cuda": shared}})
+    asked, shared = [], StatisticsGroup.__new__(StatisticsGroup)
+    shared._backends = [
+        SimpleNamespace(raise_reported_fault=lambda wait, k=k: asked.append((k, wait))) for k in range(2)
+    ]
+    monkeypatch.setattr("fastvit.sync.statistics_group._groups", {"a group": {"cuda": shared}})
     sync.check(wait=True)
     assert asked == [(0, True), (1, True)]
 
 
 def test_a_group_has_a_backend_for_each_device(monkeypatch):
     """A module on several GPUs of one process: the peers' memory is mapped on one of them."""
-    monkeypatch.setattr("fastvit.sync.group.Group", lambda process_group, device: SimpleNamespace(at=device))
+    monkeypatch.setattr(
+        "fastvit.sync.statistics_group.StatisticsGroup",
+        lambda process_group, device: SimpleNamespace(at=device),
+    )
     process_group = type("ProcessGroup", (), {})()
-    first, second = (group_of(process_group, torch.device("cuda", i)) for i in range(2))
-    assert first is not second and group_of(process_group, torch.device("cuda", 0)) is first
+    first, second = (get_statistics_group(process_group, torch.device("cuda", i)) for i in range(2))
+    assert first is not second and get_statistics_group(process_group, torch.device("cuda", 0)) is first
 
 
 @pytest.mark.parametrize(
@@ -328,21 +334,25 @@ def test_a_group_has_a_backend_for_each_device(monkeypatch):
 )
 def test_collectives_where_gpus_have_no_peer_memory(monkeypatch, variable, world, why):
     monkeypatch.setenv(variable, "1")
-    monkeypatch.setattr("fastvit.sync.group.Packed", lambda *_: SimpleNamespace(name="Collective"))
-    shared = Group.__new__(Group)  # of GPUs, without a group
-    agreement = SimpleNamespace(rank=0, world=world, ask=lambda question, answer: {answer: [0, 1]})
-    shared.__dict__.update(_device=torch.device("cuda"), _agreement=agreement, _process_group=lambda: shared)
-    assert shared._vote(6, torch.float32)[1:] == (f"Collective: {why}", logging.DEBUG)
+    monkeypatch.setattr(
+        "fastvit.sync.statistics_group.GpuCollectiveBackend", lambda *_: SimpleNamespace(name="Collective")
+    )
+    shared = StatisticsGroup.__new__(StatisticsGroup)  # of GPUs, without a group
+    consensus = SimpleNamespace(
+        rank=0, world_size=world, gather_answers=lambda question, answer: {answer: [0, 1]}
+    )
+    shared.__dict__.update(_device=torch.device("cuda"), _consensus=consensus, _process_group=lambda: shared)
+    assert shared._negotiate_backend(6, torch.float32)[1:] == (f"Collective: {why}", logging.DEBUG)
 
 
 def counts(rank, world):
     """Steps are 1, 2, 3, ... and wrap where float32 does not represent them exactly."""
     layer = fastvit.SyncBatchNorm(6)
     step(layer)
-    transport = group_of(dist.group.WORLD, CPU).backend
-    steps = [transport._step] + [transport.next_step() for _ in range(3)]
-    transport._step = 2**24 - 2
-    return steps + [transport.next_step() for _ in range(3)]
+    transport = get_statistics_group(dist.group.WORLD, CPU).backend
+    steps = [transport._forward_index] + [transport.next_forward_index() for _ in range(3)]
+    transport._forward_index = 2**24 - 2
+    return steps + [transport.next_forward_index() for _ in range(3)]
 
 
 @with_each_backend
@@ -353,3 +363,32 @@ def test_step_numbers_wrap_below_2_to_the_24(ranks, statistics):
 def test_without_a_group():
     assert sync.default_group(None) is None
     assert "FASTVIT_STATISTICS=" in sync.available_backends() and not sync.describe_groups()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("LOCAL", "LOCAL_TRANSPORT"),
+        ("Local", "LocalTransport"),
+        ("Shared", "GroupTransport"),
+        ("transport_for", "get_transport"),
+    ],
+)
+def test_old_names_warn(old, new):
+    with pytest.warns(DeprecationWarning, match=f"fastvit.sync.{old} is fastvit.sync.{new} now"):
+        assert getattr(sync, old) is getattr(sync, new)
+
+
+def test_old_attributes_and_arguments_warn():
+    x = torch.randn(4, 3)
+    with pytest.warns(
+        DeprecationWarning, match="LocalTransport.moments is LocalTransport.compute_moments now"
+    ):
+        assert torch.equal(sync.LOCAL_TRANSPORT.moments(x, 1)[0], fastvit.ops.bn_stats(x, 1))
+    with pytest.warns(DeprecationWarning, match="GroupTransport.sums is GroupTransport.compute_sums now"):
+        assert sync.GroupTransport(None, None).sums
+    with pytest.warns(DeprecationWarning, match="LayerKey.*number=.*layer_id="):
+        key = sync.LayerKey("bn", number=3)
+    with pytest.warns(DeprecationWarning, match="LayerKey.number is LayerKey.layer_id now"):
+        assert key.number == key.layer_id == 3
+    assert pickle.loads(pickle.dumps(key)) == key == sync.LayerKey("bn", 3)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastvit
-from fastvit.sync.collective import ALL_GATHER
+from fastvit.sync.collective import ALL_GATHER_NAME
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 KINDS = ["abn", "sbn", "bna"]
@@ -92,7 +92,15 @@ def test_equals_one_big_batch(ranks, kind, sizes, dtype, statistics):
 @contextlib.contextmanager
 def called():
     """Counts every collective of torch.distributed that is called as its attribute."""
-    names = (ALL_GATHER, "all_gather", "all_reduce", "all_to_all_single", "broadcast", "barrier", "isend")
+    names = (
+        ALL_GATHER_NAME,
+        "all_gather",
+        "all_reduce",
+        "all_to_all_single",
+        "broadcast",
+        "barrier",
+        "isend",
+    )
     counts: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
         spies = {

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import SMALL, TINY, alone, fails, rows_of, running, state_of, train_on_rank
+from training_runs import (
+    SIX_BATCHES,
+    TWO_EPOCHS,
+    background_run,
+    error_of_run,
+    rows_of,
+    run_here,
+    state_of,
+    train_on_rank,
+)
 
 from fastvit.training import checkpoint
 
@@ -19,7 +28,7 @@ from fastvit.training import checkpoint
 def started(tmp_path_factory):
     """A run of one epoch out of two; tests copy it."""
     directory = tmp_path_factory.mktemp("started")
-    assert alone(*SMALL, "--stop-after", "1", "--out", str(directory / "run")) == 0
+    assert run_here(*TWO_EPOCHS, "--stop-after", "1", "--out", str(directory / "run")) == 0
     return directory / "run"
 
 
@@ -39,18 +48,20 @@ def test_damaged_checkpoint(copied, capsys, monkeypatch):
     for content in (whole[: len(whole) // 2], b""):
         path.write_bytes(content)
         for named in (copied, path, path.name):
-            said = fails(capsys, "--resume", str(named))
+            said = error_of_run(capsys, "--resume", str(named))
             assert f"{path} is missing, cut off or damaged" in said
     for content, message in (
-        ({"model": {}}, f"{path} is no checkpoint of this trainer"),
+        ({"model": {}}, f"{path} is no checkpoint of fastvit-train"),
         (state | {"config": state["config"] | {"ema": 0.5}}, "average of the checkpoint does not fit"),
         (state | {"optimizer": {"state": {}, "param_groups": [1]}}, "optimizer of the checkpoint does not"),
         (state | {"model": {}}, "model of the checkpoint does not fit"),
     ):
         torch.save(content, path)
-        assert message in fails(capsys, "--resume", str(copied))
+        assert message in error_of_run(capsys, "--resume", str(copied))
     path.unlink()
-    assert f"{copied} must be a run directory or a checkpoint" in fails(capsys, "--resume", str(copied))
+    assert f"{copied} must be a run directory or a checkpoint" in error_of_run(
+        capsys, "--resume", str(copied)
+    )
     assert [row["epoch"] for row in rows_of(copied)] == [1]
 
 
@@ -59,8 +70,8 @@ def test_a_copy_that_followed_the_links_is_resumed(started, tmp_path, named):
     copy = shutil.copytree(started, tmp_path / "copy")
     last = copy / "checkpoints" / "last.pt"
     assert not last.is_symlink()
-    auto = [*SMALL, "--resume", "auto", "--out", str(copy)]
-    assert alone(*(["--resume", str(copy / named)] if named else auto)) == 0
+    auto = [*TWO_EPOCHS, "--resume", "auto", "--out", str(copy)]
+    assert run_here(*(["--resume", str(copy / named)] if named else auto)) == 0
     assert [row["epoch"] for row in rows_of(copy)] == [1, 2] and rows_of(copy)[:1] == rows_of(started)
     assert last.is_symlink() and last.resolve().name == "epoch-0002.pt"
 
@@ -122,11 +133,11 @@ def test_a_checkpoint_that_cannot_be_written_says_why_and_leaves_the_one_before(
 
 def test_resume_into_another_directory_and_of_a_finished_run(copied, capsys):
     other = str(copied.parent / "other")
-    assert alone("--resume", str(copied), "--out", other) == 0
+    assert run_here("--resume", str(copied), "--out", other) == 0
     assert [row["epoch"] for row in rows_of(copied.parent / "other")] == [1, 2]
     assert [row["epoch"] for row in rows_of(copied)] == [1]
     first = capsys.readouterr().out.splitlines()[-1]
-    assert alone("--resume", other) == 0
+    assert run_here("--resume", other) == 0
     assert capsys.readouterr().out.splitlines()[-1] == first
 
 
@@ -151,18 +162,30 @@ def test_requests_that_contradict_a_run(copied, capsys, tmp_path):
         (f"--evaluate {copied} --lr 0.5", "--evaluate: --lr must be 0.001 as in the checkpoint, got 0.5"),
         (f"{new} --norm torch-sync", "--norm torch-sync trains on CUDA only"),
     ):
-        assert message in fails(capsys, *arguments.split())
+        assert message in error_of_run(capsys, *arguments.split())
     assert [row["epoch"] for row in rows_of(copied)] == [1]
 
 
+def test_a_run_that_was_started_with_an_old_value_is_resumed(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert run_here(*TWO_EPOCHS, "--memory", "matmuls", "--stop-after", "1", "--out", str(run)) == 0
+    path = run / "checkpoints" / "epoch-0001.pt"
+    state = state_of(run)
+    torch.save(state | {"config": state["config"] | {"memory": "products"}}, path)
+    with pytest.warns(FutureWarning, match="--resume: the checkpoint's --memory products is matmuls now"):
+        assert run_here("--resume", str(run), "--memory", "matmuls") == 0
+    assert [row["epoch"] for row in rows_of(run)] == [1, 2] and state_of(run)["config"]["memory"] == "matmuls"
+    assert "--memory matmuls: " in capsys.readouterr().out
+
+
 def test_another_number_of_ranks_goes_on_from_the_end_of_an_epoch(ranks, tmp_path, capsys):
-    start = [*TINY, "--epochs", "3", "--norm", "torch", "--warmup-epochs", "1"]
+    start = [*SIX_BATCHES, "--epochs", "3", "--norm", "torch", "--warmup-epochs", "1"]
     run, one = tmp_path / "run", tmp_path / "one"
     ranks.run(2, train_on_rank, [*start, "--out", str(run), "--stop-after", "1"])
-    assert alone(*start, "--out", str(one), "--stop-after", "2") == 0
+    assert run_here(*start, "--out", str(one), "--stop-after", "2") == 0
     capsys.readouterr()
-    assert alone("--resume", str(run), "--stop-after", "1") == 0
-    said = "resumed after epoch 1 of 3: by 1 rank(s) what 2 wrote, with the learning rate and schedule of 1"
+    assert run_here("--resume", str(run), "--stop-after", "1") == 0
+    said = "resumed after epoch 1 of 3; 2 rank(s) wrote the checkpoint, learning rate and schedule are those"
     assert said in capsys.readouterr().out
     assert state_of(run)["world"] == 1 and rows_of(run)[1]["lr"] == rows_of(one)[1]["lr"]
     assert rows_of(run)[0]["lr"] == 2 * rows_of(one)[0]["lr"]
@@ -170,12 +193,12 @@ def test_another_number_of_ranks_goes_on_from_the_end_of_an_epoch(ranks, tmp_pat
     folder = run / "checkpoints"
     within = state_of(run) | {"world": 2, "progress": {"step": 2}}
     torch.save(within, folder / "epoch-0002-step-000002.pt")
-    assert alone("--resume", str(run), "--stop-after", "1") == 0
+    assert run_here("--resume", str(run), "--stop-after", "1") == 0
     assert "resumed after epoch 2 of 3\n" in capsys.readouterr().out
     for path in folder.iterdir():
         path.unlink()
     torch.save(within, folder / "epoch-0002-step-000002.pt")
-    said = fails(capsys, "--resume", str(run))
+    said = error_of_run(capsys, "--resume", str(run))
     assert "is within an epoch, so the 2 rank(s) that wrote it must continue it, got 1" in said
 
 
@@ -183,7 +206,9 @@ def _on_a_disk_of_its_own(rank, world, folder, first):
     with pytest.MonkeyPatch.context() as patch:
         (host := folder / str((rank + first) % 2)).mkdir(exist_ok=True)
         patch.chdir(host)
-        return train_on_rank(rank, world, [*SMALL, "--stop-after", "1", "--resume", "auto", "--out", "run"])
+        return train_on_rank(
+            rank, world, [*TWO_EPOCHS, "--stop-after", "1", "--resume", "auto", "--out", "run"]
+        )
 
 
 def test_a_run_whose_checkpoints_another_host_has_does_not_begin_anew(ranks, tmp_path):
@@ -199,15 +224,15 @@ def test_a_run_whose_checkpoints_another_host_has_does_not_begin_anew(ranks, tmp
 
 def test_a_directory_in_use_is_refused_until_its_run_ends_or_dies(tmp_path, capsys):
     run = str(tmp_path / "run")
-    with running(tmp_path) as first:
+    with background_run(tmp_path) as first:
         for arguments in (["--out", run], ["--out", run, "--resume", "auto"], ["--resume", run]):
-            said = fails(capsys, *arguments)
+            said = error_of_run(capsys, *arguments)
             assert f"--out {run} is in use by another run (process {first.pid} on " in said
         assert first.poll() is None
         # Its worker, which sees the death only after some seconds, must not keep the directory.
         first.send_signal(signal.SIGKILL)
         first.wait(timeout=60)
-        assert alone("--resume", run, "--stop-after", "1") == 0
+        assert run_here("--resume", run, "--stop-after", "1") == 0
     epochs = [row["epoch"] for row in rows_of(Path(run))]
     assert epochs == list(range(1, len(epochs) + 1)) and len(epochs) > 1
 
@@ -217,5 +242,5 @@ def test_a_file_system_without_locks_is_said(copied, capsys, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
-    assert alone("--resume", str(copied)) == 0
+    assert run_here("--resume", str(copied)) == 0
     assert f"{copied} cannot be locked" in capsys.readouterr().out

@@ -14,12 +14,19 @@ from fastvit.sync.teardown import destroy_process_group
 from fastvit.training import __main__ as trainer
 from fastvit.training import distributed, run
 from fastvit.training.__main__ import main
-from fastvit.training.command_line import merge_saved, parse
-from fastvit.training.config import KINDS, LIMITS, Config, ConfigError, TrainingError, flag
-from fastvit.training.launch import MPI, Launch, find_launch
+from fastvit.training.command_line import merge_saved, parse_arguments
+from fastvit.training.config import (
+    NUMBER_LIMITS,
+    OPTION_TYPES,
+    Config,
+    ConfigError,
+    TrainingError,
+    option_flag,
+)
+from fastvit.training.launcher import MPI_VARIABLES, LaunchInfo, detect_launcher
 
 
-def complaint(capsys, *arguments):
+def usage_error(capsys, *arguments):
     with pytest.raises(SystemExit) as end:
         main(list(arguments))
     assert end.value.code == 2
@@ -61,7 +68,7 @@ def complaint(capsys, *arguments):
     ],
 )
 def test_wrong_flags(capsys, arguments, message):
-    assert message in complaint(capsys, *arguments.split())
+    assert message in usage_error(capsys, *arguments.split())
 
 
 @pytest.mark.parametrize("before", ["", "budget="])
@@ -75,7 +82,7 @@ def test_budgets_are_those_of_convert(before, text, budget):
     if budget is not None:
         assert Config(memory=before + text).budget == budget
         return
-    said = r"--memory must be one of off, convert, products, or a budget: .* budget=least; .* got '"
+    said = r"--memory must be one of off, convert, matmuls, or a budget: .* budget=least; .* got '"
     with pytest.raises(ConfigError, match=f"{said}{before}{text}'$"):
         Config(memory=before + text)
 
@@ -110,15 +117,15 @@ def test_budgets_are_those_of_convert(before, text, budget):
 def test_wrong_files(capsys, tmp_path, text, message):
     path = tmp_path / "run.toml"
     path.write_text(text)
-    assert message in complaint(capsys, "--config", str(path))
+    assert message in usage_error(capsys, "--config", str(path))
 
 
 def test_limits_of_whole_numbers():
-    for name, (low, high) in LIMITS.items():
-        if KINDS[name] is float:
+    for name, (low, high) in NUMBER_LIMITS.items():
+        if OPTION_TYPES[name] is float:
             continue
         for value, takes in ((low - 1, f"at least {low}"), (high + 1, f"at most {high}")):
-            with pytest.raises(ConfigError, match=f"^{flag(name)} must be {takes}, got {value}$"):
+            with pytest.raises(ConfigError, match=f"^{option_flag(name)} must be {takes}, got {value}$"):
                 Config(**{name: value})
 
 
@@ -127,14 +134,28 @@ def test_flag_beats_file_beats_default(tmp_path):
     path.write_text(
         'epochs = 5\nbatch-size = 8\nlr = 1\nfreeze = ["stem.*", "head.*"]\nema = 0.5\ncompile = true\n'
     )
-    config, given = parse(["--config", str(path), "--batch-size", "16", "--no-compile"])
+    config, explicit = parse_arguments(["--config", str(path), "--batch-size", "16", "--no-compile"])
     assert (config.epochs, config.batch_size, config.lr, config.seed) == (5, 16, 1.0, 0)
     assert config.freeze == ("stem.*", "head.*") and not config.compile
-    assert set(given) == {"epochs", "batch_size", "lr", "freeze", "ema", "compile"}
+    assert set(explicit) == {"epochs", "batch_size", "lr", "freeze", "ema", "compile"}
     path.write_text('amp = "O1"\nloss_scale = 128\nmemory = 0.5\nfreeze = "head.*"\n')
-    config, _ = parse(["--config", str(path)])  # texts that may be numbers, and a list of one
+    config, _ = parse_arguments(["--config", str(path)])  # texts that may be numbers, and a list of one
     assert (config.loss_scale, config.budget, config.freeze) == ("128", 0.5, ("head.*",))
-    assert parse(["--local_rank", "1"]) == parse(["--local-rank=1"]) == parse([])  # LOCAL_RANK says the same
+    assert (
+        parse_arguments(["--local_rank", "1"]) == parse_arguments(["--local-rank=1"]) == parse_arguments([])
+    )  # LOCAL_RANK says the same
+
+
+def test_an_old_value_of_memory_warns(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('memory = "products"\n')
+    for arguments, label in (
+        (["--memory", "products"], "--memory"),
+        (["--config", str(path)], f"{path}: memory"),
+    ):
+        with pytest.warns(FutureWarning, match=f"{label} products is matmuls now; the old value is gone in"):
+            config, explicit = parse_arguments(arguments)
+        assert config.memory == explicit["memory"] == "matmuls" and config.budget is None
 
 
 @pytest.mark.parametrize(
@@ -142,7 +163,7 @@ def test_flag_beats_file_beats_default(tmp_path):
 )
 def test_files_of_other_editors(tmp_path, content):
     (path := tmp_path / "run.toml").write_bytes(content)
-    assert parse(["--config", str(path)])[1] == {"epochs": 1}
+    assert parse_arguments(["--config", str(path)])[1] == {"epochs": 1}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +186,7 @@ def test_saved_configuration_is_whole_and_can_be_given_back(tmp_path):
     config = Config(data="folder", data_path=path, optimizer="sgd", freeze=("a.*", "b"), compile=True)
     assert (config.lr, config.weight_decay, config.workers, config.image_size) == (0.05, 5e-4, None, 224)
     config.save(tmp_path / "config.toml")
-    assert parse(["--config", str(tmp_path / "config.toml")])[0] == config
+    assert parse_arguments(["--config", str(tmp_path / "config.toml")])[0] == config
 
 
 def test_a_resumed_run_keeps_what_defines_it(tmp_path):
@@ -199,33 +220,36 @@ SRUN = {
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        (TORCHRUN, Launch(5, 8, 1, "head", 1234)),
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "mine"}, Launch(5, 8, 1, "head", 1234, "mine")),
-        (SRUN, Launch(5, 8, 1, "head", 23456, RUN)),
-        (SRUN | {"SLURM_STEP_ID": "2"}, Launch(5, 8, 1, "head", 25474, "123456.2")),
-        (SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "9"}, Launch(5, 8, 1, "a", 9, RUN)),
-        (SRUN | {"MASTER_ADDR": "", "SLURM_STEP_NUM_NODES": "1"}, Launch(5, 8, 1, "127.0.0.1", 23456, RUN)),
-        (SRUN | TORCHRUN, Launch(5, 8, 1, "head", 1234)),  # torchrun inside a job
-        (SRUN | {"WORLD_SIZE": "9"}, Launch(5, 8, 1, "head", 23456, RUN)),  # exported by a script
+        (TORCHRUN, LaunchInfo(5, 8, 1, "head", 1234)),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "mine"}, LaunchInfo(5, 8, 1, "head", 1234, "mine")),
+        (SRUN, LaunchInfo(5, 8, 1, "head", 23456, RUN)),
+        (SRUN | {"SLURM_STEP_ID": "2"}, LaunchInfo(5, 8, 1, "head", 25474, "123456.2")),
+        (SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "9"}, LaunchInfo(5, 8, 1, "a", 9, RUN)),
+        (
+            SRUN | {"MASTER_ADDR": "", "SLURM_STEP_NUM_NODES": "1"},
+            LaunchInfo(5, 8, 1, "127.0.0.1", 23456, RUN),
+        ),
+        (SRUN | TORCHRUN, LaunchInfo(5, 8, 1, "head", 1234)),  # torchrun inside a job
+        (SRUN | {"WORLD_SIZE": "9"}, LaunchInfo(5, 8, 1, "head", 23456, RUN)),  # exported by a script
         # A step has tasks of its own, more or fewer than the job was given.
-        (SRUN | {"SLURM_NTASKS": "1"}, Launch(5, 8, 1, "head", 23456, RUN)),
+        (SRUN | {"SLURM_NTASKS": "1"}, LaunchInfo(5, 8, 1, "head", 23456, RUN)),
         (SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"SLURM_PROCID": "0"}, None),
         ({}, None),
     ],
 )
 def test_each_launcher_gives_rank_and_address(environment, expected):
-    assert find_launch(environment) == expected
+    assert detect_launcher(environment) == expected
 
 
-@pytest.mark.parametrize("names", MPI.values(), ids=MPI)
+@pytest.mark.parametrize("names", MPI_VARIABLES.values(), ids=MPI_VARIABLES)
 def test_mpirun_needs_an_address_for_several_hosts_alone(names):
     several = dict(zip(names, ("3", "4", "1", "2"), strict=True))
     with pytest.raises(ConfigError, match="several hosts; set MASTER_ADDR to the host of rank 0"):
-        find_launch(several)
-    assert find_launch(several | {"MASTER_ADDR": "head"}) == Launch(3, 4, 1, "head", 29500)
-    assert find_launch(several | {names[3]: "4"}) == Launch(3, 4, 1, "127.0.0.1", 29500)
-    assert find_launch(several | {names[1]: "1"}) is None
+        detect_launcher(several)
+    assert detect_launcher(several | {"MASTER_ADDR": "head"}) == LaunchInfo(3, 4, 1, "head", 29500)
+    assert detect_launcher(several | {names[3]: "4"}) == LaunchInfo(3, 4, 1, "127.0.0.1", 29500)
+    assert detect_launcher(several | {names[1]: "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -246,7 +270,7 @@ def test_mpirun_needs_an_address_for_several_hosts_alone(names):
 )
 def test_half_a_launcher_is_an_error(environment, message):
     with pytest.raises(ConfigError, match=message):
-        find_launch(environment)
+        detect_launcher(environment)
 
 
 @pytest.mark.parametrize(
@@ -261,20 +285,22 @@ def test_half_a_launcher_is_an_error(environment, message):
 )
 def test_the_gpu_of_a_rank(monkeypatch, visible, gpus, device, want):
     """Of the second of two: its own vote is the UUID of its GPU."""
-    launch = find_launch(TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"})
-    agreement = SimpleNamespace(
-        ask=lambda question, answer: dict.fromkeys([gpus[0] if question == "GPUs" else answer, answer])
+    launch = detect_launcher(TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"})
+    consensus = SimpleNamespace(
+        gather_answers=lambda question, answer: dict.fromkeys(
+            [gpus[0] if question == "GPUs" else answer, answer]
+        )
     )
-    monkeypatch.setattr(distributed, "Agreement", lambda *_: agreement)
-    monkeypatch.setattr(distributed, "meet", lambda *_: dist.HashStore())
-    monkeypatch.setattr(distributed, "_choose_interface", lambda *_: None)
+    monkeypatch.setattr(distributed, "StoreConsensus", lambda *_: consensus)
+    monkeypatch.setattr(distributed, "open_rendezvous_store", lambda *_: dist.HashStore())
+    monkeypatch.setattr(distributed, "_set_gloo_interface", lambda *_: None)
     monkeypatch.setattr(distributed.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus[1]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=gpus[1]))
     try:
-        got = str(distributed.init(launch, device))
+        got = str(distributed.init_distributed(launch, device))
     except ConfigError as error:
         got = str(error)
     assert got == want
@@ -295,16 +321,16 @@ def test_the_interface_that_reaches_rank_0_where_the_own_name_is_of_the_loopback
     monkeypatch.setattr(socket, "getaddrinfo", found)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "other")
     asked = []
-    agreement = SimpleNamespace(ask=lambda _, own: asked.append(own) or {"": [0], address: [1]})
-    launch = Launch(1, 2, 0, "head", 1234)
-    distributed._choose_interface(launch, agreement)
+    consensus = SimpleNamespace(gather_answers=lambda _, own: asked.append(own) or {"": [0], address: [1]})
+    launch = LaunchInfo(1, 2, 0, "head", 1234)
+    distributed._set_gloo_interface(launch, consensus)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "other" and asked == ["fd77::1"]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    distributed._choose_interface(launch, agreement)
+    distributed._set_gloo_interface(launch, consensus)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     names[socket.gethostname()] = "fd77::2"  # gloo finds it by itself
-    distributed._choose_interface(launch, agreement)
+    distributed._set_gloo_interface(launch, consensus)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
@@ -315,9 +341,9 @@ def test_one_rank_of_each_host_says_why_all_end(monkeypatch, capsys, rank, local
     def train(*_):
         raise TrainingError("every rank must have the same")
 
-    monkeypatch.setattr(trainer, "find_launch", lambda: Launch(rank, 8, local_rank, "head", 1234))
-    monkeypatch.setattr(distributed, "init", lambda *_: torch.device("cpu"))
-    monkeypatch.setattr(run, "train", train)
+    monkeypatch.setattr(trainer, "detect_launcher", lambda: LaunchInfo(rank, 8, local_rank, "head", 1234))
+    monkeypatch.setattr(distributed, "init_distributed", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(run, "run_training", train)
     assert main([]) == 1
     assert capsys.readouterr().err == speaks * "fastvit-train: error: every rank must have the same\n"
 
@@ -329,14 +355,16 @@ def test_ranks_that_do_not_come_are_missed(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main(["--device", "cpu", "--timeout", "1"]) == 1
     said = capsys.readouterr().err
-    assert f"the 2 ranks did not meet at 127.0.0.1:{port} within 1 s: rank 1 did not come in time" in said
+    assert f"the 2 ranks did not meet at 127.0.0.1:{port} within 1 s: rank 1 did not join the" in said
 
 
 def _init(rank, world, port, runs):
     destroy_process_group()  # of the pool
     begin = time.monotonic()
     try:
-        got = distributed.init(Launch(rank, world, rank, "127.0.0.1", port, runs[rank]), "cpu", 3)
+        got = distributed.init_distributed(
+            LaunchInfo(rank, world, rank, "127.0.0.1", port, runs[rank]), "cpu", 3
+        )
     except ConfigError as error:
         got = error
     return str(got), time.monotonic() - begin

@@ -9,7 +9,7 @@ from PIL import Image
 
 from fastvit.training import datasets, loaders
 from fastvit.training.config import Config, ConfigError
-from fastvit.training.image_folder import IMAGENET_MEAN_STD, ImageFolder, _random_box
+from fastvit.training.image_folder import IMAGENET_MEAN_STD, ImageFolder, _random_crop_box
 
 
 def generator(seed=0):
@@ -59,32 +59,32 @@ def test_random_flip_mirrors_half_of_the_images():
 def make_cifar(folder, name, protocol=2):
     """The files of one data set with few images; returns folder, pixels and labels by file, and names."""
     inner, train, test, key, names_file, names_key = datasets.CIFAR_FILES[name]
-    random, made, target = np.random.default_rng(0), {}, folder / inner
+    random, contents, target = np.random.default_rng(0), {}, folder / inner
     names = [f"thing_{number}" for number in range(int(name[5:]))]
     target.mkdir(parents=True)
     for part in (*train, test):
-        made[part] = random.integers(0, 256, (6, 3072), dtype=np.uint8), random.integers(0, len(names), 6)
-        content = {b"data": made[part][0], key: made[part][1].tolist(), b"batch_label": b"x"}
+        contents[part] = random.integers(0, 256, (6, 3072), dtype=np.uint8), random.integers(0, len(names), 6)
+        content = {b"data": contents[part][0], key: contents[part][1].tolist(), b"batch_label": b"x"}
         (target / part).write_bytes(pickle.dumps(content, protocol=protocol))
     (target / names_file).write_bytes(pickle.dumps({names_key: [n.encode() for n in names]}, protocol=2))
-    return target, made, tuple(names)
+    return target, contents, tuple(names)
 
 
 @pytest.mark.parametrize(("name", "protocol"), [("cifar10", 2), ("cifar100", 2), ("cifar10", 5)])
 def test_cifar_files_are_read(tmp_path, name, protocol):
-    folder, made, names = make_cifar(tmp_path, name, protocol=protocol)
+    folder, contents, names = make_cifar(tmp_path, name, protocol=protocol)
     _, train, test, *_ = datasets.CIFAR_FILES[name]
     for path in (folder, tmp_path):
-        data = datasets.load(Config(data=name, data_path=str(path)))
-        expected = np.concatenate([made[part][0] for part in train]).reshape(-1, 3, 32, 32)
+        data = datasets.load_datasets(Config(data=name, data_path=str(path)))
+        expected = np.concatenate([contents[part][0] for part in train]).reshape(-1, 3, 32, 32)
         assert np.array_equal(data.train.images.numpy(), expected)
-        assert data.train.labels.tolist() == np.concatenate([made[p][1] for p in train]).tolist()
-        assert data.test.labels.tolist() == made[test][1].tolist()
+        assert data.train.labels.tolist() == np.concatenate([contents[p][1] for p in train]).tolist()
+        assert data.test.labels.tolist() == contents[test][1].tolist()
         assert (data.classes, data.shape) == (names, (3, 32, 32))
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in datasets.CIFAR_MEAN_STD)
     plain = (data.test.images[[3, 1]] / 255 - mean) / std
-    torch.testing.assert_close(data.test.read([3, 1], None), plain, rtol=1e-5, atol=1e-5)
-    one, again, other = (data.train.read([0, 1, 2], generator(seed)) for seed in (1, 1, 2))
+    torch.testing.assert_close(data.test.read_batch([3, 1], None), plain, rtol=1e-5, atol=1e-5)
+    one, again, other = (data.train.read_batch([0, 1, 2], generator(seed)) for seed in (1, 1, 2))
     assert torch.equal(one, again) and not torch.equal(one, other)
 
 
@@ -100,19 +100,22 @@ def test_wrong_cifar_files_are_named(tmp_path, capsys):
     for content, message in (
         (pickle.dumps({b"data": Evil()}), "builtins.print is not allowed in a file of CIFAR"),
         (damaged.read_bytes()[:500], "data_batch_2 is cut off or no file of CIFAR"),
-        (pickle.dumps({b"data": 1, b"labels": []}), "must hold 3072 bytes and a label below 10 by image"),
-        (pickle.dumps(wrong, protocol=2), "must hold 3072 bytes and a label below 10 by image"),
+        (
+            pickle.dumps({b"data": 1, b"labels": []}),
+            "must hold 3072 bytes and a label below 10 for each image",
+        ),
+        (pickle.dumps(wrong, protocol=2), "must hold 3072 bytes and a label below 10 for each image"),
         (pickle.dumps(wrong | {b"labels": [3]}, protocol=2), "must hold 3072 bytes and a label below 10"),
     ):
         damaged.write_bytes(content)
         with pytest.raises(ConfigError, match=message):
-            datasets.load(Config(data="cifar10", data_path=str(tmp_path)))
+            datasets.load_datasets(Config(data="cifar10", data_path=str(tmp_path)))
     assert "code from a file" not in capsys.readouterr().out
     with pytest.raises(ConfigError, match="must hold cifar-100-python for"):
-        datasets.load(Config(data="cifar100", data_path=str(tmp_path)))
+        datasets.load_datasets(Config(data="cifar100", data_path=str(tmp_path)))
     damaged.unlink()
     with pytest.raises(FileNotFoundError, match="data_batch_2"):
-        datasets.load(Config(data="cifar10", data_path=str(tmp_path)))
+        datasets.load_datasets(Config(data="cifar10", data_path=str(tmp_path)))
 
 
 # Folders
@@ -142,24 +145,24 @@ def unnormalised(images):
 
 
 def test_an_image_folder_gives_classes_and_pixels(folder):
-    data = datasets.load(Config(data="folder", data_path=str(folder), image_size=10))
+    data = datasets.load_datasets(Config(data="folder", data_path=str(folder), image_size=10))
     assert data.classes == ("a", "b") and data.shape == (3, 10, 10)
     assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1] and data.test.labels.tolist() == [0, 1]
-    pixels = unnormalised(data.test.read([0, 1], None))
+    pixels = unnormalised(data.test.read_batch([0, 1], None))
     assert pixels.shape == (2, 3, 10, 10)
     torch.testing.assert_close(pixels[:, :, 0, 9], torch.tensor([[0, 200, 0], [200, 0, 0]]) / 255)
     assert (pixels[:, 2, :, :4] > 0.99).all() and (pixels[:, 2, :, 6:] < 0.01).all()
-    one, again, other = (data.train.read([0, 5], generator(seed)) for seed in (1, 1, 2))
+    one, again, other = (data.train.read_batch([0, 5], generator(seed)) for seed in (1, 1, 2))
     assert torch.equal(one, again) and not torch.equal(one, other)
     # Crops differ, and some are mirrored: blue is on the right.
-    blue = torch.stack([data.train.read([0], generator(seed))[0, 2] for seed in range(40)])
+    blue = torch.stack([data.train.read_batch([0], generator(seed))[0, 2] for seed in range(40)])
     right = (blue[:, :, 9] > blue[:, :, 0]).all(1)
     assert 0 < right.sum() < 40
 
 
 def test_wrong_image_folders_are_named(folder):
     def load():
-        return datasets.load(Config(data="folder", data_path=str(folder), image_size=10))
+        return datasets.load_datasets(Config(data="folder", data_path=str(folder), image_size=10))
 
     (folder / "train" / "c").mkdir()
     with pytest.raises(ConfigError, match="train/c has no images"):
@@ -170,7 +173,7 @@ def test_wrong_image_folders_are_named(folder):
     (folder / "train" / "c").rename(folder / "train" / "a" / "c")
     (folder / "train" / "a" / "c" / "1.png").write_bytes(b"no image")
     with pytest.raises(OSError, match="cannot identify image file.*1.png"):
-        load().train.read([0], None)
+        load().train.read_batch([0], None)
 
 
 def test_hidden_files_links_and_folders_named_like_images(folder):
@@ -186,10 +189,10 @@ def test_hidden_files_links_and_folders_named_like_images(folder):
         (train / "a" / "up", train / "a"),
     ):
         link.symlink_to(target)
-    data = datasets.load(Config(data="folder", data_path=str(folder), image_size=10))
+    data = datasets.load_datasets(Config(data="folder", data_path=str(folder), image_size=10))
     assert data.classes == ("a", "b", "c")
     assert data.train.labels.tolist() == [0] * 4 + [1] * 3 + [2]
-    assert data.train.read(list(range(8)), None).shape == (8, 3, 10, 10)
+    assert data.train.read_batch(list(range(8)), None).shape == (8, 3, 10, 10)
 
 
 def test_folders_of_storage_systems_are_left_out_and_counted(folder):
@@ -204,15 +207,15 @@ def test_folders_of_storage_systems_are_left_out_and_counted(folder):
         test / "b" / "._0.png",
     ):
         image(path)
-    data = datasets.load(Config(data="folder", data_path=str(folder), image_size=10))
+    data = datasets.load_datasets(Config(data="folder", data_path=str(folder), image_size=10))
     assert data.classes == ("a", "b") and (len(data.train.labels), len(data.test.labels)) == (6, 2)
-    assert data.left_out == ("1 x #recycle", "1 x ._0.png", "1 x .thumbnails", "3 x @eaDir", "1 x __MACOSX")
+    assert data.ignored == ("1 x #recycle", "1 x ._0.png", "1 x .thumbnails", "3 x @eaDir", "1 x __MACOSX")
 
 
 def test_training_crops_have_all_areas_and_ratios():
     """As drawn by Szegedy et al.: areas from 8 % on, evenly, of widths from 3/4 to 4/3 of the heights."""
     g = generator()
-    boxes = torch.tensor([_random_box(90, 60, g) for _ in range(2000)], dtype=torch.float64)
+    boxes = torch.tensor([_random_crop_box(90, 60, g) for _ in range(2000)], dtype=torch.float64)
     size = boxes[:, 2:] - boxes[:, :2]
     areas, ratios = size.prod(1) / (90 * 60), size[:, 0] / size[:, 1]
     assert boxes.min() >= 0 and (boxes[:, 2:].amax(0) <= torch.tensor([90, 60])).all()
@@ -232,11 +235,13 @@ def test_depth_of_images(tmp_path, name, dtype, scale):
     image(tmp_path / "a" / name, (grey * (scale or 1)).astype(dtype))
     images = ImageFolder(tmp_path, 9)
     if not scale:
-        with pytest.raises(ConfigError, match=f"{name} has numbers of 32 bits, .*; save it with 8 or 16"):
-            images.read([0], None)
+        with pytest.raises(
+            ConfigError, match=f"{name} has numbers of 32 bits, .*; save the image with 8 or 16"
+        ):
+            images.read_batch([0], None)
         return
     image(tmp_path / "wanted" / "wanted.png", grey.astype("uint8"))
-    assert torch.equal(*ImageFolder(tmp_path, 9).read([0, 1], None))
+    assert torch.equal(*ImageFolder(tmp_path, 9).read_batch([0, 1], None))
 
 
 def test_tiff_of_12_bits(tmp_path):
@@ -250,7 +255,7 @@ def test_tiff_of_12_bits(tmp_path):
     path.write_bytes(content)
     with Image.open(path) as file:
         assert np.asarray(file).tolist() == [[0xFFF, 0x800]] * 2
-    pixels = unnormalised(ImageFolder(tmp_path, 2).read([0], None))
+    pixels = unnormalised(ImageFolder(tmp_path, 2).read_batch([0], None))
     assert 0.5 < pixels.min() and pixels.max() > 0.95
 
 
@@ -259,13 +264,15 @@ def test_tiff_of_12_bits(tmp_path):
 
 @pytest.mark.parametrize(("length", "world"), [(7, 2), (8, 3), (2, 4)])
 def test_every_test_image_once(length, world):
-    batches = [batch for rank in range(world) for batch, _ in loaders.test_batches(length, 4, rank, world)]
+    batches = [
+        batch for rank in range(world) for batch, _ in loaders.list_test_batches(length, 4, rank, world)
+    ]
     assert sorted(sum(batches, [])) == list(range(length)) and all(len(batch) <= 4 for batch in batches)
 
 
 def test_training_batches_depend_on_epoch_rank_and_position_alone():
     def batches(epoch, rank, first=0):
-        sampler = loaders.TrainBatches(50, 6, rank, 2, seed=3)
+        sampler = loaders.TrainBatchSampler(50, 6, rank, 2, seed=3)
         sampler.set_epoch(epoch, first)
         assert len(sampler) == 4
         return list(sampler)
@@ -277,14 +284,14 @@ def test_training_batches_depend_on_epoch_rank_and_position_alone():
     seeds = {seed for epoch in (1, 2) for rank in (0, 1) for _, seed in batches(epoch, rank)}
     assert len(seeds) == 16
     with pytest.raises(ConfigError, match="--batch-size must be at most the 25 training images of one rank"):
-        loaders.TrainBatches(50, 26, 0, 2, 0)
+        loaders.TrainBatchSampler(50, 26, 0, 2, 0)
 
 
 def test_workers_do_not_change_the_batches():
     data = datasets.load_digits(0)
     seen = []
     for workers in (0, 2):
-        sampler = loaders.TrainBatches(len(data.train.labels), 300, 0, 1, seed=0)
+        sampler = loaders.TrainBatchSampler(len(data.train.labels), 300, 0, 1, seed=0)
         loader = loaders.make_loader(data.train, sampler, Config(workers=workers), torch.device("cpu"), 1)
         sampler.set_epoch(1)
         seen.append(list(loader))
@@ -307,9 +314,11 @@ def test_workers_of_folders_follow_the_cores_of_the_rank(options, cores, workers
 
 def test_synthetic_images_can_be_told_apart():
     config = Config(data="synthetic", classes=4, image_size=8, synthetic_images=64)
-    data = datasets.load(config)
+    data = datasets.load_datasets(config)
     assert data.shape == (3, 8, 8) and len(data.classes) == 4 and len(data.test.labels) == 16
-    assert torch.equal(data.train.read([5, 9], None)[1:], datasets.load(config).train.read([9], None))
-    images = data.test.read(list(range(16)), None).flatten(1)
+    assert torch.equal(
+        data.train.read_batch([5, 9], None)[1:], datasets.load_datasets(config).train.read_batch([9], None)
+    )
+    images = data.test.read_batch(list(range(16)), None).flatten(1)
     nearest = (images @ data.train.patterns.flatten(1).T).argmax(1)
     assert (nearest == data.test.labels).float().mean() > 0.9

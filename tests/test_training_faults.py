@@ -14,22 +14,22 @@ from PIL import Image
 from training_runs import (
     COMMON,
     FOLDER,
-    LIMIT,
-    SMALL,
-    TINY,
+    LIMIT_SECONDS,
+    SIX_BATCHES,
+    TWO_EPOCHS,
     after_each_step,
-    alone,
-    fails,
+    background_run,
+    error_of_run,
     make_folder,
-    running,
+    run_here,
     state_of,
     train_on_rank,
 )
 
 from fastvit import _library
 from fastvit.training import loop
-from fastvit.training.command_line import parse
-from fastvit.training.config import Config, ConfigError, check_packages, flag
+from fastvit.training.command_line import parse_arguments
+from fastvit.training.config import Config, ConfigError, check_packages, option_flag
 
 # Data
 
@@ -66,7 +66,7 @@ def test_a_damaged_image_is_named(tmp_path, capsys, split, workers):
     with pytest.raises(SyntaxError), Image.open(image) as file:  # which is no OSError
         file.load()
     arguments = [*FOLDER, "--epochs", "1", "--data-path", str(path), "--workers", workers]
-    said = fails(capsys, *arguments, "--out", str(tmp_path / "run"))
+    said = error_of_run(capsys, *arguments, "--out", str(tmp_path / "run"))
     assert f"{image} is damaged: broken PNG file" in said
 
 
@@ -79,7 +79,7 @@ def test_a_run_that_cannot_read_ends_with_its_workers(tmp_path):
     # What holds the pipes open after its end is a worker that was left behind.
     done = subprocess.run(
         [sys.executable, *COMMON, *FOLDER, *options],
-        cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT,
+        cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS,
     )  # fmt: skip
     assert done.returncode == 1 and "timed out after 2.0 seconds" in done.stderr
 
@@ -88,7 +88,7 @@ def test_an_interrupt_of_the_rank_alone_ends_its_workers(tmp_path):
     def default():  # a shell's background ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    with running(tmp_path, preexec_fn=default) as process:
+    with background_run(tmp_path, preexec_fn=default) as process:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)  # until the workers, too, have closed their ends
     assert process.returncode == 130 and "KeyboardInterrupt: --resume run continues the run after" in err
@@ -101,17 +101,19 @@ def test_folder_trains_and_another_number_of_classes_cannot_resume(tmp_path, cap
     out = str(tmp_path / "run")
     for name in ("@eaDir", ".cache"):
         (path / "train" / name).mkdir()
-    assert alone(*start, "--out", out, "--stop-after", "1") == 0
+    assert run_here(*start, "--out", out, "--stop-after", "1") == 0
     found = "16 training and 16 test images of 2 classes; left out: 1 x .cache, 1 x @eaDir\n"
     assert found in capsys.readouterr().out
     for split in ("train", "val"):
         shutil.copytree(path / split / "cat", path / split / "cow")
-    said = fails(capsys, "--resume", out)
+    said = error_of_run(capsys, "--resume", out)
     assert "trained on 2 classes (cat, dog), the data has 3 (cat, cow, dog)" in said
     shutil.rmtree(path / "val" / "cow")
-    assert "train and val must hold the same classes; cow are in one" in fails(capsys, "--resume", out)
+    assert "train and val must hold the same classes; cow are in one" in error_of_run(capsys, "--resume", out)
     shutil.rmtree(path)
-    assert f"{path / 'train'} is no folder; train, and val or test, are" in fails(capsys, "--resume", out)
+    assert f"{path / 'train'} is no folder; train, and val or test, are" in error_of_run(
+        capsys, "--resume", out
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,18 +152,24 @@ def test_a_run_whose_dev_shm_is_full_ends_at_once(tmp_path):
     if not shutil.which("unshare") or subprocess.run([*namespace, mount], capture_output=True).returncode:
         pytest.skip("no namespaces here")
     options = "--image-size 32 --synthetic-images 192 --batch-size 48 --workers 1 --epochs 1".split()
-    command = [sys.executable, *COMMON, *TINY, *options, "--out", str(tmp_path / "run")]
+    command = [sys.executable, *COMMON, *SIX_BATCHES, *options, "--out", str(tmp_path / "run")]
     done = subprocess.run(
-        [*namespace, f'{mount} && exec "$@"', "sh", *command], capture_output=True, text=True, timeout=LIMIT
+        [*namespace, f'{mount} && exec "$@"', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == 1 and "/dev/shm, which is full: --workers 0" in done.stderr, done.stderr
 
 
 def test_without_kernels_the_norm_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(_library, "NOT_BUILT_REASON", "FASTVIT_KERNELS=0 says that none are loaded")
-    said = fails(capsys, "--out", str(tmp_path / "run"))
-    assert "--norm inplace-abn-sync needs kernels: FASTVIT_KERNELS=0 says" in said and "--norm torch" in said
-    assert alone(*SMALL, "--epochs", "1", "--out", str(tmp_path / "torch")) == 0
+    said = error_of_run(capsys, "--out", str(tmp_path / "run"))
+    assert (
+        "--norm inplace-abn-sync needs fastvit's kernels: FASTVIT_KERNELS=0 says" in said
+        and "--norm torch" in said
+    )
+    assert run_here(*TWO_EPOCHS, "--epochs", "1", "--out", str(tmp_path / "torch")) == 0
 
 
 def test_names_that_stdout_cannot_encode_do_not_end_a_run(tmp_path):
@@ -171,12 +179,12 @@ def test_names_that_stdout_cannot_encode_do_not_end_a_run(tmp_path):
     for freeze, status in (("nö", 1), ("stem.*", 0)):
         done = subprocess.run(
             [sys.executable, *arguments, freeze, "--resume", "auto"],
-            cwd=tmp_path, capture_output=True, timeout=LIMIT,
+            cwd=tmp_path, capture_output=True, timeout=LIMIT_SECONDS,
             env=os.environ | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
         )  # fmt: skip
         assert done.returncode == status and b"Traceback" not in done.stderr, done.stderr
         assert (rb"--freeze 'n\xf6'" in done.stderr) == status and rb"run in \xf6" in done.stdout
-    config, _ = parse(["--config", str(tmp_path / "ö" / "config.toml")])
+    config, _ = parse_arguments(["--config", str(tmp_path / "ö" / "config.toml")])
     assert (config.data_path, config.out) == (str(path), "ö")
     with pytest.raises(
         ConfigError, match="--out must be UTF-8, which TensorBoard's files need, got '.udcfc'"
@@ -196,16 +204,16 @@ def _told(rank, world, *arguments):
     [("lr", 0.001, 0.01), ("resume", "", "auto")],
 )
 def test_options_that_differ_between_ranks_are_an_error_on_all(ranks, tmp_path, option, one, other):
-    common = [*SMALL, "--out", str(tmp_path / "run")]
+    common = [*TWO_EPOCHS, "--out", str(tmp_path / "run")]
     told = [[*common, f"--{option.replace('_', '-')}={value}"] for value in (one, other)]
     said = ranks.run(2, _told, *told)
-    assert said[0] == said[1] and f"{flag(option)} differs: rank 0: {one}; rank 1: {other}" in said[0]
+    assert said[0] == said[1] and f"{option_flag(option)} differs: rank 0: {one}; rank 1: {other}" in said[0]
     assert not (tmp_path / "run").exists()
 
 
 def test_an_option_of_a_host_and_versions(ranks, tmp_path):
     own = [["--threads", str(n)] for n in (2, 0)]  # 0: all ranks tell each other their cores
-    common = [*SMALL, "--epochs", "1", "--out", str(tmp_path / "run")]
+    common = [*TWO_EPOCHS, "--epochs", "1", "--out", str(tmp_path / "run")]
     assert ranks.run(2, _told, *([*common, *options] for options in own)) == [None, None]
     said = ranks.run(2, _of_versions, [*common[:-1], str(tmp_path / "other")])
     assert said[0] == said[1] and "torch differs: rank 0: 2.0; rank 1: 2.1" in said[0]

@@ -18,26 +18,26 @@ from training_runs import train_on_rank, weights_of
 
 import fastvit
 from fastvit.models import vit_digits
-from fastvit.training import distributed, loop, model, train_state
+from fastvit.training import distributed, loop, model, pretrained, train_state
 from fastvit.training.config import Config, ConfigError, TrainingError
 
 
 def _conversation(rank, world):
     assert (distributed.is_main_process(), distributed.get_world_size()) == (rank == 0, 2)
     value = torch.tensor([1.0 + rank])
-    assert distributed.mean_of_ranks(value).item() == 1.5 and value.item() == 1.0 + rank
-    assert distributed.gather_numbers(torch.tensor([value[0], 2 * rank])) == [[1.0, 2.0], [0, 2]]
-    assert distributed.gather_objects(rank) == [0, 1]
+    assert distributed.average_over_ranks(value).item() == 1.5 and value.item() == 1.0 + rank
+    assert distributed.all_gather_numbers(torch.tensor([value[0], 2 * rank])) == [[1.0, 2.0], [0, 2]]
+    assert distributed.all_gather_objects(rank) == [0, 1]
 
     def fail():
         raise OSError(f"disk of rank {rank} is full")
 
-    assert distributed.on_main(lambda: rank) == 0 and distributed.on_every(lambda: rank) == rank
+    assert distributed.run_on_main(lambda: rank) == 0 and distributed.run_on_all_ranks(lambda: rank) == rank
     with pytest.raises(TrainingError, match="^disk of rank 0 is full$"):
-        distributed.on_main(fail)
+        distributed.run_on_main(fail)
     with pytest.raises(TrainingError, match="^rank 1: disk of rank 1 is full$"):
-        distributed.on_every(fail if rank else lambda: None)
-    distributed.raise_together(None)
+        distributed.run_on_all_ranks(fail if rank else lambda: None)
+    distributed.raise_on_all_ranks(None)
 
     norm = torch.nn.BatchNorm1d(3)
     norm.running_mean.fill_(rank)
@@ -54,7 +54,7 @@ def test_collectives_of_the_trainer_reach_every_rank(ranks):
 
 
 def _interrupted(rank, world):
-    distributed.gather_numbers(torch.ones(1))
+    distributed.all_gather_numbers(torch.ones(1))
     if rank == 1:
         time.sleep(1.5)  # there, but with no loss
         return None
@@ -62,7 +62,7 @@ def _interrupted(rank, world):
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        distributed.gather_numbers(torch.ones(1))
+        distributed.all_gather_numbers(torch.ones(1))
     return time.monotonic() - begin
 
 
@@ -73,7 +73,7 @@ def test_the_wait_for_a_loss_obeys_an_interrupt(ranks):
 def _cores(rank, world, of_rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: of_rank[rank])
-        return distributed.own_cores()
+        return distributed.cores_per_rank()
 
 
 def test_ranks_divide_the_cores_that_they_share_and_no_others(ranks):
@@ -96,7 +96,7 @@ def _batch(rank, part):
 
 
 def feed_of(batches):
-    return loop.Feed(batches, (5, 1, 2, 2))
+    return loop.BatchFeed(batches, (5, 1, 2, 2))
 
 
 def _accumulated_gradients(rank, world, parts):
@@ -107,9 +107,9 @@ def _accumulated_gradients(rank, world, parts):
         return allreduce_hook(None, bucket)
 
     if world > 1:
-        small.parallel.register_comm_hook(None, hook)
+        small.ddp_model.register_comm_hook(None, hook)
     feed = feed_of([_batch(rank, part) for part in range(parts)])
-    loss = loop._backward(small, feed, parts)
+    loss = loop._accumulate_gradients(small, feed, parts)
     expected = copy.deepcopy(small.model)
     expected.zero_grad()
     everything = [_batch(r, part) for r in range(world) for part in range(parts)]
@@ -117,7 +117,7 @@ def _accumulated_gradients(rank, world, parts):
     torch.nn.functional.cross_entropy(expected(images), labels).backward()
     for got, wanted in zip(small.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad)
-    return len(reduced), distributed.gather_numbers(loss[None])[0], small.model[1].weight.detach()
+    return len(reduced), distributed.all_gather_numbers(loss[None])[0], small.model[1].weight.detach()
 
 
 def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
@@ -130,7 +130,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(ranks):
 
 def test_clipping_bounds_the_norm_and_reports_what_it_was():
     small = _small_learner(0, 1, Config(clip_norm=0.01))
-    loop._backward(small, feed_of([_batch(0, 0)]), 1)
+    loop._accumulate_gradients(small, feed_of([_batch(0, 0)]), 1)
     before = loop._clip_gradients(small).item()
     after = loop._clip_gradients(small).item()
     assert before > 0.1 and after == pytest.approx(0.01, rel=1e-3)
@@ -203,12 +203,12 @@ def test_learning_rate_is_scaled_by_accumulation(scale_lr, expected):
 def test_average_follows_the_float32_weights_with_a_decay_that_grows():
     small, expected = _small_learner(0, 1, Config(amp="O2", ema=0.3)), None
     for n in range(5):
-        loop._backward(small, feed_of([_batch(0, n)]), 1)
-        loop._step(small)
+        loop._accumulate_gradients(small, feed_of([_batch(0, n)]), 1)
+        loop._optimizer_step(small)
         stepped = [p.detach().clone() for p in small.model.parameters()]
         decay = min(0.3, (1 + n) / (10 + n)) if n else 0  # 0.3 is less from the fourth on
         expected = [p.lerp(mean, decay) for p, mean in zip(stepped, expected or stepped, strict=True)]
-    for mean, parameter in zip(expected, small.average.module.parameters(), strict=True):
+    for mean, parameter in zip(expected, small.ema_model.module.parameters(), strict=True):
         torch.testing.assert_close(parameter.detach(), mean, rtol=1e-6, atol=1e-7)
 
 
@@ -261,7 +261,7 @@ def test_pretrained_weights_and_their_report(tmp_path):
     save_file(weights, path := tmp_path / "weights.safetensors")
     net = vit_digits("torch")
     head = net.head.weight.detach().clone()
-    report = model.load_pretrained(net, path)
+    report = pretrained.load_pretrained(net, path)
     assert f"pretrained: {len(weights) - 2} of {len(weights)} tensors from {path}" in report
     assert "missing in the file: norm.bias" in report
     assert "unexpected, not in the model: extra" in report
@@ -294,7 +294,7 @@ def _under(prefix, weights):
 def test_pretrained_weights_as_others_save_them(tmp_path, prefix, make):
     path, net = tmp_path / "weights.pt", vit_digits("torch")
     torch.save(make(weights := _weights()), path)
-    report = model.load_pretrained(net, path)
+    report = pretrained.load_pretrained(net, path)
     assert f"{len(weights)} of {len(weights)} tensors from {path}{prefix}" in report
     assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items())
 
@@ -310,13 +310,13 @@ class TwoHeads(torch.nn.Module):
 def test_heads_for_another_number_of_classes(tmp_path, heads):
     path, net, saved = tmp_path / "weights.pt", TwoHeads(3, heads), TwoHeads(5, heads)
     torch.save(saved.state_dict(), path)
-    report = model.load_pretrained(net, path)
+    report = pretrained.load_pretrained(net, path)
     names = "head.weight, head.bias, head_dist.weight, head_dist.bias"
     assert f"2 of 6 tensors from {path}" in report and f"not loaded: {names}" in report
     assert torch.equal(net.body.weight, saved.body.weight)
     torch.save(saved.state_dict() | {"body.weight": torch.zeros(7, 4)}, path)  # no layer before a head
     with pytest.raises(ConfigError, match=r"body.weight must have the shape \(4, 4\), got \(7, 4\)"):
-        model.load_pretrained(net, path)
+        pretrained.load_pretrained(net, path)
 
 
 def test_pretrained_weights_of_timm(tmp_path):
@@ -325,7 +325,7 @@ def test_pretrained_weights_of_timm(tmp_path):
     saved = timm.create_model("deit_tiny_distilled_patch16_224", **options, num_classes=5)
     torch.save({"model": saved.state_dict()}, tmp_path / "weights.pt")
     net = timm.create_model("deit_tiny_distilled_patch16_224", **options | {"img_size": 64}, num_classes=3)
-    report = model.load_pretrained(net, tmp_path / "weights.pt")
+    report = pretrained.load_pretrained(net, tmp_path / "weights.pt")
     assert "missing" not in report and net.pos_embed.shape[1] == 2 + 8 * 8
     assert "not loaded: head.weight, head.bias, head_dist.weight, head_dist.bias" in report
     assert torch.equal(net.blocks[0].attn.qkv.weight, saved.blocks[0].attn.qkv.weight)
@@ -343,13 +343,13 @@ def test_pretrained_files_that_are_not(tmp_path):
     ):
         torch.save(content, path)
         with pytest.raises(ConfigError, match=message):
-            model.load_pretrained(net, path)
+            pretrained.load_pretrained(net, path)
     (tmp_path / "weights.safetensors").write_bytes(b"cut")
     with pytest.raises(ConfigError, match="weights.safetensors is damaged"):
-        model.load_pretrained(net, tmp_path / "weights.safetensors")
+        pretrained.load_pretrained(net, tmp_path / "weights.safetensors")
     for name in ("absent.pt", "absent.safetensors"):
         with pytest.raises(ConfigError, match=f"--pretrained: cannot read .*{name}: No such file"):
-            model.load_pretrained(net, tmp_path / name)
+            pretrained.load_pretrained(net, tmp_path / name)
 
 
 def test_frozen_layers_keep_their_weights_and_use_batch_statistics(ranks, tmp_path):

@@ -13,16 +13,16 @@ import torch
 from training_runs import (
     COMMON,
     FOLDER,
-    LIMIT,
-    ONCE,
-    TINY,
+    KILL_ONCE_SCRIPT,
+    LIMIT_SECONDS,
+    SIX_BATCHES,
     after_each_step,
-    alone,
     assert_equal_runs,
+    background_run,
     free_port,
     make_folder,
     rows_of,
-    running,
+    run_here,
     state_of,
     torchrun,
     train_on_rank,
@@ -30,10 +30,10 @@ from training_runs import (
 )
 
 from fastvit.models import create_vit
-from fastvit.training import log
-from fastvit.training.config import LIMITS, LONGEST_WAIT, flag
+from fastvit.training import run_log
+from fastvit.training.config import MAX_TIMEOUT_SECONDS, NUMBER_LIMITS, option_flag
 
-RECIPE = [*TINY, "--epochs", "3", "--warmup-epochs", "1"]  # 3 steps of 2 ranks an epoch
+RECIPE = [*SIX_BATCHES, "--epochs", "3", "--warmup-epochs", "1"]  # 3 steps of 2 ranks an epoch
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,8 @@ def test_a_run_reports_and_leaves_its_files(whole):
     )
     state = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     assert state["world"] == 2
+    keys = "model optimizer precision epoch progress config classes world history".split()  # and average
+    assert list(state) == keys and list(state["progress"]) == "step loss gradient_norm gradient_norms".split()
     # No prefix of DDP is in the names.
     create_vit("vit_digits", 8, 3, 10, "torch").load_state_dict(weights_of(run))
 
@@ -84,10 +86,10 @@ def test_a_checkpoint_is_evaluated(ranks, whole, world):
 def test_averaged_weights_are_evaluated_too(tmp_path, capsys):
     run = str(tmp_path / "run")
     options = ["--ema", "0.9", "--norm", "torch", "--memory", "convert", "--out", run]
-    assert alone(*TINY, "--epochs", "1", *options) == 0
+    assert run_here(*SIX_BATCHES, "--epochs", "1", *options) == 0
     row = rows_of(tmp_path / "run")[0]
     capsys.readouterr()
-    assert alone("--evaluate", run) == 0
+    assert run_here("--evaluate", run) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("averaged weights: test loss ") and last.endswith(f"{row['average_accuracy']:.3f}")
 
@@ -96,26 +98,26 @@ def test_tensorboard_has_every_curve(whole):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(whole[0]))
     events.Reload()
-    averaged = {log.TAGS["average_accuracy"]}  # with --ema
-    assert set(events.Tags()["scalars"]) == {*log.TAGS.values()} - averaged
+    averaged = {run_log.TENSORBOARD_TAGS["average_accuracy"]}  # with --ema
+    assert set(events.Tags()["scalars"]) == {*run_log.TENSORBOARD_TAGS.values()} - averaged
     assert [event.step for event in events.Scalars("loss/train")] == [1, 2, 3]
 
 
-AGAIN = ["once.py", *RECIPE, "--device", "cpu", "--threads", "1", "--resume", "auto", "--out", "again"]
+RESTARTED = ["once.py", *RECIPE, "--device", "cpu", "--threads", "1", "--resume", "auto", "--out", "again"]
 
 
 def test_a_killed_rank_is_started_again(whole, tmp_path):
     """With torchrun's default store, which the ranks of all attempts share."""
-    (tmp_path / "once.py").write_text(ONCE)
-    status, out, err = torchrun(tmp_path, "--max-restarts=1", *AGAIN)
+    (tmp_path / "once.py").write_text(KILL_ONCE_SCRIPT)
+    status, out, err = torchrun(tmp_path, "--max-restarts=1", *RESTARTED)
     assert status == 0 and "resumed after epoch 1 of 3" in out and (tmp_path / "killed").exists(), err
-    assert "rank 0 ends alone" in err
+    assert "rank 0 failed and exits; the other ranks stop too, and --resume again continues" in err
     assert_equal_runs(tmp_path / "again", whole[0])
 
 
 def test_a_killed_host_is_replaced(whole, tmp_path):
     """Two agents of torchrun as hosts. One that comes later is not told rank 0's address by the default."""
-    (tmp_path / "once.py").write_text(ONCE)
+    (tmp_path / "once.py").write_text(KILL_ONCE_SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     command += ["--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     own = {"KILLED": "host", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -125,7 +127,7 @@ def test_a_killed_host_is_replaced(whole, tmp_path):
         log = (tmp_path / f"log{len(agents)}").open("w")
         agents.append(
             subprocess.Popen(
-                [*command, f"--rdzv-conf=is_host={is_host},last_call_timeout=1", *AGAIN],
+                [*command, f"--rdzv-conf=is_host={is_host},last_call_timeout=1", *RESTARTED],
                 cwd=tmp_path, stdout=log, stderr=log, start_new_session=True, env=os.environ | own,
             )
         )  # fmt: skip
@@ -185,8 +187,8 @@ def in_folder(directory):
 @pytest.mark.parametrize("data", [None, in_folder])
 def test_a_signal_to_every_process_of_a_job_ends_it_with_a_checkpoint(tmp_path, data, threads, number):
     """A rank with several threads has workers with threads of torch's own, which must not take the signal."""
-    data = data(tmp_path) if data else TINY
-    with running(tmp_path, "--threads", threads, data=data, start_new_session=True) as process:
+    data = data(tmp_path) if data else SIX_BATCHES
+    with background_run(tmp_path, "--threads", threads, data=data, start_new_session=True) as process:
         os.killpg(process.pid, number)
         out, err = process.communicate(timeout=50)
     assert process.returncode == 0, err
@@ -205,7 +207,7 @@ def test_a_signal_to_every_process_of_a_job_ends_it_with_a_checkpoint(tmp_path, 
     ],
 )
 def test_stop_after_and_resume_is_bitwise(ranks, tmp_path, world, options):
-    start = [*TINY, "--epochs", "2", "--warmup-epochs", "1", *options.split()]
+    start = [*SIX_BATCHES, "--epochs", "2", "--warmup-epochs", "1", *options.split()]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     ranks.run(world, train_on_rank, [*start, "--out", str(whole)])
     ranks.run(world, train_on_rank, [*start, "--out", str(parts), "--stop-after", "1"])
@@ -221,25 +223,38 @@ def test_stop_after_and_resume_is_bitwise(ranks, tmp_path, world, options):
 def test_resume_auto_begins_and_then_goes_on(tmp_path, capsys):
     """Without the link `last` too, which a copy of a run may have lost."""
     run = tmp_path / "auto"
-    start = [*TINY, "--epochs", "2", "--stop-after", "1", "--resume", "auto", "--out", str(run)]
-    assert alone(*start) == 0
+    start = [*SIX_BATCHES, "--epochs", "2", "--stop-after", "1", "--resume", "auto", "--out", str(run)]
+    assert run_here(*start) == 0
     assert f"no checkpoint in {run}: a new run\n" in capsys.readouterr().out
     (run / "checkpoints" / "last.pt").unlink()
-    assert alone(*start) == 0
+    assert run_here(*start) == 0
     assert "resumed after epoch 1 of 2" in capsys.readouterr().out and len(rows_of(run)) == 2
 
 
 def test_the_largest_numbers_train(tmp_path):
     names = ("seed", "data_seed", "accumulate", "keep", "warmup_epochs", "stop_after")
-    options = [part for name in names for part in (flag(name), str(LIMITS[name][1]))]
-    options += ["--epochs", "1", "--batch-size", "512", "--workers", "1", "--timeout", str(LONGEST_WAIT)]
-    assert alone(*options, "--out", str(tmp_path)) == 0 and len(rows_of(tmp_path)) == 1
+    options = [part for name in names for part in (option_flag(name), str(NUMBER_LIMITS[name][1]))]
+    options += [
+        "--epochs",
+        "1",
+        "--batch-size",
+        "512",
+        "--workers",
+        "1",
+        "--timeout",
+        str(MAX_TIMEOUT_SECONDS),
+    ]
+    assert run_here(*options, "--out", str(tmp_path)) == 0 and len(rows_of(tmp_path)) == 1
 
 
 def test_import_is_light():
     code = "import fastvit, fastvit.training, sys; print([m for m in {} if m in sys.modules])"
     heavy = ["tensorboard", "sklearn", "matplotlib", "safetensors", "PIL"]
     done = subprocess.run(
-        [sys.executable, "-c", code.format(heavy)], capture_output=True, text=True, timeout=LIMIT, check=True
+        [sys.executable, "-c", code.format(heavy)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=True,
     )
     assert done.stdout.strip() == "[]"

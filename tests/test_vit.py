@@ -65,6 +65,15 @@ def test_norm_act_equals_batch_norm_and_leaky_relu(norm, tokens):
     torch.testing.assert_close(layer(x.clone()), expected.transpose(1, 2) if tokens else expected)
 
 
+def test_a_pickle_with_the_old_name_of_an_attribute_is_read():
+    layer = NormAct(5, "torch", tokens=True)
+    state = dict(layer.__dict__)
+    state["flat"] = state.pop("flattens_tokens")
+    old = NormAct.__new__(NormAct)
+    old.__setstate__(state)
+    assert torch.equal(old(torch.ones(2, 3, 5)), layer(torch.ones(2, 3, 5))) and not hasattr(old, "flat")
+
+
 def test_the_norm_in_the_mlp_gets_no_view():
     # Autograd would copy the gradient of a view that is written in place.
     mlp = make("inplace-abn").blocks[0].mlp
@@ -74,7 +83,9 @@ def test_the_norm_in_the_mlp_gets_no_view():
 def test_wrong_names_and_sizes():
     small = {"image_size": 8, "in_channels": 1, "num_classes": 3, "stem_channels": (4,), "stem_strides": (2,)}
     small |= {"patch": 2, "dim": 8, "depth": 1, "heads": 2}
-    assert ViT(**small)(torch.randn(2, 1, 8, 8)).shape == (2, 3)
+    model = ViT(**small)
+    assert model(torch.randn(2, 1, 8, 8)).shape == (2, 3)
+    assert isinstance(model.blocks[0].mlp.act, NormAct)  # the default of create_vit and vit_digits too
     for change, message in (
         ({"norm": "batch"}, "norm must be one of torch, .*got 'batch'"),
         ({"mlp_norm": "layer"}, "mlp_norm must be one of none, batch, got 'layer'"),

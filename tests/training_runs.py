@@ -1,4 +1,4 @@
-"""Runs of the trainer for tests: under torchrun, in this process, or on the ranks of the pool."""
+"""Runs the trainer for tests: under torchrun, in this process, or on the ranks of the pool."""
 
 import contextlib
 import json
@@ -12,34 +12,36 @@ from PIL import Image
 
 from fastvit.training import checkpoint, loop, run
 from fastvit.training.__main__ import main
-from fastvit.training.command_line import parse
+from fastvit.training.command_line import parse_arguments
 
-LIMIT = 110  # seconds; a run that takes longer hangs
+LIMIT_SECONDS = 110  # A run that takes longer hangs.
 COMMON = ["-m", "fastvit.training", "--device", "cpu", "--threads", "1"]
-# Six batches of 16 images an epoch, which take a part of a second.
-TINY = "--data synthetic --model vit_digits --image-size 8 --synthetic-images 96 --batch-size 16".split()
-# A rank, or its host, is killed once.
-ONCE = """
+# An epoch has six batches of 16 images, and takes less than a second.
+SIX_BATCHES = (
+    "--data synthetic --model vit_digits --image-size 8 --synthetic-images 96 --batch-size 16".split()
+)
+# This script trains, but kills rank 1, or its torchrun agent, after four steps of the first start.
+KILL_ONCE_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 from fastvit.training import loop
 from fastvit.training.__main__ import main
 
 steps = []
-def step(train_state, step=loop._step):
+def step(train_state, step=loop._optimizer_step):
     step(train_state)
     steps.append(1)
     if len(steps) == 4 and os.environ["RANK"] == "1" and not Path("killed").exists():
         Path("killed").touch()
         if os.environ.get("KILLED") == "host":
-            os.kill(os.getppid(), signal.SIGKILL)  # the agent
+            os.kill(os.getppid(), signal.SIGKILL)  # This is torchrun's agent.
         os.kill(os.getpid(), signal.SIGKILL)
-loop._step = step
+loop._optimizer_step = step
 sys.exit(main(sys.argv[1:]))
 """
-SMALL = [*TINY, "--epochs", "2", "--norm", "torch"]
-SMALL_IMAGES = ["--image-size", "8", "--model", "vit_digits", "--batch-size", "4"]
-FOLDER = ["--data", "folder", "--workers", "0", *SMALL_IMAGES]
+TWO_EPOCHS = [*SIX_BATCHES, "--epochs", "2", "--norm", "torch"]
+TINY_MODEL = ["--image-size", "8", "--model", "vit_digits", "--batch-size", "4"]
+FOLDER = ["--data", "folder", "--workers", "0", *TINY_MODEL]
 
 
 def make_folder(path, classes=("cat", "dog"), images=8, side=12):
@@ -53,31 +55,31 @@ def make_folder(path, classes=("cat", "dog"), images=8, side=12):
 
 
 def torchrun(directory, *arguments):
-    """Run two ranks under torchrun and return (status, stdout, stderr)."""
+    """Runs two ranks under torchrun. Returns exit status, stdout and stderr."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node=2", *arguments]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=LIMIT)
-    return done.returncode, done.stdout, done.stderr
+    process = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    return process.returncode, process.stdout, process.stderr
 
 
 @contextlib.contextmanager
 def after_each_step(act):
     """Calls `act(n)` after the n-th step of the optimizer."""
 
-    def step(train_state, step=loop._step):
+    def step(train_state, step=loop._optimizer_step):
         step(train_state)
         steps.append(1)
         act(len(steps))
 
     steps = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_step", step)
+        patch.setattr(loop, "_optimizer_step", step)
         yield steps
 
 
 @contextlib.contextmanager
-def running(directory, *arguments, data=TINY, **options):
-    """A long run with a worker, after its first epoch; what is left of it is killed at the end."""
+def background_run(directory, *arguments, data=SIX_BATCHES, **options):
+    """Yields the process of a long run with a worker, after its first epoch. Kills the process at the end."""
     arguments = [*COMMON, *data, "--epochs", "5000", "--workers", "1", "--out", "run", *arguments]
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -99,16 +101,16 @@ def free_port():
 
 
 def train_on_rank(rank, world, arguments):
-    """Trains inside a rank of the pool; returns the message of TrainingError, or None."""
-    config, given = parse(["--device", "cpu", "--threads", "1", *arguments])
+    """Trains in a rank of the pool. Returns the message of TrainingError, or None."""
+    config, explicit = parse_arguments(["--device", "cpu", "--threads", "1", *arguments])
     try:
-        run.train(config, given, torch.device("cpu"))
+        run.run_training(config, explicit, torch.device("cpu"))
     except run.TrainingError as error:
         return str(error)
 
 
-def alone(*arguments):
-    """The status of a run in this process, whose number of threads is left as it was."""
+def run_here(*arguments):
+    """Runs the trainer in this process and restores the number of threads. Returns the exit status."""
     threads = torch.get_num_threads()
     try:
         return main([*arguments, "--device", "cpu", "--threads", "1"])
@@ -116,9 +118,9 @@ def alone(*arguments):
         torch.set_num_threads(threads)
 
 
-def fails(capsys, *arguments):
-    """The trainer's error message, for a run in this process."""
-    assert alone(*arguments) == 1
+def error_of_run(capsys, *arguments):
+    """Returns the error message of a run in this process, which must fail."""
+    assert run_here(*arguments) == 1
     return capsys.readouterr().err
 
 
@@ -131,16 +133,16 @@ def weights_of(directory):
 
 
 def rows_of(directory):
-    """The rows of metrics.jsonl without times and memory."""
+    """Returns the rows of metrics.jsonl, without times and memory."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     measured = {"time", "images_per_second", "data_wait", "memory"}
     return [{key: value for key, value in row.items() if key not in measured} for row in rows]
 
 
-def assert_equal_runs(got, expected):
-    """Bitwise the same weights and averages, and the same rows but for measured times."""
+def assert_equal_runs(actual, expected):
+    """Asserts that two runs have bitwise equal weights and averages, and equal rows except for times."""
     for part in ("model", "average"):
-        weights, others = state_of(got).get(part, {}), state_of(expected).get(part, {})
+        weights, others = state_of(actual).get(part, {}), state_of(expected).get(part, {})
         assert list(weights) == list(others)
         assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
-    assert rows_of(got) == rows_of(expected)
+    assert rows_of(actual) == rows_of(expected)

@@ -3,11 +3,12 @@
     git clone --branch 25.05 https://github.com/NVIDIA/apex /tmp/apex
     python tools/apex_attributes.py /tmp/apex [--out docs/apex-tests.md]
 
-Reads apex's sources by `ast` and runs none of them. An attribute is a function, class or constant of a
-module; a method, property, class attribute or `self.x` of a class; or, in brackets, a key in the groups or
-the state of an optimizer. It is "there" if the look-alike has it: the module, the class, or an instance that
-`INSTANCES` makes. It "raises" if its AttributeError has the line to write instead. Prints a table in
-markdown. `--out` replaces the section of totals in a page. Exits with 1 if an attribute is missing.
+The program reads apex's sources by `ast` and runs none of them. An attribute is a function, class or constant
+of a module; a method, property, class attribute or `self.x` of a class; or, in brackets, a key in the groups
+or the state of an optimizer. An attribute is "there" if the look-alike has it: the module, the class, or an
+instance that `INSTANCE_FACTORIES` makes. It "raises" if its AttributeError has the line to write instead.
+The program prints a table in Markdown; `--out` replaces the section of totals in a page. It exits with 1 if
+an attribute is missing.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ HEADING = "\n## Attributes\n"
 SECTION = """
 The public attributes of apex 25.05's modules and classes, where `fastvit.compat` has a module or class of the
 same name. `python tools/apex_attributes.py FOLDER --out docs/apex-tests.md` makes this section, and prints
-which are missing. Of {of}, {there} are there, and {raises} raise an error with the line to write instead.
+which are missing. Of {total}, {there} are there, and {raises} raise an error with the line to write instead.
 
 | part | attributes | there | raise with the line to write | missing |
 |---|---|---|---|---|
 {rows}
 """
 LINE_TO_WRITE = re.compile(r"[;:,.] (use|write|call|set) \S")
-COMPILED = {"amp_C": "csrc/amp_C_frontend.cpp", "apex_C": "csrc/flatten_unflatten.cpp"}
+COMPILED_SOURCES = {"amp_C": "csrc/amp_C_frontend.cpp", "apex_C": "csrc/flatten_unflatten.cpp"}
 
 
-def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module or class, inside `if`, `try` and `with` too."""
+def iterate_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yields the statements of a module or class, and those in `if`, `try` and `with`."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If | ast.Try | ast.With | ast.ExceptHandler):
             for name in ("body", "orelse", "handlers", "finalbody"):
-                yield from statements(getattr(statement, name, []))
+                yield from iterate_statements(getattr(statement, name, []))
 
 
-def defined(body: list[ast.stmt]) -> Iterator[str]:
-    for statement in statements(body):
+def defined_names(body: list[ast.stmt]) -> Iterator[str]:
+    for statement in iterate_statements(body):
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
             yield statement.name
         elif isinstance(statement, ast.Assign | ast.AnnAssign):
@@ -63,7 +64,7 @@ def defined(body: list[ast.stmt]) -> Iterator[str]:
 
 
 class Sources:
-    """apex's modules by their names, with what they define and export."""
+    """Parses apex's modules, and lists the names that they define and export."""
 
     def __init__(self, folder: Path) -> None:
         self.trees: dict[str, ast.Module] = {}
@@ -75,37 +76,37 @@ class Sources:
                 self.packages.add(".".join(parts))
             self.trees[".".join(parts)] = ast.parse(file.read_text())
 
-    def imported(self, module: str) -> Iterator[tuple[str, str, str]]:
-        """(name here, module of apex, name there) of what a module imports from apex."""
+    def imports(self, module: str) -> Iterator[tuple[str, str, str]]:
+        """Yields (name, source module, name in it) for each name that a module imports from apex."""
         package = module if module in self.packages else module.rpartition(".")[0]
-        for statement in statements(self.trees[module].body):
+        for statement in iterate_statements(self.trees[module].body):
             if isinstance(statement, ast.ImportFrom):
                 source = resolve_name("." * statement.level + (statement.module or ""), package)
                 for alias in statement.names if source in self.trees else []:
-                    there = defined(self.trees[source].body) if alias.name == "*" else [alias.name]
-                    yield from ((alias.asname or name, source, name) for name in there)
+                    names = defined_names(self.trees[source].body) if alias.name == "*" else [alias.name]
+                    yield from ((alias.asname or name, source, name) for name in names)
 
-    def names(self, module: str) -> set[str]:
-        """The public names: what a module defines, and what a package gathers."""
-        found = set(defined(self.trees[module].body))
+    def public_names(self, module: str) -> set[str]:
+        """Returns the public names that a module defines, and those that a package imports."""
+        names = set(defined_names(self.trees[module].body))
         if module in self.packages:
-            found |= {name for name, _, _ in self.imported(module)}
-        return {name for name in found if not name.startswith("_")}
+            names |= {name for name, _, _ in self.imports(module)}
+        return {name for name in names if not name.startswith("_")}
 
     def find_class(self, module: str, name: str) -> tuple[str, ast.ClassDef] | None:
-        """A class by its name in a module, and the module that defines it."""
-        for statement in statements(self.trees[module].body):
+        """Returns the module that defines a class, and the class; `name` is its name in `module`."""
+        for statement in iterate_statements(self.trees[module].body):
             if isinstance(statement, ast.ClassDef) and statement.name == name:
                 return module, statement
-        for here, source, there in self.imported(module):
-            if here == name and (source, there) != (module, name):
-                return self.find_class(source, there)
+        for imported, source, source_name in self.imports(module):
+            if imported == name and (source, source_name) != (module, name):
+                return self.find_class(source, source_name)
         return None
 
-    def attributes(self, module: str, of: ast.ClassDef) -> tuple[set[str], set[str]]:
-        """The public attributes of a class and of its bases in apex; the keys in groups and state."""
-        names, keys = set(defined(of.body)), set[str]()
-        for node in ast.walk(of):
+    def class_attributes(self, module: str, class_def: ast.ClassDef) -> tuple[set[str], set[str]]:
+        """Returns the public attributes of a class and its bases in apex, and keys of groups and state."""
+        names, keys = set(defined_names(class_def.body)), set[str]()
+        for node in ast.walk(class_def):
             match node:
                 case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
                     names.add(name)
@@ -113,19 +114,20 @@ class Sources:
                     value=ast.Name(id="group" | "state" | "param_state"), slice=ast.Constant(value=key)
                 ):
                     keys.add(str(key))
-        for base in of.bases:
+        for base in class_def.bases:
             if isinstance(base, ast.Name) and (parent := self.find_class(module, base.id)):
-                more, more_keys = self.attributes(*parent)
-                names, keys = names | more, keys | more_keys
-        names -= {"warned"}  # by which apex says once that it falls back to Python
+                parent_names, parent_keys = self.class_attributes(*parent)
+                names, keys = names | parent_names, keys | parent_keys
+        names -= {"warned"}  # apex's flag for a warning that it falls back to Python
         return {name for name in names if not name.startswith("_")}, keys
 
 
-def sgd() -> torch.optim.Optimizer:
+def make_sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1, momentum=0.9)
 
 
-def stepped(kind: Callable, **options: Any) -> torch.optim.Optimizer:
+def make_stepped(kind: Callable, **options: Any) -> torch.optim.Optimizer:
+    """Returns an optimizer after a step, which makes its state."""
     parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2).half())]
     optimizer = kind(parameters, lr=0.1, **options)
     for parameter in parameters:
@@ -135,18 +137,18 @@ def stepped(kind: Callable, **options: Any) -> torch.optim.Optimizer:
 
 
 @cache
-def amp_state() -> Any:
-    """After `initialize`."""
+def initialized_amp_state() -> Any:
+    """Returns amp's state after `initialize`."""
     amp, model = importlib.import_module("apex.amp"), torch.nn.Linear(2, 2)
     amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O1", verbosity=0)
     return amp._amp_state
 
 
-INSTANCES: dict[str, Callable[[Any], Any]] = {
-    "FusedAdam FusedLAMB FusedNovoGrad": stepped,
-    "FusedMixedPrecisionLamb": lambda kind: stepped(kind, reduced_precision_dtype=torch.float16),
-    "FusedSGD": lambda kind: stepped(kind, momentum=0.9),
-    "FP16_Optimizer LARC": lambda kind: kind(sgd()),
+INSTANCE_FACTORIES: dict[str, Callable[[Any], Any]] = {
+    "FusedAdam FusedLAMB FusedNovoGrad": make_stepped,
+    "FusedMixedPrecisionLamb": lambda kind: make_stepped(kind, reduced_precision_dtype=torch.float16),
+    "FusedSGD": lambda kind: make_stepped(kind, momentum=0.9),
+    "FP16_Optimizer LARC": lambda kind: kind(make_sgd()),
     "FP16Model DistributedDataParallel Reducer": lambda kind: kind(torch.nn.Linear(2, 2)),
     "apex.fp16_utils.LossScaler DynamicLossScaler tofp16 NoOpHandle O0 O1 O2 O3": lambda kind: kind(),
     "SyncBatchNorm FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm": lambda kind: kind(2),
@@ -154,23 +156,24 @@ INSTANCES: dict[str, Callable[[Any], Any]] = {
     "MLP": lambda kind: kind([2, 2]),
     "FusedDense DenseNoBias": lambda kind: kind(2, 2),
     "FusedDenseGeluDense": lambda kind: kind(2, 2, 2),
-    "AmpState": lambda kind: amp_state(),
-    "Properties": lambda kind: amp_state().opt_properties,
-    "AmpHandle": lambda kind: amp_state().handle,
-    "apex.amp.LossScaler": lambda kind: amp_state().loss_scalers[0],
+    "AmpState": lambda kind: initialized_amp_state(),
+    "Properties": lambda kind: initialized_amp_state().opt_properties,
+    "AmpHandle": lambda kind: initialized_amp_state().handle,
+    "apex.amp.LossScaler": lambda kind: initialized_amp_state().loss_scalers[0],
 }
-"""An instance of a class: by the class's name, or by its package and name."""
+"""Functions that make an instance of a class: by the class's name, or by its package and name."""
 
 
-def instance(package: str, name: str, kind: Any) -> Any:
-    """The class itself where `INSTANCES` makes none."""
-    for names, make in INSTANCES.items():
+def make_instance(package: str, name: str, kind: Any) -> Any:
+    """Returns an instance of a class, or the class itself if `INSTANCE_FACTORIES` has no factory."""
+    for names, make in INSTANCE_FACTORIES.items():
         if name in names.split() or f"{package}.{name}" in names.split():
             return make(kind)
     return kind
 
 
-def outcomes(owner: Any, names: Iterable[str]) -> dict[str, str]:
+def look_up(owner: Any, names: Iterable[str]) -> dict[str, str]:
+    """Returns for each attribute if it is there, raises with the line to write, or is missing."""
     results = {}
     for name in sorted(names):
         try:
@@ -181,63 +184,64 @@ def outcomes(owner: Any, names: Iterable[str]) -> dict[str, str]:
     return results
 
 
-def rows_of(sources: Sources, folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """(module or class, the outcome of each attribute), where the look-alike has the module or class."""
-    done = set[tuple[str, str]]()
+def compare(sources: Sources, folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields each module or class that the look-alike has too, with the outcome of each attribute."""
+    seen = set[tuple[str, str]]()
     for module in sources.trees:
         try:
-            ours = importlib.import_module(module)
+            look_alike = importlib.import_module(module)
         except ImportError:
             continue
-        yield module, outcomes(ours, sources.names(module))
-        for name in sorted(sources.names(module)):
+        yield module, look_up(look_alike, sources.public_names(module))
+        for name in sorted(sources.public_names(module)):
             found = sources.find_class(module, name)
-            if not found or (found[0], name) in done or not hasattr(ours, name):
+            if not found or (found[0], name) in seen or not hasattr(look_alike, name):
                 continue
-            done.add((found[0], name))
-            names, keys = sources.attributes(*found)
-            owner = instance(".".join(module.split(".")[:2]), name, getattr(ours, name))
-            results = outcomes(owner, names)
+            seen.add((found[0], name))
+            names, keys = sources.class_attributes(*found)
+            owner = make_instance(".".join(module.split(".")[:2]), name, getattr(look_alike, name))
+            results = look_up(owner, names)
             if isinstance(owner, torch.optim.Optimizer) and keys:
-                held = {key for part in (*owner.param_groups, *owner.state.values()) for key in part}
-                results |= {f"[{key}]": "there" if key in held else "missing" for key in sorted(keys)}
+                present = {key for part in (*owner.param_groups, *owner.state.values()) for key in part}
+                results |= {f"[{key}]": "there" if key in present else "missing" for key in sorted(keys)}
             yield f"{module}.{name}", results
-    for module, file in COMPILED.items():
+    for module, file in COMPILED_SOURCES.items():
         exported = re.findall(r'm\.def\("(\w+)"', (folder / file).read_text())
-        yield module, outcomes(importlib.import_module(module), exported)
+        yield module, look_up(importlib.import_module(module), exported)
 
 
 def main() -> int:
-    as_it_is = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="apex's sources, 25.05")
     parser.add_argument("--out", type=Path, help="a page whose section of attributes is replaced")
     args = parser.parse_args()
-    if not (args.folder / COMPILED["amp_C"]).is_file():
-        parser.error(f"{args.folder} has no {COMPILED['amp_C']}")
+    if not (args.folder / COMPILED_SOURCES["amp_C"]).is_file():
+        parser.error(f"{args.folder} has no {COMPILED_SOURCES['amp_C']}; give the folder of apex's sources")
     fastvit.compat.install(prefer="fastvit")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     warnings.simplefilter("ignore")
     totals: dict[str, Counter] = defaultdict(Counter)
     print("| module or class | attributes | there | raise with the line to write | missing |")
     print("|---|---|---|---|---|")
-    for owner, results in rows_of(Sources(args.folder), args.folder):
+    for owner, results in compare(Sources(args.folder), args.folder):
         kinds = Counter(results.values())
         totals[".".join(owner.split(".")[:2])] += kinds
         if results:
             missing = ", ".join(name for name, kind in results.items() if kind == "missing")
             print(f"| {owner} | {len(results)} | {kinds['there']} | {kinds['raises']} | {missing} |")
-    of_all = totals["all"] = sum(totals.values(), Counter())
+    sum_of_totals = totals["all"] = sum(totals.values(), Counter())
     rows = "\n".join(
         f"| {part} | {kinds.total()} | {kinds['there']} | {kinds['raises']} | {kinds['missing']} |"
         for part, kinds in totals.items()
     )
-    section = SECTION.format(of=of_all.total(), rows=rows, **of_all)
+    section = SECTION.format(total=sum_of_totals.total(), rows=rows, **sum_of_totals)
     print(section)
     if args.out:
         args.out.write_text(args.out.read_text().partition(HEADING)[0] + HEADING + section)
     dist.destroy_process_group()
-    return 1 if of_all["missing"] else 0
+    return 1 if sum_of_totals["missing"] else 0
 
 
 if __name__ == "__main__":

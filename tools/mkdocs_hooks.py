@@ -43,7 +43,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    def resolved(match: re.Match) -> str:
+    def resolve_link(match: re.Match) -> str:
         text, target, anchor = match[1], match[2], match[3] or ""
         if target in PAGES:
             return f"[{text}]({PAGES[target]}{anchor})"
@@ -61,4 +61,4 @@ def on_page_markdown(markdown, page, config, files):
         return markdown
     if page.file.src_uri in PAGES.values():  # written for the root of the repository
         return markdown.replace("](docs/", "](")
-    return _LINK.sub(resolved, markdown)
+    return _LINK.sub(resolve_link, markdown)

@@ -1,10 +1,12 @@
-"""apex and inplace_abn for scripts that were written for them.
+"""Provides apex and inplace_abn for scripts that were written for them.
+
+This command runs an unchanged script:
 
     python -m fastvit.compat script.py args...
 
-runs an unchanged script; `fastvit.compat.install()` does the same for the imports of a running program.
+`fastvit.compat.install()` provides the same imports in a running program.
 """
 
-from ._finder import install
+from ._import_hook import install
 
 __all__ = ["install"]

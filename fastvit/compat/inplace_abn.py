@@ -1,12 +1,13 @@
 """mapillary's inplace_abn under its names, with its effective weight `|weight| + eps`.
 
-In place: leaky_relu, elu and identity; relu only in `ABN`. leaky_relu with a slope of 0, with which
-mapillary's gradients are wrong, is relu here: the layer saves its input, and its output is rebuilt inside
-`fastvit.recompute_scope()` or a converted model. Negative slopes are refused.
+The in-place activations are leaky_relu, elu and identity; `ABN` also has relu. mapillary's gradients of
+leaky_relu with slope 0 are wrong. Here such a layer is a relu that saves its input, and its output is
+recomputed inside `fastvit.recompute_scope()` or a converted model. A negative slope raises ValueError.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ from fastvit.batch_norm_act import BatchNormAct
 from fastvit.inplace_abn import InPlaceABN as _InPlaceABN
 from fastvit.inplace_abn import InPlaceABNSync as _InPlaceABNSync
 
-from ._finder import finish
+from ._import_hook import set_up_package
 
 __all__ = [
     "ABN",
@@ -59,6 +60,8 @@ class InPlaceABN(_InPlaceABN):
     leaky_relu with slope 0 is relu, which cannot be inverted: the layer saves its input instead.
     """
 
+    repr_options = (*_InPlaceABN.repr_options, "abs_weight")
+
     def __init__(
         self,
         num_features: int,
@@ -73,11 +76,10 @@ class InPlaceABN(_InPlaceABN):
         self._is_relu = activation == "leaky_relu" and activation_param == 0
         # The base class refuses a slope of 0.
         invertible = ("identity", 0.01) if self._is_relu else (activation, activation_param)
-        of_group: dict[str, Any] = (
-            {} if group is None else {"process_group": group}
-        )  # for InPlaceABNSync alone
+        # Only the base of InPlaceABNSync has the option.
+        options: dict[str, Any] = {} if group is None else {"process_group": group}
         super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, *invertible, abs_weight=True, **of_group
+            num_features, eps, momentum, affine, track_running_stats, *invertible, abs_weight=True, **options
         )
         self.activation, self.activation_param = activation, activation_param
 
@@ -86,8 +88,9 @@ class InPlaceABN(_InPlaceABN):
 
 
 class InPlaceABNSync(InPlaceABN, _InPlaceABNSync):
-    """`fastvit.InPlaceABNSync` with mapillary's arguments, `group` among them, and `|weight| + eps`."""
+    """`fastvit.InPlaceABNSync` with mapillary's arguments, such as `group`, and `|weight| + eps`."""
 
+    # These are mapillary's names. They do not warn, unlike those of the base class.
     group = property(
         lambda self: self.process_group, lambda self, group: setattr(self, "process_group", group)
     )
@@ -95,46 +98,56 @@ class InPlaceABNSync(InPlaceABN, _InPlaceABNSync):
 
 
 def inplace_abn(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """`fastvit.functional.inplace_abn` with `|weight| + eps`; overwrites x."""
-    if len(arguments) < 9:
-        options.setdefault("activation_param", 0.01)
+    """Calls `fastvit.functional.inplace_abn` with `|weight| + eps`, which overwrites x."""
+    _set_default_param(arguments, options)
     return functional.inplace_abn(x, *arguments, **options, abs_weight=True)
 
 
 def inplace_abn_sync(
     x: Tensor, *arguments: Any, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Tensor:
-    """`inplace_abn` with statistics over the ranks of `group` (None: all), by name or as 11th argument."""
+    """Calls `inplace_abn` with statistics over the ranks of `group`, or of all ranks if `group` is None.
+
+    `group` may also be the 11th positional argument, as in mapillary's function.
+    """
     if len(arguments) == 10:
         *arguments, group = arguments  # type: ignore[assignment]
-    if len(arguments) < 9:
-        options.setdefault("activation_param", 0.01)
+    _set_default_param(arguments, options)
     return functional.inplace_abn_sync(x, *arguments, process_group=group, **options, abs_weight=True)
 
 
-_groups: WeakKeyDictionary = WeakKeyDictionary()
+def _set_default_param(arguments: Sequence[Any], options: dict[str, Any]) -> None:
+    """Sets mapillary's `activation_param`, the 9th argument after x, if the caller gives none."""
+    if len(arguments) < 9:
+        options.setdefault("activation_param", 0.01)
+
+
+_group_cache: WeakKeyDictionary = WeakKeyDictionary()  # maps a world group to {ranks: group}
 
 
 def active_group(active: bool) -> dist.ProcessGroup | None:
-    """The group of the ranks that passed True, or None. Every rank calls it; each group is made once."""
+    """Returns the process group of the ranks that pass True, or None if none does.
+
+    Every rank must call this function. The groups are cached.
+    """
     world = dist.group.WORLD
     flags: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(flags, bool(active))
     ranks = tuple(rank for rank, flag in enumerate(flags) if flag)
     if not ranks or len(ranks) == len(flags):
         return world if ranks else None
-    known = _groups.setdefault(world, {})
-    if ranks not in known:
-        known[ranks] = dist.new_group(list(ranks))
-    return known[ranks]
+    groups = _group_cache.setdefault(world, {})
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(list(ranks))
+    return groups[ranks]
 
 
 def set_active_group(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Calls `set_process_group(group)`, or `set_group(group)`, of every layer in `module` that has it."""
+    """Sets the process group of every layer in `module` that has `set_process_group` or `set_group`."""
     for layer in module.modules():
-        set_group = getattr(layer, "set_process_group", None) or getattr(layer, "set_group", None)
-        if callable(set_group):
-            set_group(group)
+        set_process_group = getattr(layer, "set_process_group", None) or getattr(layer, "set_group", None)
+        if callable(set_process_group):
+            set_process_group(group)
 
 
-finish(__name__)
+set_up_package(__name__)

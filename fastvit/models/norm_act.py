@@ -1,12 +1,13 @@
-"""BatchNorm followed by leaky_relu, by name.
+"""`NormAct` is BatchNorm followed by leaky_relu, in one of five implementations.
 
-The five names differ in speed, in memory, and in the samples that share statistics. On one rank they compute
-the same. They have the same state_dict keys and initial values, so weights can be exchanged.
+The implementations differ in speed, in memory, and in the ranks that share statistics. On one rank they
+compute the same. They have the same state_dict keys and initial values, so weights can be exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,8 +16,8 @@ from ..sync_batch_norm import SyncBatchNorm
 
 __all__ = ["NORMS", "NormAct"]
 
-# By the number of channels, whether the input is tokens, and the slope.
-_MAKERS: dict[str, Callable[[int, bool, float], nn.Module]] = {
+# Each factory takes the number of channels, whether the input is tokens, and the slope.
+_NORM_FACTORIES: dict[str, Callable[[int, bool, float], nn.Module]] = {
     "torch": lambda c, tokens, slope: nn.BatchNorm1d(c) if tokens else nn.BatchNorm2d(c),
     "torch-sync": lambda c, tokens, slope: nn.SyncBatchNorm(c),
     "fastvit-sync": lambda c, tokens, slope: SyncBatchNorm(c, channel_last=tokens),
@@ -26,23 +27,23 @@ _MAKERS: dict[str, Callable[[int, bool, float], nn.Module]] = {
     ),
 }
 
-NORMS = tuple(_MAKERS)
-"""Values of `norm=`."""
+NORMS = tuple(_NORM_FACTORIES)
+"""The values of `norm=`."""
 
 
 class NormAct(nn.Module):
-    """BatchNorm and leaky_relu over the channels of `(N, C, H, W)` images or `(N, L, C)` tokens.
+    """Applies BatchNorm and leaky_relu to the channels of `(N, C, H, W)` images or `(N, L, C)` tokens.
 
     Args:
-        num_features: C.
+        num_features: the number of channels C.
         norm: `torch` (nn.BatchNorm), `torch-sync` (nn.SyncBatchNorm, which synchronises on CUDA alone),
             `fastvit-sync` (fastvit.SyncBatchNorm), `inplace-abn` (fastvit.InPlaceABN) or
             `inplace-abn-sync` (fastvit.InPlaceABNSync).
-        tokens: the input is `(N, L, C)` and C is its last dimension.
-        slope: of leaky_relu for negative values.
+        tokens: whether the input is `(N, L, C)`, with the channels in the last dimension.
+        slope: the slope of leaky_relu for negative values.
 
     `forward(x)` returns a tensor of the shape and dtype of `x`. The in-place norms overwrite `x` and
-    return it, so `x` must be a new result of a convolution or matrix product that no other op reads.
+    return it, so `x` must be the new output of a convolution or matrix product, and no other op may read it.
 
     Raises:
         ValueError: `norm` is not one of the names above.
@@ -50,16 +51,21 @@ class NormAct(nn.Module):
 
     def __init__(self, num_features: int, norm: str, *, tokens: bool = False, slope: float = 0.01) -> None:
         super().__init__()
-        if norm not in _MAKERS:
+        if norm not in _NORM_FACTORIES:
             raise ValueError(f"NormAct: norm must be one of {', '.join(NORMS)}, got {norm!r}")
-        self.norm = _MAKERS[norm](num_features, tokens, slope)
+        self.norm = _NORM_FACTORIES[norm](num_features, tokens, slope)
         in_place = norm.startswith("inplace-abn")
         self.act = nn.Identity() if in_place else nn.LeakyReLU(slope, inplace=True)
-        # torch's layers take channels in dimension 1. As (N * L, C) tokens have the same statistics without
-        # a copy; as (N, C, L) they would need one. fastvit's layers take (N, L, C).
-        self.flat = tokens and norm.startswith("torch")
+        # torch's layers take channels in dimension 1. Tokens as (N * L, C) have the same statistics and need
+        # no copy, unlike (N, C, L). fastvit's layers take (N, L, C).
+        self.flattens_tokens = tokens and norm.startswith("torch")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "flat" in state:  # the attribute's name in pickles of fastvit 0.1
+            state["flattens_tokens"] = state.pop("flat")
+        super().__setstate__(state)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.flat:
+        if self.flattens_tokens:
             return self.act(self.norm(x.flatten(0, 1))).view_as(x)
         return self.act(self.norm(x))

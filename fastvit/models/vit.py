@@ -19,13 +19,13 @@ from .norm_act import NormAct
 __all__ = ["MLP_NORMS", "VARIANTS", "ViT", "create_vit", "vit_digits"]
 
 MLP_NORMS = ("none", "batch")
-"""Values of `mlp_norm=`."""
+"""The values of `mlp_norm=`."""
 
 
 class Stem(nn.Module):
-    """3x3 convolutions, each followed by BatchNorm and leaky_relu, then one token for each patch.
+    """Convolves images 3x3, with BatchNorm and leaky_relu each time, and makes a token of each patch.
 
-    `(N, in_channels, H, W)` -> `(N, L, dim)` with L the number of patches left after the strides.
+    `(N, in_channels, H, W)` -> `(N, L, dim)`, where L is the number of patches that the strides leave.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Stem(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for width, stride in zip(channels, strides, strict=True):
-            # No bias, since the BatchNorm that follows subtracts any constant.
+            # A bias would be useless, since the BatchNorm that follows subtracts any constant.
             layers.append(nn.Conv2d(in_channels, width, 3, stride=stride, padding=1, bias=False))
             layers.append(NormAct(width, norm))
             in_channels = width
@@ -68,15 +68,15 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear, GELU or BatchNorm with leaky_relu, linear: `(N, L, dim)` -> `(N, L, dim)`."""
+    """Two linear layers with GELU, or BatchNorm and leaky_relu, between: `(N, L, dim)` -> `(N, L, dim)`."""
 
     def __init__(self, dim: int, hidden: int, norm: str, mlp_norm: str) -> None:
         super().__init__()
-        batch = mlp_norm == "batch"
-        # Without a bias the product of 3-D tokens is a new tensor. With one it is a view, and autograd would
-        # copy its gradient twice for a layer that writes in place.
-        self.expand = nn.Linear(dim, hidden, bias=not batch)
-        self.act = NormAct(hidden, norm, tokens=True) if batch else nn.GELU()
+        has_batch_norm = mlp_norm == "batch"
+        # Without a bias the matmul of 3-D tokens returns a new tensor. With a bias it returns a view, whose
+        # gradient autograd would copy twice for a layer that writes in place.
+        self.expand = nn.Linear(dim, hidden, bias=not has_batch_norm)
+        self.act = NormAct(hidden, norm, tokens=True) if has_batch_norm else nn.GELU()
         self.contract = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a LayerNorm and with a residual connection."""
+    """Attention and an MLP, each after a LayerNorm and with a residual connection."""
 
     def __init__(self, dim: int, heads: int, hidden: int, norm: str, mlp_norm: str) -> None:
         super().__init__()
@@ -99,27 +99,27 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Vision transformer with a convolutional stem and mean pooling.
+    """A vision transformer with a convolutional stem and mean pooling.
 
     Args:
         image_size: height and width of the images, in pixels.
         in_channels: channels of the images.
         num_classes: length of the returned logits.
         stem_channels, stem_strides: width and stride of each 3x3 convolution of the stem.
-        patch: side of the square of stem positions that becomes one token; it divides what the strides leave.
+        patch: side of the square of stem positions that becomes one token; divides what the strides leave.
         dim: width of the tokens; a multiple of `heads`.
         depth: number of blocks.
         heads: attention heads.
         mlp_ratio: width of the MLP's hidden layer over `dim`.
         norm: BatchNorm and activation of the stem, and of the MLP with `mlp_norm="batch"`; see `NormAct`.
-        mlp_norm: between the linear layers `none` (GELU alone) or `batch` (BatchNorm, leaky_relu).
+        mlp_norm: what stands between the linear layers: `batch` (BatchNorm, leaky_relu) or `none` (GELU).
 
     `forward(images)` takes `(N, in_channels, image_size, image_size)` and returns logits
     `(N, num_classes)`. The state_dict keys, and the initial weights after a given `torch.manual_seed`,
     do not depend on `norm`.
 
     Raises:
-        ValueError: an argument is invalid; the message names it and its valid values.
+        ValueError: an argument is invalid; the message has its name and the valid values.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ViT(nn.Module):
         heads: int,
         mlp_ratio: int = 4,
         norm: str = "inplace-abn-sync",
-        mlp_norm: str = "none",
+        mlp_norm: str = "batch",
     ) -> None:
         super().__init__()
         if mlp_norm not in MLP_NORMS:
@@ -160,9 +160,9 @@ class ViT(nn.Module):
         )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
-        self._initialise()
+        self._init_weights()
 
-    def _initialise(self) -> None:
+    def _init_weights(self) -> None:
         nn.init.trunc_normal_(self.position, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -173,7 +173,7 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters, besides vectors, that weight decay would harm; timm's method."""
+        """Returns the parameters, besides vectors, that weight decay would harm; timm's method."""
         return {"position"}
 
     def forward(self, images: Tensor) -> Tensor:
@@ -182,19 +182,19 @@ class ViT(nn.Module):
         return self.head(self.norm(x).mean(dim=1))
 
 
-_SIZES = ("stem_channels", "stem_strides", "patch", "dim", "depth", "heads")
-_VARIANTS: dict[str, tuple[Any, ...]] = {  # name -> _SIZES
-    # No strides in the stem, since digits have 8x8 pixels only.
+_VARIANT_FIELDS = ("stem_channels", "stem_strides", "patch", "dim", "depth", "heads")
+_VARIANTS: dict[str, tuple[Any, ...]] = {  # The values are those of _VARIANT_FIELDS.
+    # This stem has no strides, since digits have 8x8 pixels only.
     "vit_digits": ((32, 32, 64), (1, 1, 1), 2, 64, 4, 4),
     "vit_cifar": ((64, 64, 128), (1, 1, 2), 2, 192, 9, 3),
-    # The sizes of DeiT's, with a stem that reduces 224 pixels to 14 tokens a side.
+    # These have DeiT's sizes, and a stem that reduces 224 pixels to 14 tokens a side.
     "vit_tiny": ((24, 48, 96, 192), (2, 2, 2, 2), 1, 192, 12, 3),
     "vit_small": ((48, 96, 192, 384), (2, 2, 2, 2), 1, 384, 12, 6),
     "vit_base": ((96, 192, 384, 768), (2, 2, 2, 2), 1, 768, 12, 12),
 }
 
 VARIANTS = tuple(_VARIANTS)
-"""Names that `create_vit` takes."""
+"""The names that `create_vit` takes."""
 
 
 def create_vit(
@@ -205,13 +205,13 @@ def create_vit(
     norm: str = "inplace-abn-sync",
     mlp_norm: str = "batch",
 ) -> ViT:
-    """A ViT by name: `(N, in_channels, image_size, image_size)` -> `(N, num_classes)`.
+    """Returns a ViT by its name: `(N, in_channels, image_size, image_size)` -> `(N, num_classes)`.
 
     `vit_digits` is meant for 8 pixels (247 thousand weights), `vit_cifar` for 32, `vit_tiny`,
-    `vit_small` and `vit_base` for 224. Each takes every size that its strides and patches divide.
+    `vit_small` and `vit_base` for 224. Each takes every image size that its strides and patches divide.
 
     Raises:
-        ValueError: an unknown name, or a size that strides and patches do not divide.
+        ValueError: the name is unknown, or strides and patches do not divide the image size.
     """
     if name not in _VARIANTS:
         raise ValueError(f"create_vit: name must be one of {', '.join(VARIANTS)}, got {name!r}")
@@ -221,10 +221,10 @@ def create_vit(
         num_classes=num_classes,
         norm=norm,
         mlp_norm=mlp_norm,
-        **dict(zip(_SIZES, _VARIANTS[name], strict=True)),
+        **dict(zip(_VARIANT_FIELDS, _VARIANTS[name], strict=True)),
     )
 
 
 def vit_digits(norm: str = "inplace-abn-sync", mlp_norm: str = "batch") -> ViT:
-    """The ViT for scikit-learn's digits: `(N, 1, 8, 8)` -> `(N, 10)`, 16 tokens, 247 thousand weights."""
+    """Returns the ViT for scikit-learn's digits: `(N, 1, 8, 8)` -> `(N, 10)`, with 247 thousand weights."""
     return create_vit("vit_digits", 8, 1, 10, norm, mlp_norm)

@@ -7,30 +7,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import LayerKey, group_of
+from .statistics_group import LayerKey, get_statistics_group
+
+# Exported programs and compiled caches have the op's name and its arguments' names: they must not change.
+_OP_NAME = "fastvit::share"
+_SCHEMA = (
+    "(Tensor numbers, Tensor? tag, str process_group, str op, int number, float? momentum)"
+    " -> (Tensor, Tensor)"
+)
 
 
-@torch.library.custom_op("fastvit::share", mutates_args=())
-def share(
-    numbers: Tensor, tag: Tensor | None, process_group: str, op: str, number: int, momentum: float | None
+@torch.library.custom_op(_OP_NAME, mutates_args=(), schema=_SCHEMA)
+def merge_over_ranks(
+    numbers: Tensor, tag: Tensor | None, group_name: str, op: str, layer_id: int, momentum: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Shares moments, or sums where `tag` is given.
+    """Merges moments, or sums where `tag` is given.
 
     Args:
         numbers: this rank's moments, `(2C + 2,)`, or sums, `(1, 2C)`.
-        tag: of the forward, for sums; None for moments.
+        tag: the tag of the forward, for sums; None for moments.
 
     Returns:
         The group's moments and their tag; or this rank's and the group's sums, `(2, 2C)`, and the tag.
     """
-    resolved = dist.distributed_c10d._resolve_process_group(process_group)  # type: ignore[arg-type]
-    shared = group_of(resolved, numbers.device)
+    process_group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    statistics_group = get_statistics_group(process_group, numbers.device)
     if tag is None:
-        return shared.share_moments(LayerKey(op, number, momentum), numbers)
-    return shared.share_sums(numbers, tag), tag.clone()
+        return statistics_group.merge_moments(LayerKey(op, layer_id, momentum), numbers)
+    return statistics_group.merge_sums(numbers, tag), tag.clone()
 
 
-@share.register_fake
-def _(numbers, tag, process_group, op, number, momentum):
-    like = torch.empty_like(numbers) if tag is None else numbers.new_empty(2, numbers.shape[1])
-    return like, torch.empty(2, dtype=torch.int64, device="cpu")
+@merge_over_ranks.register_fake
+def _(numbers, tag, group_name, op, layer_id, momentum):
+    merged = torch.empty_like(numbers) if tag is None else numbers.new_empty(2, numbers.shape[1])
+    return merged, torch.empty(2, dtype=torch.int64, device="cpu")

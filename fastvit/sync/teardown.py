@@ -1,7 +1,7 @@
 """Ends a process group without an abort of the process.
 
 Destroying a gloo group aborts the process now and then, while a peer still uses the group or while DDP's
-hooks still refer to it. So a barrier comes first, and DDP models are freed.
+hooks still refer to the group. So a barrier comes first, and DDP models are freed.
 """
 
 import gc
@@ -15,27 +15,29 @@ from typing import NoReturn
 import torch.distributed as dist
 
 
-def destroy_process_group(timeout: timedelta | None = None, drop: Callable[[], object] = gc.collect) -> None:
+def destroy_process_group(
+    timeout: timedelta | None = None, release_models: Callable[[], object] = gc.collect
+) -> None:
     """Destroys the default process group, if there is one, after a barrier. Every rank calls it.
 
     Args:
-        timeout: of the barrier; None is the group's.
-        drop: called after the barrier, to drop references to DDP models.
+        timeout: the timeout of the barrier; None is the group's.
+        release_models: called after the barrier, to drop references to DDP models.
 
     Raises:
-        RuntimeError: a peer did not reach the barrier. The group still exists; use `end_process`.
+        RuntimeError: a peer did not reach the barrier. The group still exists; use `exit_without_teardown`.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
     barrier = dist.barrier(async_op=True)
     assert barrier is not None  # async_op returns one on every rank of the default group
     barrier.wait() if timeout is None else barrier.wait(timeout)
-    drop()
+    release_models()
     gc.collect()
     dist.destroy_process_group()
 
 
-def end_process(status: int) -> NoReturn:
+def exit_without_teardown(status: int) -> NoReturn:
     """Ends the process without the interpreter's exit, which would destroy process groups."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -1,13 +1,15 @@
-"""The trainer: `fastvit-train` or `python -m fastvit.training`, alone or on many ranks.
+"""The trainer: `fastvit-train` or `python -m fastvit.training`, in one process or on many ranks.
 
     command_line, config    options: flags, a TOML file, defaults
-    launch, distributed     launchers, process group, messages between ranks
+    launcher, distributed   variables of launchers, the process group, messages between ranks
     datasets, image_folder, loaders
                             images, augmentation, batches
-    model, nvidia_apex      the model and its weights; NVIDIA apex's layers
+    model, pretrained       the model, its norms, its initial weights
+    nvidia_apex             NVIDIA apex's layers
     train_state             the state that a step changes
-    loop                    one epoch of training; what ends it on all ranks
-    checkpoint, log         the files of a run, and its lock
+    loop                    one epoch of training, and how it ends on all ranks; evaluation
+    checkpoint, resume, run_log
+                            the files of a run, its lock, and where it goes on
     run                     a run from start to end
 
 scikit-learn, TensorBoard, tqdm and safetensors come with the extra `train` (`pip install '.[train]'`).

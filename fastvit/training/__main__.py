@@ -1,4 +1,4 @@
-"""`python -m fastvit.training`, also installed as `fastvit-train`."""
+"""`python -m fastvit.training`, which is also installed as `fastvit-train`."""
 
 from __future__ import annotations
 
@@ -8,61 +8,65 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from ..sync.teardown import destroy_process_group, end_process
+from ..sync.teardown import destroy_process_group, exit_without_teardown
 from . import distributed
-from .command_line import parse
-from .config import ConfigError, TrainingError, check_packages
-from .launch import find_launch
+from .command_line import parse_arguments
+from .config import Config, ConfigError, TrainingError, check_packages
+from .launcher import detect_launcher
 
-INTERRUPTED = 130  # a shell's status of a program that SIGINT ended
+SIGINT_EXIT_STATUS = 130  # A shell shows this status for a program that SIGINT ended.
 
 
-def _complain(error: object) -> None:
+def _print_error(error: object) -> None:
     print(f"fastvit-train: error: {error}", file=sys.stderr, flush=True)
 
 
+def _resume_hint(config: Config) -> str:
+    run_dir = config.out if config.resume in ("", "auto") else config.resume
+    return "" if config.evaluate else f"--resume {run_dir} continues the run after its last checkpoint"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the trainer with command-line arguments (`sys.argv` when None).
+    """Runs the trainer with command-line arguments (`sys.argv` when None).
 
     Returns:
-        0, 1 when the run failed, or 130 when it was interrupted; a wrong option exits with 2.
+        0, or 1 if the run failed, or 130 if it was interrupted. A wrong option exits with status 2.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a path that it cannot encode must not end a run
+        if isinstance(stream, io.TextIOWrapper):  # A path that the stream cannot encode must not end a run.
             stream.reconfigure(errors="backslashreplace")
-    config, given = parse(arguments)
-    status, speaks = 0, True
+    config, explicit = parse_arguments(arguments)
+    status, prints_errors = 0, True
     try:
         check_packages(config)
-        launch = find_launch()
-        device = distributed.init(launch, config.device, config.timeout)
-        # One rank of each host, where a user may look for what is wrong there.
-        speaks = launch is None or launch.rank == 0 or launch.local_rank == 0
-        from .run import train  # which needs the packages
+        launch_info = detect_launcher()
+        device = distributed.init_distributed(launch_info, config.device, config.timeout)
+        # One rank of each host prints, since a user may look for the cause on any host.
+        prints_errors = launch_info is None or 0 in (launch_info.rank, launch_info.local_rank)
+        from .run import run_training  # This import needs the packages that were checked above.
 
-        train(config, given, device)
-    except (ConfigError, TrainingError) as error:  # raised on every rank
-        if speaks:
-            _complain(error)
+        run_training(config, explicit, device)
+    except (ConfigError, TrainingError) as error:  # Every rank raises it.
+        if prints_errors:
+            _print_error(error)
         status = 1
     except KeyboardInterrupt:
-        run = config.out if config.resume in ("", "auto") else config.resume
-        how = "" if config.evaluate else f": --resume {run} continues the run after its last checkpoint"
-        _complain(f"KeyboardInterrupt{how}")
-        if distributed.get_world_size() > 1:  # the others may wait in an exchange
-            end_process(INTERRUPTED)
-        return INTERRUPTED
+        _print_error(": ".join(filter(None, ("KeyboardInterrupt", _resume_hint(config)))))
+        if distributed.get_world_size() > 1:  # The other ranks may wait in an exchange.
+            exit_without_teardown(SIGINT_EXIT_STATUS)
+        return SIGINT_EXIT_STATUS
     except Exception:
         if distributed.get_world_size() < 2:
             raise
-        # The others may not have this error: a barrier would wait for them, and destroying the group aborts.
-        # SIGTERM, by which the launcher ends them, is ignored so that the message is complete.
+        # The other ranks may not have this error: a barrier would wait for them, and destroying the group
+        # aborts. The launcher ends ranks by SIGTERM; ignoring it leaves time to print the whole message.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         traceback.print_exc()
-        rank = distributed.get_rank()
-        _complain(f"rank {rank} ends alone; the other ranks notice it, and the last checkpoint is intact")
-        end_process(1)
-    # The frames of train have ended, and with them the model and the optimizer.
+        hint = _resume_hint(config)
+        failed = f"rank {distributed.get_rank()} failed and exits; the other ranks stop too"
+        _print_error(f"{failed}, and {hint}" if hint else failed)
+        exit_without_teardown(1)
+    # The frames of run_training have ended, and with them the model and the optimizer.
     destroy_process_group()
     return status
 

@@ -1,4 +1,4 @@
-"""Reads the configuration: a value on the command line, else in a TOML file, else the default."""
+"""Reads the configuration: the value on the command line, or else in a TOML file, or else the default."""
 
 from __future__ import annotations
 
@@ -8,45 +8,54 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import FIELDS, KINDS, Config, ConfigError, checked, flag, from_text
+from .config import (
+    CONFIG_FIELDS,
+    OPTION_TYPES,
+    Config,
+    ConfigError,
+    check_value,
+    option_flag,
+    parse_text,
+    replace_old_value,
+)
 
-OF_A_START = frozenset({"device", "evaluate", "out", "resume", "stop_after", "threads", "timeout"})
-# Options that may change when a run is resumed. All others define the training, and must be equal.
-CHANGEABLE = OF_A_START | {"compile", "data_path", "keep", "workers"}
-OF_A_HOST = frozenset({"data_path", "threads", "workers"})  # may differ between the ranks
+PER_START_OPTIONS = frozenset({"device", "evaluate", "out", "resume", "stop_after", "threads", "timeout"})
+# These options may change when a run is resumed. All others define the training, and must stay as they were.
+CHANGEABLE_ON_RESUME = PER_START_OPTIONS | {"compile", "data_path", "keep", "workers"}
+PER_HOST_OPTIONS = frozenset({"data_path", "threads", "workers"})  # These may differ between the ranks.
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line; flags that are not given are absent from the namespace."""
+    """Returns the parser of the command line. Its namespace has only the flags that the user has set."""
     parser = argparse.ArgumentParser(
         prog="fastvit-train",
         description="Train a vision transformer, or a timm model, with the BatchNorm layers of fastvit: "
-        "alone, under torchrun, torch.distributed.launch, srun or mpirun.",
+        "in one process, or under torchrun, torch.distributed.launch, srun or mpirun.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file with values; a flag overrides its value")
-    # torch.distributed.launch passes one of these beside LOCAL_RANK, which is read.
+    # torch.distributed.launch passes one of these beside the variable LOCAL_RANK, which is read instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    titles = dict.fromkeys(item.metadata["group"] for item in FIELDS.values())
+    titles = dict.fromkeys(item.metadata["group"] for item in CONFIG_FIELDS.values())
     groups = {title: parser.add_argument_group(title) for title in titles}
-    for item in FIELDS.values():
-        shown = "" if item.default in ("", (), None) else f" (default {item.default})"
-        options: dict[str, Any] = {"help": item.metadata["help"].replace("%", "%%") + shown}
-        if KINDS[item.name] is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:  # values stay texts; `checked` complains of them as of those of a file
+    for item in CONFIG_FIELDS.values():
+        default_note = "" if item.default in ("", (), None) else f" (default {item.default})"
+        settings: dict[str, Any] = {"help": item.metadata["help"].replace("%", "%%") + default_note}
+        if OPTION_TYPES[item.name] is bool:
+            settings["action"] = argparse.BooleanOptionalAction
+        else:  # Values stay texts, since check_value has one message for flags and files.
             choices = item.metadata["choices"]
-            options["nargs"] = "*" if KINDS[item.name] is tuple else None
-            options["metavar"] = (
+            settings["nargs"] = "*" if OPTION_TYPES[item.name] is tuple else None
+            settings["metavar"] = (
                 f"{{{','.join(choices)}}}" if choices else item.name.rpartition("_")[2].upper()
             )
-        groups[item.metadata["group"]].add_argument(flag(item.name), **options)
+        groups[item.metadata["group"]].add_argument(option_flag(item.name), **settings)
     return parser
 
 
-def read_file(path: str | Path) -> dict[str, Any]:
-    """The options in a TOML file, checked."""
+def read_toml_options(path: str | Path) -> dict[str, Any]:
+    """Returns the options in a TOML file, by the names of their fields and checked."""
     try:
         if sys.version_info >= (3, 11):
             import tomllib
@@ -54,46 +63,50 @@ def read_file(path: str | Path) -> dict[str, Any]:
             import tomli as tomllib
         # Windows' editors begin a file with a BOM. A path may hold any bytes.
         values = tomllib.loads(Path(path).read_text("utf-8-sig", "surrogateescape"))
-    except (ImportError, OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
+    except (ImportError, OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError.
         raise ConfigError(f"--config: cannot read {path}: {error}") from None
-    given = {}
+    options = {}
     for key, value in values.items():
         name = key.replace("-", "_")
-        if name not in FIELDS:
-            raise ConfigError(f"--config {path}: unknown key {key!r}")
-        given[name] = checked(name, value, f"--config {path}: {key}")
-    return given
+        if name not in CONFIG_FIELDS:
+            raise ConfigError(f"--config {path}: unknown key {key!r}; fastvit-train --help lists the options")
+        options[name] = check_value(name, value, f"--config {path}: {key}")
+    return options
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any]]:
-    """Read the command line (`sys.argv` when None) and the file it names.
+def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Config, dict[str, Any]]:
+    """Reads the command line (`sys.argv` when None) and the file that `--config` names.
 
     Returns:
-        The configuration with the defaults filled in, and the values that were given explicitly.
+        The configuration with the defaults filled in, and the explicit options, which the user has set.
     """
     parser = make_parser()
     flags = vars(parser.parse_args(arguments))
     try:
-        given = read_file(flags["config"]) if "config" in flags else {}
-        for name in FIELDS.keys() & flags.keys():
+        explicit = read_toml_options(flags["config"]) if "config" in flags else {}
+        for name in CONFIG_FIELDS.keys() & flags.keys():
             value = flags[name]
-            given[name] = checked(name, from_text(KINDS[name], value) if isinstance(value, str) else value)
-        return Config(**given), given
+            if isinstance(value, str):
+                value = parse_text(OPTION_TYPES[name], value)
+            explicit[name] = check_value(name, value)
+        return Config(**explicit), explicit
     except ConfigError as error:
         parser.error(str(error))
 
 
-def merge_saved(given: Mapping[str, Any], saved: Mapping[str, Any], run_directory: Path) -> Config:
-    """The configuration of a resumed run: a value that is given now, else the value of the checkpoint.
+def merge_saved(explicit: Mapping[str, Any], saved: Mapping[str, Any], run_dir: Path) -> Config:
+    """Returns the configuration of a resumed run: an explicit option, or else the checkpoint's.
 
-    Without `--out` it is continued in `run_directory`, that of the checkpoint.
+    Without `--out` the run goes on in `run_dir`, the directory of the checkpoint's run.
     """
-    option = flag("evaluate" if "evaluate" in given else "resume")
-    for name in given.keys() - CHANGEABLE:
-        if given[name] != (expected := saved.get(name, FIELDS[name].default)):
+    option = option_flag("evaluate" if "evaluate" in explicit else "resume")
+    label = f"{option}: the checkpoint's --"
+    saved = {name: replace_old_value(name, value, f"{label}{name}") for name, value in saved.items()}
+    for name in explicit.keys() - CHANGEABLE_ON_RESUME:
+        if explicit[name] != (expected := saved.get(name, CONFIG_FIELDS[name].default)):
             raise ConfigError(
-                f"{option}: {flag(name)} must be {expected!r} as in the checkpoint, got {given[name]!r}; "
-                f"start a new run to change it"
+                f"{option}: {option_flag(name)} must be {expected!r} as in the checkpoint, "
+                f"got {explicit[name]!r}; start a new run to change it"
             )
-    kept = {name: saved[name] for name in saved.keys() & FIELDS.keys() - OF_A_START}
-    return Config(**{**kept, "out": str(run_directory), **given})
+    saved_options = {name: saved[name] for name in saved.keys() & CONFIG_FIELDS.keys() - PER_START_OPTIONS}
+    return Config(**{**saved_options, "out": str(run_dir), **explicit})

@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen dataclass, from which flags and files are read and written."""
+"""`Config` is the configuration of a run. Its fields define the flags, and the keys of TOML files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import typing
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
@@ -15,34 +16,35 @@ from typing import Any
 from ..conversion.budget import parse_budget
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
-DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")
-MEMORY = ("off", "convert", "products")
+DATASET_NAMES = ("digits", "cifar10", "cifar100", "folder", "synthetic")
+MEMORY_MODES = ("off", "convert", "matmuls")
+OLD_VALUES = {("memory", "products"): "matmuls"}  # by option and old value; each works for one release
 AMP_LEVELS = ("off", "bf16", "O0", "O1", "O2", "O3")
-ALL_NORMS = (*NORMS[:2], "apex-sync", *NORMS[2:])
+NORM_NAMES = (*NORMS[:2], "apex-sync", *NORMS[2:])
 BASE_LR = {"sgd": 0.05, "adamw": 1e-3, "fused-adam": 1e-3}
 WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05, "fused-adam": 0.05}
 
-MANY = 2**31 - 1
-LONGEST_WAIT = 2_000_000  # seconds; poll(), used for workers, takes 31 bits of milliseconds
-LEAST = 5e-324  # the smallest number above 0
-LIMITS: dict[str, tuple[float, float]] = {  # smallest and largest value of every number
-    **dict.fromkeys(("epochs", "batch_size", "accumulate", "keep"), (1, MANY)),
-    **dict.fromkeys(("warmup_epochs", "stop_after"), (0, MANY)),
+MAX_INT32 = 2**31 - 1
+MAX_TIMEOUT_SECONDS = 2_000_000  # poll(), which waits for workers, takes 31 bits of milliseconds.
+MIN_POSITIVE = 5e-324  # the least number above 0
+NUMBER_LIMITS: dict[str, tuple[float, float]] = {  # least and greatest value of every number
+    **dict.fromkeys(("epochs", "batch_size", "accumulate", "keep"), (1, MAX_INT32)),
+    **dict.fromkeys(("warmup_epochs", "stop_after"), (0, MAX_INT32)),
     "image_size": (1, 2**13), "classes": (1, 10**6), "synthetic_images": (1, 10**7),
-    **dict.fromkeys(("workers", "threads"), (0, 1024)),  # more may exhaust the system
-    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits, and epochs add to the seed
+    **dict.fromkeys(("workers", "threads"), (0, 1024)),  # More may exhaust the system.
+    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits, and the epoch is added.
     **dict.fromkeys(("weight_decay", "clip_norm"), (0, math.inf)),
     **dict.fromkeys(("label_smoothing", "ema"), (0, math.nextafter(1, 0))),
-    "lr": (LEAST, math.inf), "timeout": (LEAST, LONGEST_WAIT),
+    "lr": (MIN_POSITIVE, math.inf), "timeout": (MIN_POSITIVE, MAX_TIMEOUT_SECONDS),
 }  # fmt: skip
 
 
 class ConfigError(ValueError):
-    """An option has an invalid value; the message has its name, its value and valid values."""
+    """Raised for an invalid option. The message has its name, its value and the valid values."""
 
 
 class TrainingError(RuntimeError):
-    """An error that ends the run. Every rank raises it with the same message at the same point."""
+    """Raised to end a run, on every rank with the same message and at the same point."""
 
 
 def _option(default: Any, group: str, help: str, choices: Sequence[str] | None = None) -> Any:
@@ -53,13 +55,13 @@ def _option(default: Any, group: str, help: str, choices: Sequence[str] | None =
 class Config:
     """The options of a run. Each field is a flag and a key of the TOML file.
 
-    `batch_size` is `--batch-size` on the command line and `batch_size = 32` in the file. `None` is replaced
-    by a value that depends on other options; None for `workers` stays, since it depends on the machine.
+    `batch_size` is `--batch-size` on the command line and `batch_size = 32` in the file. None is replaced by
+    a default that depends on other options. None stays for `workers`, which depends on the machine.
     """
 
     # fmt: off
     data: str = _option("digits", "data", "digits: scikit-learn's; cifar10, cifar100: local files; folder: "
-        "train/ and val/ with a folder of images for each class; synthetic: generated", DATA)
+        "train/ and val/ with a folder of images for each class; synthetic: generated", DATASET_NAMES)
     data_path: str = _option("", "data", "folder with the files of cifar10, cifar100 or folder")
     data_seed: int = _option(0, "data", "seed of the 80/20 split of digits, and of the synthetic images")
     image_size: int | None = _option(None, "data", "side of folder's (224) or synthetic (32) images")
@@ -70,12 +72,13 @@ class Config:
 
     model: str = _option("auto", "model", f"{', '.join(VARIANTS)}, or timm/<name>; auto: by the images' size")
     norm: str = _option(None, "model", "BatchNorm layer (default inplace-abn-sync, for timm/ "
-        "fastvit-sync); torch-sync needs CUDA, apex-sync NVIDIA apex 25.05", ALL_NORMS)
+        "fastvit-sync); torch-sync needs CUDA, apex-sync NVIDIA apex 25.05", NORM_NAMES)
     mlp_norm: str = _option("batch", "model", "in the MLPs: GELU, or BatchNorm, leaky_relu", MLP_NORMS)
     pretrained: str = _option("", "model", "initial weights: a file of safetensors or torch.save, or "
         "'timm' for those that timm downloads")
-    memory: str = _option("off", "model", f"keep less for backward: {', '.join(MEMORY)} (matrix products are "
-        "repeated too), or a budget: a share as 0.6, bytes as 2GiB, or least; as in fastvit.convert")
+    memory: str = _option("off", "model", f"keep less for backward: {', '.join(MEMORY_MODES)} (matrix "
+        "products are recomputed too), or a budget: a fraction as 0.6, bytes as 2GiB, or least; as in "
+        "fastvit.convert")
     freeze: tuple[str, ...] = _option((), "model", "names of parameters that are not trained: 'stem.*'")
 
     amp: str = _option("off", "precision", "off: fp32; bf16: autocast; O0 to O3: as in apex", AMP_LEVELS)
@@ -92,7 +95,7 @@ class Config:
         "(default 5e-4 for sgd, else 0.05)")
     warmup_epochs: int = _option(3, "recipe", "epochs of linear warm-up, before half a cosine to 0")
     clip_norm: float = _option(0.0, "recipe", "largest norm of all gradients together; 0: not clipped")
-    label_smoothing: float = _option(0.0, "recipe", "share of each label that is spread over all classes")
+    label_smoothing: float = _option(0.0, "recipe", "fraction of each label that is spread over all classes")
     ema: float = _option(0.0, "recipe", "decay of a moving average of the weights; 0: none")
     seed: int = _option(0, "recipe", "seed of the initial weights, the order of images and the augmentation")
     deterministic: bool = _option(False, "recipe", "use only operations that give the same bits in every run")
@@ -112,128 +115,153 @@ class Config:
     # fmt: on
 
     def __post_init__(self) -> None:
-        for name in FIELDS:
-            object.__setattr__(self, name, checked(name, getattr(self, name)))
-        chosen = {
+        for name in CONFIG_FIELDS:
+            object.__setattr__(self, name, check_value(name, getattr(self, name)))
+        self._set_dependent_defaults()
+        self._check_combinations()
+
+    def _set_dependent_defaults(self) -> None:
+        """Replaces None by a default that depends on other options."""
+        defaults = {
             "norm": "fastvit-sync" if self.model.startswith("timm/") else "inplace-abn-sync",
             "lr": BASE_LR[self.optimizer],
             "weight_decay": WEIGHT_DECAY[self.optimizer],
-            "workers": None if self.data == "folder" else 0,  # None: by the cores of the rank
+            "workers": None if self.data == "folder" else 0,  # None follows the cores of the rank.
             "image_size": {"folder": 224, "synthetic": 32}.get(self.data),
         }
-        for name, value in chosen.items():
+        for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        self._check_combinations()
 
     def _check_combinations(self) -> None:
-        timm, files = self.model.startswith("timm/"), self.data in ("cifar10", "cifar100", "folder")
-        takes = f"auto, one of {', '.join(VARIANTS)}, or timm/<name>"
-        _require(timm or self.model in ("auto", *VARIANTS), "--model", takes, self.model)
-        if files and not self.data_path:
+        is_timm = self.model.startswith("timm/")
+        reads_files = self.data in ("cifar10", "cifar100", "folder")
+        expected = f"auto, one of {', '.join(VARIANTS)}, or timm/<name>"
+        _check_option(is_timm or self.model in ("auto", *VARIANTS), "--model", expected, self.model)
+        if reads_files and not self.data_path:
             raise ConfigError(f"--data {self.data} needs --data-path, the folder with its files")
-        right = self.out == self.out.encode(errors="replace").decode()
-        _require(right, "--out", "UTF-8, which TensorBoard's files need", self.out)
-        self.budget  # noqa: B018  # raises
+        is_utf8 = self.out == self.out.encode(errors="replace").decode()
+        _check_option(is_utf8, "--out", "UTF-8, which TensorBoard's files need", self.out)
+        _ = self.budget  # raises ConfigError for an invalid budget
         if self.loss_scale not in ("auto", "dynamic"):
-            scale = from_text(float, self.loss_scale)
-            right = isinstance(scale, float) and 0 < scale < math.inf
-            _require(right, "--loss-scale", "auto, dynamic or a number above 0", self.loss_scale)
-        trains = "training; --evaluate ends before it"
-        for name, has_effect, where in (
-            ("data_path", files, "--data cifar10, cifar100 and folder"),
-            ("data_seed", not files, "--data digits and synthetic"),
+            scale = parse_text(float, self.loss_scale)
+            is_valid = isinstance(scale, float) and 0 < scale < math.inf
+            _check_option(is_valid, "--loss-scale", "auto, dynamic or a number above 0", self.loss_scale)
+        training = "training; --evaluate ends before it"
+        for name, has_effect, subject in (
+            ("data_path", reads_files, "--data cifar10, cifar100 and folder"),
+            ("data_seed", not reads_files, "--data digits and synthetic"),
             ("image_size", self.data in ("folder", "synthetic"), "--data folder and synthetic"),
             ("synthetic_images", self.data == "synthetic", "--data synthetic"),
             ("loss_scale", self.amp.startswith("O"), "--amp O0 to O3"),
-            ("pretrained", timm or self.pretrained != "timm", "--model timm/<name>"),
-            ("mlp_norm", not timm, "fastvit's models"),
-            ("out", not self.evaluate, trains),
-            ("resume", not self.evaluate, trains),
-            ("stop_after", not self.evaluate, trains),
+            ("pretrained", is_timm or self.pretrained != "timm", "--model timm/<name>"),
+            ("mlp_norm", not is_timm, "fastvit's models"),
+            ("out", not self.evaluate, training),
+            ("resume", not self.evaluate, training),
+            ("stop_after", not self.evaluate, training),
         ):
-            if getattr(self, name) != FIELDS[name].default and not has_effect:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)} is for {where}")
+            if getattr(self, name) != CONFIG_FIELDS[name].default and not has_effect:
+                raise ConfigError(f"{option_flag(name)} {getattr(self, name)} is for {subject}")
 
     @property
     def budget(self) -> str | float | None:
-        """The budget in `memory` as `fastvit.convert` takes it; None where there is no budget."""
-        if self.memory in MEMORY:
+        """The budget in `memory`, as `fastvit.convert` takes it, or None if `memory` is a mode."""
+        if self.memory in MEMORY_MODES:
             return None
         text = self.memory.removeprefix("budget=")
-        number = from_text(int, text)
-        budget = from_text(float, text) if number is text else number
+        number = parse_text(int, text)
+        budget = parse_text(float, text) if number is text else number
         with contextlib.suppress(ValueError):
-            # Bytes are whole: 2.0 may be meant as twice what is kept.
+            # Bytes are whole numbers. A float above 1 is refused: 2.0 may be meant as twice what is kept.
             if text == "least" or (parse_budget(budget) and not (isinstance(budget, float) and budget > 1)):
                 return budget
         raise ConfigError(
-            f"--memory must be one of {', '.join(MEMORY)}, or a budget: a share of at most 1 (budget=0.6), "
-            f"bytes (budget=2GiB) or budget=least; budget= may be left out; got {self.memory!r}"
+            f"--memory must be one of {', '.join(MEMORY_MODES)}, or a budget: a fraction "
+            f"of at most 1 (budget=0.6), bytes (budget=2GiB) or budget=least; budget= may be left "
+            f"out; got {self.memory!r}"
         )
 
     @property
-    def continued(self) -> str:
-        """The option that names a checkpoint, for messages."""
-        return flag("evaluate" if self.evaluate else "resume")
+    def checkpoint_option(self) -> str:
+        """The option that names the checkpoint, `--resume` or `--evaluate`, for messages."""
+        return option_flag("evaluate" if self.evaluate else "resume")
 
     def save(self, path: Path) -> None:
-        """Write the fields as TOML, which `--config` reads; fields that are None are left out."""
+        """Writes the fields as TOML, which `--config` reads, except for those that are None."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         # Strings, booleans, numbers and lists of strings are the same in JSON and TOML.
-        given = {name: json.dumps(v, ensure_ascii=False) for name, v in values.items() if v is not None}
-        content = "".join(f"{name} = {text}\n" for name, text in given.items())
-        path.write_text(content, "utf-8", "surrogateescape")  # a path may hold any bytes
+        texts = {name: json.dumps(v, ensure_ascii=False) for name, v in values.items() if v is not None}
+        content = "".join(f"{name} = {text}\n" for name, text in texts.items())
+        path.write_text(content, "utf-8", "surrogateescape")  # A path may hold any bytes.
 
 
-FIELDS = {item.name: item for item in fields(Config)}
-_HINTS = typing.get_type_hints(Config)
-KINDS: dict[str, type] = {  # float, of `float | None`
-    name: tuple if item.default == () else (typing.get_args(_HINTS[name]) or (_HINTS[name],))[0]
-    for name, item in FIELDS.items()
+CONFIG_FIELDS = {item.name: item for item in fields(Config)}
+_CONFIG_TYPE_HINTS = typing.get_type_hints(Config)
+OPTION_TYPES: dict[str, type] = {  # A field of type `float | None` has float.
+    name: tuple
+    if item.default == ()
+    else (typing.get_args(_CONFIG_TYPE_HINTS[name]) or (_CONFIG_TYPE_HINTS[name],))[0]
+    for name, item in CONFIG_FIELDS.items()
 }
-_TAKES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", tuple: "texts"}
+_TYPE_TEXTS = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "text",
+    tuple: "texts",
+}
 
 
-def from_text(kind: type, text: str) -> Any:
-    """The value of a flag; the text itself where it is none, which `checked` refuses."""
+def parse_text(kind: type, text: str) -> Any:
+    """Returns the value of a flag, or the text itself if it is no such value, which `check_value` refuses."""
     try:
         return kind(text)
     except ValueError:
         return text
 
 
-def checked(name: str, value: Any, said: str = "") -> Any:
-    """A value of the option `name`, as its type is; `said` is what a message calls the option.
+def replace_old_value(name: str, value: Any, label: str) -> Any:
+    """Returns the present spelling of a value. Warns of an old one, and calls the option `label`."""
+    if not isinstance(value, str) or (new := OLD_VALUES.get((name, value))) is None:
+        return value
+    # Python shows no DeprecationWarning to the user of a program.
+    message = f"fastvit-train: {label} {value} is {new} now; the old value is gone in the next release"
+    warnings.warn(message, FutureWarning, stacklevel=2)
+    return new
+
+
+def check_value(name: str, value: Any, label: str = "") -> Any:
+    """Returns a value of the option `name`, converted to its type. Messages call the option `label`.
 
     Raises:
-        ConfigError: it is of the wrong kind, out of range or no choice.
+        ConfigError: the value has the wrong type, is out of range, or is none of the choices.
     """
-    kind, item, said = KINDS[name], FIELDS[name], said or flag(name)
+    kind, item, label = OPTION_TYPES[name], CONFIG_FIELDS[name], label or option_flag(name)
     if value is None and item.default is None:
         return None
+    value = replace_old_value(name, value, label)
     if (kind is float or name in ("loss_scale", "memory")) and type(value) in (int, float):
-        value = kind(str(value))  # float() of a very large int raises, that of its text does not
+        value = kind(str(value))  # float() of a very large int raises, float() of its text does not.
     if kind is tuple:
         value = (value,) if isinstance(value, str) else value
-        right = isinstance(value, list | tuple) and all(isinstance(part, str) for part in value)
-        value = tuple(value) if right else value
+        is_valid = isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
+        value = tuple(value) if is_valid else value
     else:
-        right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-        right = right and (kind is not float or math.isfinite(value))
-    _require(right, said, _TAKES[kind], value)
+        is_valid = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        is_valid = is_valid and (kind is not float or math.isfinite(value))
+    _check_option(is_valid, label, _TYPE_TEXTS[kind], value)
     if choices := item.metadata["choices"]:
-        _require(value in choices, said, f"one of {', '.join(choices)}", value)
-    if name in LIMITS:
-        low, high = LIMITS[name]
-        _require(low <= value, said, "above 0" if low == LEAST else f"at least {low}", value)
-        _require(value <= high, said, "below 1" if high < 1 else f"at most {high}", value)
+        _check_option(value in choices, label, f"one of {', '.join(choices)}", value)
+    if name in NUMBER_LIMITS:
+        low, high = NUMBER_LIMITS[name]
+        _check_option(low <= value, label, "above 0" if low == MIN_POSITIVE else f"at least {low}", value)
+        _check_option(value <= high, label, "below 1" if high < 1 else f"at most {high}", value)
     return value
 
 
 def check_packages(config: Config) -> None:
-    """Raise ConfigError with the names of all missing packages, before a run starts."""
-    needed = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm"}  # by module
+    """Raises ConfigError with the names of all missing packages, before a run starts."""
+    needed = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm"}  # packages by their modules
     needed |= {"digits": {"sklearn": "scikit-learn"}, "folder": {"PIL": "pillow"}}.get(config.data, {})
     if config.model.startswith("timm/"):
         needed["timm"] = "timm"
@@ -246,22 +274,22 @@ def check_packages(config: Config) -> None:
         )
 
 
-def flag(name: str) -> str:
-    """`batch_size` -> `--batch-size`."""
+def option_flag(name: str) -> str:
+    """Returns the flag of a field: `batch_size` -> `--batch-size`."""
     return "--" + name.replace("_", "-")
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its kind."""
+    """Returns the first line of an error's message, or the name of its type if there is no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def some(names: Iterable[object]) -> str:
-    """The first few of the names, for a message."""
-    shown = [str(name) for name in names]
-    return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
+def abbreviate(names: Iterable[object]) -> str:
+    """Returns the first five names as one text, for a message."""
+    texts = [str(name) for name in names]
+    return ", ".join(texts[:5]) + (", ..." if len(texts) > 5 else "")
 
 
-def _require(holds: bool, said: str, takes: str, got: object) -> None:
-    if not holds:
-        raise ConfigError(f"{said} must be {takes}, got {got!r}")
+def _check_option(is_valid: bool, label: str, expected: str, value: object) -> None:
+    if not is_valid:
+        raise ConfigError(f"{label} must be {expected}, got {value!r}")

@@ -1,4 +1,4 @@
-"""Ranks: the process group from start to end, and messages between ranks."""
+"""Starts the process group, and exchanges messages between ranks."""
 
 from __future__ import annotations
 
@@ -18,87 +18,100 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..sync.agreement import Agreement, answers_text, boot_id, in_time
-from ..sync.collective import ALL_GATHER, wait_on_host
-from ..sync.rendezvous import meet
+from ..sync.collective import ALL_GATHER_NAME, wait_interruptibly
+from ..sync.launcher_rendezvous import open_rendezvous_store
+from ..sync.process_watch import boot_id
+from ..sync.store_consensus import StoreConsensus, format_answers
+from ..sync.waiting import run_with_timeout
 from .config import ConfigError, TrainingError, first_line
-from .launch import Launch
+from .launcher import LaunchInfo
 
 T = TypeVar("T")
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of a network interface
+_SIOCGIFADDR = 0x8915  # the request for an interface's address, in linux/sockios.h
 
 
 def get_world_size() -> int:
-    """Number of ranks, 1 without a process group."""
+    """Returns the number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def get_rank() -> int:
-    """The rank of this process, 0 without a process group."""
+    """Returns the rank of this process, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, the one that prints and writes files."""
+    """Returns whether this is rank 0, which prints and writes files."""
     return get_rank() == 0
 
 
-def say(text: str) -> None:
-    """Print a line on rank 0."""
+def print_on_main(text: str) -> None:
+    """Prints a line on rank 0."""
     if is_main_process():
         print(text, flush=True)
 
 
-def init(launch: Launch | None, device: str = "auto", timeout: float = 300.0) -> torch.device:
-    """Join the process group of the launcher; without a launcher print a message and use this process alone.
+def init_distributed(
+    launch_info: LaunchInfo | None, device: str = "auto", timeout: float = 300.0
+) -> torch.device:
+    """Joins the process group of the launcher. Without a launcher this process trains alone, and says so.
 
-    The ranks agree on their device before the backend is chosen: NCCL when each of them has a GPU of its own,
-    else gloo and the CPU. The launcher may make all GPUs of the host visible to each rank, or its own alone.
+    The ranks choose their devices together, before the backend: NCCL if each rank has a GPU of its own, or
+    else gloo and the CPU. The launcher may show each rank all GPUs of the host, or only the rank's own.
 
     A rank waits `timeout` seconds for the others, here and in every later collective.
 
     Returns:
         The device of this rank.
     """
-    if launch is None:
+    if launch_info is None:
         print("not using distributed mode", flush=True)
         return _choose_device(device, torch.cuda.is_available(), 0)
 
-    rank, world = launch.rank, launch.world
+    rank, world_size = launch_info.rank, launch_info.world_size
+    address, port = launch_info.master_addr, launch_info.master_port
     hint = "; was srun forgotten?" if "SLURM_PROCID" in os.environ and rank == 0 else ""
     try:
-        store = meet(rank, world, launch.address, launch.port, timeout, launch.run)
-        agreement = Agreement(dist.PrefixStore("trainer", store), rank, world, timeout)
-        told = agreement.ask("options", f"--device {device}")
-        if len(told) > 1:
-            raise ConfigError(f"the ranks differ in their options: {answers_text(told)}")
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
-        index = launch.local_rank % max(1, gpus)
-        own = str(torch.cuda.get_device_properties(index).uuid) if gpus else ""
-        different = agreement.ask("GPUs", own)
-        chosen = _choose_device(device, "" not in different and len(different) == world, index)
-        if cuda := chosen.type == "cuda":
+        store = open_rendezvous_store(rank, world_size, address, port, timeout, launch_info.run_id)
+        consensus = StoreConsensus(dist.PrefixStore("trainer", store), rank, world_size, timeout)
+        chosen = _choose_device_with_ranks(launch_info, consensus, device)
+        if is_cuda := chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         else:
-            _choose_interface(launch, agreement)
-            hint = "; GLOO_SOCKET_IFNAME names the network interface that reaches the other hosts, as eth0"
-        group = functools.partial(
+            _set_gloo_interface(launch_info, consensus)
+            hint = "; set GLOO_SOCKET_IFNAME to the network interface that reaches the other hosts, as eth0"
+        init_group = functools.partial(
             dist.init_process_group,
-            "nccl" if cuda else "gloo",
+            "nccl" if is_cuda else "gloo",
             store=dist.PrefixStore("group", store),
             rank=rank,
-            world_size=world,
+            world_size=world_size,
             timeout=timedelta(seconds=timeout),
-            device_id=chosen if cuda else None,
+            device_id=chosen if is_cuda else None,
         )
         # gloo waits for five times its timeout when a rank does not answer.
-        group() if cuda else in_time(group, timeout)
+        init_group() if is_cuda else run_with_timeout(init_group, timeout)
     except (RuntimeError, TimeoutError) as error:
         raise ConfigError(
-            f"the {world} ranks did not meet at {launch.address}:{launch.port} within {timeout:g} s: "
+            f"the {world_size} ranks did not meet at {address}:{port} within {timeout:g} s: "
             f"{first_line(error)}{hint}"
         ) from None
     return chosen
+
+
+def _choose_device_with_ranks(
+    launch_info: LaunchInfo, consensus: StoreConsensus, option: str
+) -> torch.device:
+    """Returns this rank's own GPU if every rank has one, or else the CPU. `option` is `--device`."""
+    ranks_by_option = consensus.gather_answers("options", f"--device {option}")
+    if len(ranks_by_option) > 1:
+        raise ConfigError(f"the ranks must have the same --device, got {format_answers(ranks_by_option)}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and option != "cpu" else 0
+    index = launch_info.local_rank % max(1, gpus)
+    gpu_uuid = str(torch.cuda.get_device_properties(index).uuid) if gpus else ""
+    ranks_by_gpu = consensus.gather_answers("GPUs", gpu_uuid)
+    all_have_gpu = "" not in ranks_by_gpu and len(ranks_by_gpu) == launch_info.world_size
+    return _choose_device(option, all_have_gpu, index)
 
 
 def _choose_device(option: str, all_have_gpu: bool, index: int) -> torch.device:
@@ -109,42 +122,43 @@ def _choose_device(option: str, all_have_gpu: bool, index: int) -> torch.device:
     return torch.device("cuda", index) if option != "cpu" and all_have_gpu else torch.device("cpu")
 
 
-def _choose_interface(launch: Launch, agreement: Agreement) -> None:
-    """Have gloo use the network interface that reaches rank 0, where it would use the loopback.
+def _set_gloo_interface(launch_info: LaunchInfo, consensus: StoreConsensus) -> None:
+    """Lets gloo use the network interface that reaches rank 0, if gloo would use the loopback.
 
-    gloo listens at the address of the host's name, which Debian and many containers have as 127.0.1.1. Then
-    ranks connect to their own host in place of another. The host of rank 0 knows its own name so, and takes
-    the address by which the others know it.
+    gloo listens at the address of the host's name, which is 127.0.1.1 on Debian and in many containers. Ranks
+    would then connect to their own host in place of another. The host of rank 0 may resolve its name to the
+    loopback too, so it uses the address by which the other hosts know it.
     """
-    known = [*filter(None, agreement.ask("address of rank 0", _outer_address(launch.address)))]
-    if "GLOO_SOCKET_IFNAME" in os.environ or not known or _outer_address(socket.gethostname()):
+    answers = consensus.gather_answers("address of rank 0", _routable_address(launch_info.master_addr))
+    addresses = [*filter(None, answers)]
+    if "GLOO_SOCKET_IFNAME" in os.environ or not addresses or _routable_address(socket.gethostname()):
         return
-    family = socket.AF_INET6 if ":" in known[0] else socket.AF_INET
+    family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((known[0], launch.port))  # sends nothing, and chooses the own address
-        if name := interface_of(probe.getsockname()[0]):
+        probe.connect((addresses[0], launch_info.master_port))  # Sends nothing, but chooses the interface.
+        if name := find_interface(probe.getsockname()[0]):
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def interface_of(address: str) -> str:
-    """The name of the network interface that has an address of this host; "" where none has it."""
+def find_interface(address: str) -> str:
+    """Returns the name of the network interface of this host that has an address, or ""."""
     if ":" in address:
         packed = socket.inet_pton(socket.AF_INET6, address).hex()
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
         return next((line.split()[-1] for line in lines if line.startswith(packed)), "")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24]
-                if found == socket.inet_aton(address):
+            with contextlib.suppress(OSError):  # An interface may have no address.
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if reply[20:24] == socket.inet_aton(address):
                     return name
     return ""
 
 
-def _outer_address(host: str) -> str:
-    """The address at which other hosts reach a host, of IPv4 or IPv6; "" where it has none.
+def _routable_address(host: str) -> str:
+    """Returns the IPv4 or IPv6 address at which other hosts reach `host`, or "" if that is the loopback.
 
-    It is the first that the resolver gives, which gloo takes too.
+    The resolver's first address counts, since gloo takes that one too.
     """
     with contextlib.suppress(OSError):
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -152,38 +166,38 @@ def _outer_address(host: str) -> str:
     return ""
 
 
-def own_cores() -> int:
-    """This rank's share of the cores that it may run on.
+def cores_per_rank() -> int:
+    """Returns the number of cores of this rank: those it may run on, divided among the ranks that share them.
 
-    torchrun lets every rank run on all cores of the host; srun may give each task its own.
+    torchrun lets every rank run on all cores of the host; srun may give each task cores of its own.
     """
     machine, cores = os.uname().nodename, sorted(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
-        machine = boot_id()  # of ranks in several containers too
-    return max(1, len(cores) // gather_objects((machine, cores)).count((machine, cores)))
+        machine = boot_id()  # Containers on one host share it.
+    return max(1, len(cores) // all_gather_objects((machine, cores)).count((machine, cores)))
 
 
-def mean_of_ranks(value: Tensor) -> Tensor:
-    """The mean of `value` over the ranks."""
+def average_over_ranks(value: Tensor) -> Tensor:
+    """Returns the mean of `value` over the ranks."""
     total = value.detach().clone()
     if get_world_size() > 1:
         dist.all_reduce(total)
     return total / get_world_size()
 
 
-def gather_numbers(numbers: Tensor) -> list[list[float]]:
-    """Each of the `(n,)` numbers of all ranks, in rank order: one collective."""
-    mine = numbers.detach().view(1, -1)
+def all_gather_numbers(numbers: Tensor) -> list[list[float]]:
+    """Returns, for each of the `(n,)` numbers, its values on all ranks in rank order; one collective."""
+    row = numbers.detach().view(1, -1)
     if get_world_size() < 2:
-        return mine.T.tolist()
-    everybody = mine.new_empty(get_world_size(), mine.shape[1])
-    work = getattr(dist, ALL_GATHER)(everybody, mine, async_op=True)
-    work.wait() if mine.is_cuda else wait_on_host(work)
-    return everybody.T.tolist()
+        return row.T.tolist()
+    rows = row.new_empty(get_world_size(), row.shape[1])
+    work = getattr(dist, ALL_GATHER_NAME)(rows, row, async_op=True)
+    work.wait() if row.is_cuda else wait_interruptibly(work)
+    return rows.T.tolist()
 
 
-def gather_objects(value: T) -> list[T]:
-    """`value` of every rank in rank order, on every rank."""
+def all_gather_objects(value: T) -> list[T]:
+    """Returns on every rank the `value` of all ranks, in rank order."""
     if get_world_size() < 2:
         return [value]
     values: list[Any] = [None] * get_world_size()
@@ -191,49 +205,49 @@ def gather_objects(value: T) -> list[T]:
     return values
 
 
-def agree(values: dict[str, Any]) -> None:
-    """Raise TrainingError on every rank, with names, values and ranks, unless all pass the same values."""
-    everybody = gather_objects(values)
-    different = []
-    for name in dict.fromkeys(name for one in everybody for name in one):
+def require_equal_on_ranks(values: dict[str, Any]) -> None:
+    """Raises TrainingError on every rank, with names, values and ranks, unless all pass the same values."""
+    all_values = all_gather_objects(values)
+    differences = []
+    for name in dict.fromkeys(name for rank_values in all_values for name in rank_values):
         ranks: dict[str, list[int]] = {}
-        for rank, one in enumerate(everybody):
-            ranks.setdefault(str(one.get(name)), []).append(rank)
+        for rank, rank_values in enumerate(all_values):
+            ranks.setdefault(str(rank_values.get(name)), []).append(rank)
         if len(ranks) > 1:
-            different.append(f"{name} differs: {answers_text(ranks)}")
-    if different:
-        raise TrainingError(f"every rank must have the same, but {' | '.join(different)}")
+            differences.append(f"{name} differs: {format_answers(ranks)}")
+    if differences:
+        raise TrainingError(f"every rank must have the same, but {' | '.join(differences)}")
 
 
-def on_main(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function on rank 0, and return its result, or raise its error, on every rank."""
-    outcome: list[Any] = [_attempt(function, *arguments) if is_main_process() else None]
+def run_on_main(function: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function on rank 0. Returns its result, or raises its error, on every rank."""
+    outcome: list[Any] = [_call_catching_errors(function, *arguments) if is_main_process() else None]
     if get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
-    result, failed = outcome[0]
-    if failed is not None:
-        raise TrainingError(failed)
+    result, message = outcome[0]
+    if message is not None:
+        raise TrainingError(message)
     return result
 
 
-def on_every(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function on every rank and return its result there; an error of one is raised on all."""
-    result, failed = _attempt(function, *arguments)
-    raise_together(failed)
+def run_on_all_ranks(function: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function on every rank and returns its result there. An error of one rank is raised on all."""
+    result, message = _call_catching_errors(function, *arguments)
+    raise_on_all_ranks(message)
     return result
 
 
-def _attempt(function: Callable[..., T], *arguments: Any) -> tuple[Any, str | None]:
-    """The result of a function, or the message of an error that all ranks should raise."""
+def _call_catching_errors(function: Callable[..., T], *arguments: Any) -> tuple[Any, str | None]:
+    """Returns the result of a function, or the message of an error that all ranks should raise."""
     try:
         return function(*arguments), None
     except (OSError, ValueError, TrainingError) as error:
         return None, str(error) or type(error).__name__
 
 
-def raise_together(failed: str | None) -> None:
-    """Raise TrainingError on every rank when one of them passes a message; every rank calls it."""
-    messages = gather_objects(failed)
+def raise_on_all_ranks(message: str | None) -> None:
+    """Raises TrainingError on every rank if one of them passes a message. Every rank calls it."""
+    messages = all_gather_objects(message)
     if any(messages):
         first = next(filter(None, messages))
         rank = messages.index(first)
@@ -242,19 +256,20 @@ def raise_together(failed: str | None) -> None:
 
 @torch.no_grad()
 def broadcast_weights(model: nn.Module) -> None:
-    """Copy the parameters and buffers of rank 0 to every rank."""
+    """Copies the parameters and buffers of rank 0 to every rank."""
     if get_world_size() > 1:
         for value in model.state_dict(keep_vars=True).values():
-            # A broadcast needs dense memory, which a parameter in channels_last has too.
+            # A broadcast needs dense memory. A parameter in channels_last is dense too.
             dist.broadcast(value.detach(), src=0)
 
 
 @torch.no_grad()
 def average_running_statistics(model: nn.Module) -> None:
-    """Replace running means and variances by their mean over the ranks.
+    """Replaces running means and variances by their mean over the ranks.
 
-    They differ in layers that are not synchronised, and all ranks are to evaluate what rank 0 saves.
+    They differ between ranks in layers that are not synchronised, but all ranks must evaluate the model that
+    rank 0 saves.
     """
     for name, buffer in model.named_buffers():
         if name.endswith(("running_mean", "running_var")):
-            buffer.copy_(mean_of_ranks(buffer))
+            buffer.copy_(average_over_ranks(buffer))

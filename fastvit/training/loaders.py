@@ -1,4 +1,4 @@
-"""Loads each rank's share of the images, a batch at a time."""
+"""Chooses the batches of each rank, and loads them."""
 
 from __future__ import annotations
 
@@ -16,124 +16,130 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from .config import Config, ConfigError
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # each asks a run to save a checkpoint and end
-MOST_WORKERS = 4  # of a rank, unless --workers has another number
-Key = tuple[list[int], "int | None"]  # indices of a batch, and the seed of its augmentation
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Each asks a run to save a checkpoint and to end.
+MAX_WORKERS_PER_RANK = 4  # the default of --workers for --data folder, if the rank has as many cores
+BatchKey = tuple[list[int], "int | None"]  # the indices of a batch, and the seed of its augmentation
 
 
-def seed_of(*numbers: int) -> int:
-    """A seed for each combination of numbers."""
+def combine_seeds(*numbers: int) -> int:
+    """Returns a seed that differs between combinations of numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
-def normalise(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """`(x / 255 - mean) / std` by channel of images `(..., C, H, W)`, uint8."""
+def normalize_pixels(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Returns `(x / 255 - mean) / std`, by channel, of uint8 images `(..., C, H, W)`."""
     mean_, std_ = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     return (pixels / 255 - mean_) / std_
 
 
 class ImageDataset(Dataset):
-    """Images that are read a batch at a time, and their labels `(N,)` int64."""
+    """Images that are read in batches, and their labels `(N,)` int64."""
 
     labels: Tensor
 
-    def read(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
-        """Images `(n, C, H, W)` fp32, ready for the model; augmented by random numbers of the generator."""
+    def read_batch(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
+        """Returns fp32 images `(n, C, H, W)` as the model takes them. A generator augments them at random."""
         raise NotImplementedError
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, key: BatchKey) -> tuple[Tensor, Tensor]:
         indices, seed = key
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        batch = self.read(indices, generator), self.labels[indices]
+        batch = self.read_batch(indices, generator), self.labels[indices]
         if get_worker_info() is not None:
-            # A full /dev/shm is an error here; the thread that sends a batch to the rank would drop it.
-            for part in batch:
-                part.share_memory_()
+            # A full /dev/shm raises here. The thread that sends a batch to the rank would drop the error.
+            for tensor in batch:
+                tensor.share_memory_()
         return batch
 
 
-class TrainBatches(Sampler[Key]):
-    """Shuffled batches of one rank; the last, smaller batch is dropped.
+class TrainBatchSampler(Sampler[BatchKey]):
+    """Draws the shuffled batches of one rank. The last, smaller batch is dropped.
 
     The order depends only on (seed, epoch), and the augmentation of a batch only on (seed, epoch, rank,
     batch). So an epoch can be continued in the middle, and does not depend on the number of workers.
     """
 
-    def __init__(self, images: int, batch_size: int, rank: int, world: int, seed: int) -> None:
-        self.images, self.batch_size, self.seed = images, batch_size, seed
-        self.rank, self.world = rank, world
-        if images // self.world < batch_size:
+    def __init__(self, num_images: int, batch_size: int, rank: int, world_size: int, seed: int) -> None:
+        self.num_images, self.batch_size, self.seed = num_images, batch_size, seed
+        self.rank, self.world_size = rank, world_size
+        if num_images // world_size < batch_size:
             raise ConfigError(
-                f"--batch-size must be at most the {images // self.world} training images of one rank, "
+                f"--batch-size must be at most the {num_images // world_size} training images of one rank, "
                 f"got {batch_size}"
             )
-        self.epoch = self.first = 0
+        self.epoch = self.first_batch = 0
 
-    def set_epoch(self, epoch: int, first: int = 0) -> None:
-        """Begin the next iteration at batch `first` of `epoch`."""
-        self.epoch, self.first = epoch, first
+    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
+        """Lets the next iteration begin at batch `first_batch` of `epoch`."""
+        self.epoch, self.first_batch = epoch, first_batch
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[BatchKey]:
         random = torch.Generator().manual_seed(self.seed + self.epoch)
-        mine = torch.randperm(self.images, generator=random)[self.rank :: self.world].split(self.batch_size)
-        for batch in range(self.first, len(self)):
-            yield mine[batch].tolist(), seed_of(self.seed, self.epoch, self.rank, batch)
+        order = torch.randperm(self.num_images, generator=random)
+        own_batches = order[self.rank :: self.world_size].split(self.batch_size)
+        for batch in range(self.first_batch, len(self)):
+            yield own_batches[batch].tolist(), combine_seeds(self.seed, self.epoch, self.rank, batch)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
-        return self.images // self.world // self.batch_size
+        """Returns the number of batches of a whole epoch."""
+        return self.num_images // self.world_size // self.batch_size
 
 
-def test_batches(images: int, batch_size: int, rank: int, world: int) -> list[Key]:
-    """A share of the test images that is every `world`-th: the ranks together see each exactly once."""
-    share = range(rank, images, world)
-    return [([*share[n : n + batch_size]], None) for n in range(0, len(share), batch_size)]
+def list_test_batches(num_images: int, batch_size: int, rank: int, world_size: int) -> list[BatchKey]:
+    """Lists the batches of test images of one rank: every `world_size`-th one, so that each is seen once."""
+    indices = range(rank, num_images, world_size)
+    return [([*indices[n : n + batch_size]], None) for n in range(0, len(indices), batch_size)]
 
 
 class _Loader(DataLoader):
     """Starts its workers with the stop signals blocked, which all threads of a worker inherit.
 
-    A scheduler signals every process of a job, and the rank needs its workers until its step is complete.
-    torch may start threads in a worker before `worker_init_fn` runs, and a signal takes any thread that does
-    not block it.
+    A scheduler signals every process of a job, but the rank needs its workers until its step is complete.
+    torch may start threads in a worker before `worker_init_fn` runs, and the kernel delivers a signal to any
+    thread that does not block it.
     """
 
     def __iter__(self) -> Any:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return super().__iter__()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _watch_rank(worker: int) -> None:
-    threading.Thread(target=_wait_for_rank, daemon=True).start()
+    """Starts the thread of a worker that ends the worker with its rank; a `worker_init_fn`."""
+    threading.Thread(target=_exit_with_rank, daemon=True).start()
 
 
-def _wait_for_rank() -> None:
-    """End a worker by SIGTERM only when its rank sends it, or when the rank has ended.
+def _exit_with_rank() -> None:
+    """Ends a worker on SIGTERM only if its rank has sent the signal, or has ended.
 
-    DataLoader and the interpreter's exit end workers by SIGTERM, even those that hang in a read.
+    DataLoader and the interpreter's exit send SIGTERM to workers, and so end even those that hang in a read.
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid and rank.is_alive():
         pass
-    os._exit(0)  # DataLoader reports any other status as a failure of the worker
+    os._exit(0)  # DataLoader reports any other status as a failure of the worker.
 
 
 def make_loader(
-    images: ImageDataset, batches: Sampler[Key] | list[Key], config: Config, device: torch.device, cores: int
+    images: ImageDataset,
+    batches: Sampler[BatchKey] | list[BatchKey],
+    config: Config,
+    device: torch.device,
+    cores: int,
 ) -> DataLoader:
-    """Loads the batches of this rank, which has so many cores; each batch is a key of `images`."""
-    workers = min(MOST_WORKERS, cores) if config.workers is None else config.workers
+    """Returns a loader of `batches`, which are keys of `images`, for a rank that has `cores` cores."""
+    num_workers = min(MAX_WORKERS_PER_RANK, cores) if config.workers is None else config.workers
     return _Loader(
         images,
         sampler=batches,
-        batch_size=None,  # an item is a batch
-        num_workers=workers,
-        persistent_workers=workers > 0,
+        batch_size=None,  # Each item is a batch already.
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
         worker_init_fn=_watch_rank,
         pin_memory=device.type == "cuda",
-        timeout=config.timeout if workers else 0,
+        timeout=config.timeout if num_workers else 0,
     )

@@ -1,4 +1,4 @@
-"""Imports NVIDIA apex, whose SyncBatchNorm fastvit's is compared with."""
+"""Imports NVIDIA apex, for `--norm apex-sync` and for comparisons."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 
 def import_apex(part: str) -> ModuleType:
-    """`apex.<part>` of NVIDIA apex itself: from the folder FASTVIT_APEX, or as installed.
+    """Returns the module `apex.<part>` of NVIDIA apex, from the folder FASTVIT_APEX or as installed.
 
     The folder is a clone of apex at release 25.05, or an unpacked archive of it; it need not be compiled.
-    apex's Python code runs on the CPU too, with one change: its NVTX ranges are disabled without a GPU.
+    apex's Python code runs on the CPU too. Without a GPU its NVTX ranges are disabled.
 
     Raises:
-        ImportError: there is no apex, or it lacks this part.
+        ImportError: apex is not found, or has no such part.
     """
     folder = os.environ.get("FASTVIT_APEX")
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)
     module = importlib.import_module(f"apex.{part}")
-    if module.__name__ != f"apex.{part}":  # fastvit.compat provides missing parts under apex's names
-        raise ImportError(f"apex.{part} is {module.__name__} here")
+    if module.__name__ != f"apex.{part}":  # fastvit.compat provides missing parts of apex under their names.
+        raise ImportError(f"apex.{part} is {module.__name__} of fastvit, not NVIDIA's")
     if not torch.cuda.is_available():
         nvtx = torch.cuda.nvtx
         nvtx.range_push = nvtx.range_pop = lambda *_: -1  # type: ignore[assignment]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from loopback import HEADER_PACKETS, Loopback
 
 from fastvit import SyncBatchNorm, ops, sync
-from fastvit.sync import cuda_peer, group
+from fastvit.sync import cuda_ipc, statistics_group
 from fastvit.sync.protocol import Arena, Exchange, Tag
 
 if os.environ.get("FASTVIT_TEST_DEVICE") != "cuda_host":
@@ -33,7 +33,7 @@ class Ranks(Loopback):
         self.engine, self.side_by_side, self.is_gpu = engine, streams, True
 
     @contextlib.contextmanager
-    def on(self, rank):
+    def on_stream_of(self, rank):
         if self.side_by_side:
             self.engine.config.stream = rank + 1
         else:
@@ -44,7 +44,7 @@ class Ranks(Loopback):
 
     @contextlib.contextmanager
     def together(self):
-        """Inside, launches are queued; at the end they run together."""
+        """Queues launches, and runs them together at the end."""
         self.engine.config.deferred = True
         yield
         self.engine.run()
@@ -126,10 +126,10 @@ def local_step(ranks, step, residual=False):
 def launch_step(member, rank, step, residual=False, tag=None):
     """One rank's step, by its four launches."""
     x, dy, added = rank.input(step), rank.input(step + 50), rank.input(step + 70) if residual else None
-    moments = member.moments(x, 1, tag or Tag(3, step))
+    moments = member.compute_moments(x, 1, tag or Tag(3, step))
     y, saved = rank.forward(x if residual else x.clone(), moments, added)
     kept = x if residual else y
-    sums = member.sums(lambda e: rank.reduce(kept, dy, saved, added, e), tag or Tag(3, step))
+    sums = member.compute_sums(lambda e: rank.reduce(kept, dy, saved, added, e), tag or Tag(3, step))
     gradients = rank.backward(kept, dy, saved, sums[1], added)
     return [y, saved, sums, *gradients], [x, dy, added, moments, kept]
 
@@ -228,16 +228,16 @@ def test_a_part_that_fails(large, direction, lost):
         for channel in lost if failing else ():
             loop.view_inbox(0, 3, 1, HEADER_PACKETS + channel)[:16].zero_()
         if direction == "forward":
-            got = loop.ranks[0].moments(x[0], 1, Tag(3, 1))
+            got = loop.ranks[0].compute_moments(x[0], 1, Tag(3, 1))
         else:
             reduce = functools.partial(ops.bn_reduce, x[0], x[0], saved)
-            own, got = loop.ranks[0].sums(lambda e, reduce=reduce: reduce(exchange=e), Tag(3, 1))
+            own, got = loop.ranks[0].compute_sums(lambda e, reduce=reduce: reduce(exchange=e), Tag(3, 1))
             assert torch.equal(own, rows[0][0])
         assert got.isnan().all() if failing else torch.equal(got, want)
         assert (loop.words(0).epoch, loop.words(0).failed) == (not failing, failing)
         message = f"rank 0 in {direction} of layer 3, step 1: nothing from rank 3"
         with pytest.raises(RuntimeError, match=message) if failing else contextlib.nullcontext():
-            loop.ranks[0].next_step()
+            loop.ranks[0].next_forward_index()
 
 
 def test_epochs_wrap(engine):
@@ -273,7 +273,7 @@ def test_counters_of_a_captured_launch_are_the_graphs_own(engine):
     want = ops.bn_stats(x)
     engine.config.capturing = True
     for step in (1, 2):
-        assert torch.equal(loop.ranks[0].moments(x, 1, Tag(1, step)), want)
+        assert torch.equal(loop.ranks[0].compute_moments(x, 1, Tag(1, step)), want)
 
 
 def assert_untouched(rank):
@@ -301,24 +301,22 @@ def test_a_dead_peer(engine, seed):
         assert all_nan(y, saved, sums[1], dx)
         assert_untouched(ranks[r])
         with pytest.raises(RuntimeError, match=rf"rank {r} in forward of layer 3, step 7: ") as error:
-            loop.ranks[r].next_step()
+            loop.ranks[r].next_forward_index()
         messages.append(str(error.value))
     assert any("nothing from rank 1 within 0.5 s" in message for message in messages)
     with loop.together(), loop.on_stream_of(1):  # it is late, and gets an error
         late, keep = launch_step(loop.ranks[1], ranks[1], 7)
     assert all_nan(late[0]) and keep
-    with pytest.raises(
-        RuntimeError, match=r"forward of layer 3, step 7: rank [02] raised an error and gave up"
-    ):
-        loop.ranks[1].check()
+    with pytest.raises(RuntimeError, match=r"forward of layer 3, step 7: rank [02] abandoned the exchange"):
+        loop.ranks[1].raise_reported_fault()
     for rank in loop.ranks:
         with pytest.raises(RuntimeError, match="an exchange of this group has failed"):
-            rank.next_step()
+            rank.next_forward_index()
 
 
 def test_exchanges_after_a_fault_wait_for_nobody(engine):
     loop = Ranks(engine, 2)
-    exchange = loop.ranks[0]._exchange.of(Tag(0, 1))
+    exchange = loop.ranks[0]._exchange.with_tag(Tag(0, 1))
     taken = []
     for _ in range(2):
         before = engine.steps()
@@ -337,16 +335,16 @@ def test_a_lost_packet(engine, packet, half):
     lost = loop.view_inbox(0, 1, 1, packet)[half : half + 8]
     assert lost[4:].view(torch.int32) == 1  # the epoch
     lost.zero_()
-    y, saved = ranks[0].forward(inputs[0], loop.ranks[0].moments(inputs[0], 1, Tag(3, 1)))
+    y, saved = ranks[0].forward(inputs[0], loop.ranks[0].compute_moments(inputs[0], 1, Tag(3, 1)))
     assert all_nan(saved, y)
     assert_untouched(ranks[0])
     with pytest.raises(
         RuntimeError, match="rank 0 in forward of layer 3, step 1: nothing from rank 1 within"
     ):
-        loop.ranks[0].next_step()
-    assert all_nan(ranks[1].forward(inputs[1], loop.ranks[1].moments(inputs[1], 1, Tag(3, 1)))[1])
-    with pytest.raises(RuntimeError, match="rank 1 in forward of layer 3, step 1: rank 0 raised an error"):
-        loop.ranks[1].next_step()
+        loop.ranks[0].next_forward_index()
+    assert all_nan(ranks[1].forward(inputs[1], loop.ranks[1].compute_moments(inputs[1], 1, Tag(3, 1)))[1])
+    with pytest.raises(RuntimeError, match="rank 1 in forward of layer 3, step 1: rank 0 abandoned"):
+        loop.ranks[1].next_forward_index()
 
 
 @pytest.mark.parametrize("other", ["layer", "step", "channels", "dtype"])
@@ -364,7 +362,7 @@ def test_another_tag_is_an_error_on_both(engine, other):
         assert all_nan(results[r][0][1])
         assert_untouched(ranks[r])
         with pytest.raises(RuntimeError, match=f"rank {r} (is )?in forward of layer {tags[r].layer}"):
-            loop.ranks[r].next_step()
+            loop.ranks[r].next_forward_index()
 
 
 def test_a_backward_that_fails(engine):
@@ -372,10 +370,10 @@ def test_a_backward_that_fails(engine):
     kept, dy, saved = rank.input(1), rank.input(2), torch.rand(2 * 5 + 2)
     saved[-2:] = torch.tensor([0.0, 80.0])
     rank.options = {"weight": rank.weight, "bias": rank.bias}
-    own, total = loop.ranks[0].sums(lambda e: rank.reduce(kept, dy, saved, None, e), Tag(2, 9))
+    own, total = loop.ranks[0].compute_sums(lambda e: rank.reduce(kept, dy, saved, None, e), Tag(2, 9))
     assert own.isfinite().all() and all_nan(total, *rank.backward(kept, dy, saved, total))
     with pytest.raises(RuntimeError, match="rank 0 in backward of layer 2, step 9: nothing from rank 1"):
-        loop.ranks[0].share(own[None], Tag(2, 10))
+        loop.ranks[0].merge_over_ranks(own[None], Tag(2, 10))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -386,9 +384,11 @@ def test_numbers_that_no_op_has_at_hand(engine, dtype):
     rows, sums = [ops.bn_stats(x) for x in inputs], list(torch.randn(3, 1, 10, dtype=dtype))
     with loop.together():
         got = loop.run_each(
-            lambda r, way: way.share(rows[r], Tag(1, 1)) if r == 2 else way.moments(inputs[r], 1, Tag(1, 1))
+            lambda r, way: way.merge_over_ranks(rows[r], Tag(1, 1))
+            if r == 2
+            else way.compute_moments(inputs[r], 1, Tag(1, 1))
         )
-        both = loop.run_each(lambda r, way: way.share(sums[r], Tag(1, 1)))
+        both = loop.run_each(lambda r, way: way.merge_over_ranks(sums[r], Tag(1, 1)))
     assert all(torch.equal(moments, merged(rows)) for moments in got)
     total = torch.cat(sums).double().sum(0).to(dtype)
     for own, result in zip(sums, both, strict=True):
@@ -398,7 +398,7 @@ def test_numbers_that_no_op_has_at_hand(engine, dtype):
 def test_what_is_loaded_at_set_up(engine):
     """All kernels of a shared layer have run once before the ranks wait for each other."""
     engine.kernels()
-    cuda_peer.load_kernels(torch.device("cpu"))
+    cuda_ipc.warm_up_kernels(torch.device("cpu"))
     loaded = set(engine.kernels())
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for channels, memory_format in ((3, torch.contiguous_format), (16, torch.channels_last)):
@@ -413,21 +413,24 @@ def test_what_is_loaded_at_set_up(engine):
 
 @pytest.mark.parametrize("way,kernels", [("auto", 4), ("collective", 8)])
 def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
-    """SyncBatchNorm through the choice of a provider, semaphores and autograd, in a group of one rank.
+    """SyncBatchNorm through the choice of a backend, semaphores and autograd, in a group of one rank.
 
     Forward and backward launch two kernels each; with a collective, two more write and read its message.
     """
     monkeypatch.setenv("FASTVIT_STATISTICS", way)
 
-    def connect(agreement, capacity, describe, device, asked):
+    def connect(consensus, capacity, describe, device, asked):
         (own,) = Ranks(engine, 1).arenas
-        return cuda_peer.trial("CudaIpc", own, [own.data_ptr()], agreement, capacity, describe)
+        return cuda_ipc.verify_arenas(own, [own.data_ptr()], consensus, capacity, describe)
 
-    provider = type("Provider", (), {"connect": staticmethod(connect), "host_of": lambda device: "host here"})
-    monkeypatch.setitem(group.PROVIDERS, "cpu", provider)
-    monkeypatch.setattr(group, "Direct", group.Packed)  # the tensors of the model are a GPU's
-    shared_transport = lambda _, layer: sync.Shared(dist.group.WORLD, layer)  # noqa: E731
-    monkeypatch.setattr(sync, "transport_for", shared_transport)
+    members = {"connect": staticmethod(connect), "host_name": lambda device: "host here"}
+    peer_backend = type("PeerBackend", (), members)
+    monkeypatch.setitem(statistics_group.PEER_BACKENDS, "cpu", peer_backend)
+    # The tensors of the model are a GPU's.
+    gpu_backend = statistics_group.GpuCollectiveBackend
+    monkeypatch.setattr(statistics_group, "CpuCollectiveBackend", gpu_backend)
+    shared_transport = lambda _, layer: sync.GroupTransport(dist.group.WORLD, layer)  # noqa: E731
+    monkeypatch.setattr(sync, "get_transport", shared_transport)
     limit = datetime.timedelta(seconds=20)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:

@@ -1,12 +1,12 @@
 """apex.fused_dense over torch.nn.functional.linear, on the CPU and on CUDA; under autocast in its dtype.
 
-apex leaves the weights as their memory was; here they are drawn as those of torch.nn.Linear.
+apex does not initialise the weights; here they are drawn as those of torch.nn.Linear.
 """
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .normalization.fused_layer_norm import as_function
+from .normalization.fused_layer_norm import as_autograd_function
 
 
 def _dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -20,8 +20,8 @@ def _dense_gelu_dense(
     return F.linear(F.gelu(F.linear(input, weight1, bias1), approximate="tanh"), weight2, bias2)
 
 
-FusedDenseFunc = DenseNoBiasFunc = as_function(_dense)
-FusedDenseGeluDenseFunc = as_function(_dense_gelu_dense)
+FusedDenseFunc = DenseNoBiasFunc = as_autograd_function(_dense)
+FusedDenseGeluDenseFunc = as_autograd_function(_dense_gelu_dense)
 
 
 class FusedDense(nn.Linear):

@@ -6,27 +6,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .normalization.fused_layer_norm import as_function
+from .normalization.fused_layer_norm import as_autograd_function
 
 _ACTIVATIONS = {"none": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoid}
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
-    """Linear layers, each followed by the activation, the last too.
+    """Applies linear layers, each followed by the activation, the last too.
 
     Args:
         bias: 1 with biases, 0 without.
         activation: 0 for none, 1 for relu, 2 for sigmoid.
         args: the input, the weights `(out, in)` in order, then the biases `(out,)`.
     """
-    x, layers = args[0], len(args) // 2 if bias else len(args) - 1
-    function = list(_ACTIVATIONS.values())[activation]
-    for layer in range(1, layers + 1):
-        x = function(F.linear(x, args[layer], args[layer + layers] if bias else None))
+    x, num_layers = args[0], len(args) // 2 if bias else len(args) - 1
+    apply_activation = list(_ACTIVATIONS.values())[activation]
+    for layer in range(1, num_layers + 1):
+        x = apply_activation(F.linear(x, args[layer], args[layer + num_layers] if bias else None))
     return x
 
 
-MlpFunction = as_function(mlp_function)
+MlpFunction = as_autograd_function(mlp_function)
 
 
 class MLP(nn.Module):
@@ -43,10 +43,10 @@ class MLP(nn.Module):
             raise TypeError(f"apex.mlp.MLP: activation takes {', '.join(_ACTIVATIONS)}, got {activation!r}")
         self.mlp_sizes, self.num_layers = list(mlp_sizes), len(mlp_sizes) - 1
         self.bias, self.activation = int(bool(bias)), list(_ACTIVATIONS).index(activation)
-        for layer, (width, out) in enumerate(zip(mlp_sizes, mlp_sizes[1:], strict=False)):
-            self.register_parameter(f"weight_{layer}", nn.Parameter(torch.empty(out, width)))
+        for layer, (in_features, out_features) in enumerate(zip(mlp_sizes, mlp_sizes[1:], strict=False)):
+            self.register_parameter(f"weight_{layer}", nn.Parameter(torch.empty(out_features, in_features)))
             if bias:
-                self.register_parameter(f"bias_{layer}", nn.Parameter(torch.empty(out)))
+                self.register_parameter(f"bias_{layer}", nn.Parameter(torch.empty(out_features)))
         self.reset_parameters()
 
     @property

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 @dataclass
 class Properties:
-    """The options of one `amp.initialize`, which `options` has by name. None: the level does not use it."""
+    """The options of one `amp.initialize`; `options` is their dict. The level ignores None."""
 
     enabled: bool = False
     opt_level: str | None = None
@@ -24,9 +24,9 @@ class Properties:
 
 
 class AmpState:
-    """What `initialize` leaves for the process: opt_properties, loss_scalers and the limits of their scales.
+    """The state of the process after `initialize`: opt_properties, loss_scalers and their limits.
 
-    There is a `handle` under O1 alone, which does no casts while its `_is_active` is False.
+    Only O1 sets `handle`, which does no casts while its `_is_active` is False.
     """
 
     hard_override = False  # has no effect: a contradiction is an error
@@ -38,13 +38,13 @@ _amp_state: Any = AmpState()
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print unless verbosity is 0; with `rank0` only on rank 0."""
-    elsewhere = rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank()
-    if _amp_state.verbosity and not elsewhere:
+    """Prints `msg` unless verbosity is 0; with `rank0` only on rank 0."""
+    is_other_rank = rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank()
+    if _amp_state.verbosity and not is_other_rank:
         print(msg, flush=True)
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    """The parameters that `optimizer` steps, in order: the model's own, which are float32 at every level."""
+    """Yields the parameters that `optimizer` steps: the model's own, which are float32 at every level."""
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..._half import cpu_half
-from .._notices import warn_once
+from ..._cpu_half import cpu_half
+from .._warn_once import warn_once
 from ._amp_state import Properties, _amp_state
-from .weights import HALF_TYPES, cast_weights, swap_back
+from .weights import HALF_DTYPES, cast_weights, restore_weights
 
 
 @dataclass
@@ -27,46 +27,55 @@ class ForwardCasts:
     """The casts around one model's forward.
 
     Args:
-        options: of `amp.initialize`.
-        outputs: dtype of floating-point outputs; None casts those in half to float32, and no others.
+        options: the options of `amp.initialize`.
+        output_dtype: the dtype of floating-point outputs. None casts only outputs in half, to
+            float32.
     """
 
     options: Properties
-    outputs: torch.dtype | None = None
-    running: int = 0  # forwards of the model, in which all its weights are cast
-    nodes: deque[range] = field(default_factory=lambda: deque(maxlen=10_000))
-    """The sequence numbers of the autograd nodes that each of the last of them made."""
+    output_dtype: torch.dtype | None = None
+    num_active_forwards: int = 0
+    """Forwards of the whole model that run now. All its weights are cast meanwhile."""
+    node_ranges: deque[range] = field(default_factory=lambda: deque(maxlen=10_000))
+    """The sequence numbers of the autograd nodes that each of the last forwards made."""
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy has graphs of its own
-        return vars(self) | {"nodes": deque(maxlen=self.nodes.maxlen)}
+    def __getstate__(self) -> dict[str, Any]:
+        # The graphs of the model are not those of its copy.
+        return vars(self) | {"node_ranges": deque(maxlen=self.node_ranges.maxlen)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        other_names = {"outputs": "output_dtype", "running": "num_active_forwards", "nodes": "node_ranges"}
+        vars(self).update({other_names.get(name, name): value for name, value in state.items()})
 
     @property
-    def dtype(self) -> torch.dtype | None:
-        """Of floating-point inputs and weights; None for no cast."""
+    def model_dtype(self) -> torch.dtype | None:
+        """The dtype to which floating-point inputs and weights are cast; None for no cast."""
         return None if self.options.opt_level == "O1" else self.options.cast_model_type
 
 
-_SLOW = (
+_SLOW_BF16_NOTE = (
     ". This CPU has no instructions for bfloat16: O1 to O3 are 20 to 30 times slower than O0 here"
     if platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx512_bf16_supported()
     else ""
 )
 
 
-def half_type(device: torch.device | str) -> torch.dtype:
-    """float16, and `cpu_half()` on the CPU."""
+def half_dtype(device: torch.device | str) -> torch.dtype:
+    """Returns the half precision of `device`: float16, or `cpu_half()` on the CPU."""
     if torch.device(device).type != "cpu":
         return torch.float16
     if not torch.compiler.is_compiling() and cpu_half() is torch.bfloat16:
-        warn_once("amp: on the CPU half precision is bfloat16; FASTVIT_HALF=float16 asks for float16" + _SLOW)
+        notice = "amp: on the CPU half precision is bfloat16; FASTVIT_HALF=float16 asks for float16"
+        warn_once(notice + _SLOW_BF16_NOTE)
     return cpu_half()
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `function` applied to the tensors inside tuples, lists, mappings, dataclasses and objects
-    with a `to` method, by which a container of tensors is known.
+    """Returns `value` with `function` applied to the tensors in it.
 
-    What holds a new tensor is a shallow copy of its own type; all else is returned as it is.
+    The tensors may be in tuples, lists, mappings, dataclasses, and objects with a `to` method, which marks a
+    container of tensors. A container of a new tensor is a shallow copy of its own type; everything else is
+    the very object of `value`.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -84,7 +93,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     elif hasattr(value, "__dict__") and (hasattr(value, "to") or is_dataclass(value)):
         if isinstance(value, (type, nn.Module)):
             return value
-        fields, write = vars(value).items(), object.__setattr__  # of a frozen dataclass too
+        fields, write = vars(value).items(), object.__setattr__  # works on a frozen dataclass too
     else:
         return value
     mapped = [(name, field, map_tensors(field, function)) for name, field in fields]
@@ -96,21 +105,22 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors cast to `dtype`, see `map_tensors`."""
+    """Returns `value` with its floating-point tensors cast to `dtype`; see `map_tensors`."""
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def device_type(model: nn.Module) -> str:
-    """The device type of the parameters of `model`; "cpu" without parameters."""
+def model_device_type(model: nn.Module) -> str:
+    """Returns the device type of the parameters of `model`; "cpu" without parameters."""
     tensor = next(model.parameters(), None)
     return "cpu" if tensor is None else tensor.device.type
 
 
-class _Promotion(TorchFunctionMode):
-    """Runs what autocast on the CPU refuses: operands of different dtypes, and oneDNN's LSTM on a CPU
+class _PromoteOperandsMode(TorchFunctionMode):
+    """Runs calls that autocast on the CPU refuses: operands of different dtypes, and oneDNN's LSTM on a CPU
     without instructions for half.
 
-    As in apex, operands are cast to the widest dtype, and in place to that of the tensor which is written.
+    As in apex, operands are cast to the widest dtype. An op in place casts them to the dtype of the tensor
+    that it writes.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,131 +133,149 @@ class _Promotion(TorchFunctionMode):
             if len(dtypes) < 2 and "could not create a primitive" not in str(error):
                 raise
             name = getattr(func, "__name__", "")
-            in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-            dtype = args[0].dtype if in_place else functools.reduce(torch.promote_types, dtypes)
+            is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+            dtype = args[0].dtype if is_in_place else functools.reduce(torch.promote_types, dtypes)
             with torch.autocast("cpu", enabled=False):
                 return func(*cast_floating(args, dtype), **cast_floating(kwargs, dtype))
 
 
 class AmpForward:
-    """The `forward` of an initialised model: its own, with casts around it.
+    """Replaces the `forward` of a module by the original forward with casts around it.
 
-    It passes for that bound method, so that signatures, sources, torch.jit.script and torch.fx find what
-    they would without amp. Copies, pickles and replicas of the model have one of their own.
+    An AmpForward imitates the bound method that it replaces, so that inspect, torch.jit.script and torch.fx
+    find the original signature and source. Copies, pickles and replicas of a model get an AmpForward of their
+    own.
 
-    Modules inside have one too where weights are cast, since they may run without the model's: in backward,
-    of a checkpoint, or called by the script. There weights are cast for inputs in half, and in the backward
-    of what ran in a forward that cast them.
+    Submodules get an AmpForward too if weights are cast, because a submodule may run outside of the model's
+    forward: in backward, in a checkpoint, or called by the script. A submodule then casts its weights for
+    inputs in half, and in the backward of a forward that cast them.
 
     Args:
-        casts: None for none.
-        own: a forward that was set on the instance before.
-        part: of a module inside.
+        casts: the casts of the model; None for no casts.
+        instance_forward: a forward that was set on the instance before.
+        is_submodule: whether `module` is a submodule of the model that `amp.initialize` was given.
     """
 
     __class__ = property(lambda self: MethodType)
 
     def __init__(
-        self, model: nn.Module, casts: ForwardCasts | None, own: Callable[..., Any] | None, part: bool
+        self,
+        module: nn.Module,
+        casts: ForwardCasts | None,
+        instance_forward: Callable[..., Any] | None,
+        is_submodule: bool,
     ) -> None:
-        self.model, self.casts, self.own, self.part = model, casts, own, part
+        self.module, self.casts = module, casts
+        self.instance_forward, self.is_submodule = instance_forward, is_submodule
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        return self.own or MethodType(type(self.model).forward, self.model)
+        return self.instance_forward or MethodType(type(self.module).forward, self.module)
 
     def __getattr__(self, name: str) -> Any:
-        if "model" not in vars(self):  # while being copied
+        if "module" not in vars(self):  # a copy has no attributes while it is made
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
     def __reduce__(self) -> Any:
-        return AmpForward, (self.model, self.casts, self.own, self.part)
+        return AmpForward, (self.module, self.casts, self.instance_forward, self.is_submodule)
 
     def replicate(self) -> nn.Module:
-        replica = type(self.model)._replicate_for_data_parallel(self.model)
-        vars(replica).update(_hooks(AmpForward(replica, self.casts, self.own, self.part)))
+        replica = type(self.module)._replicate_for_data_parallel(self.module)
+        forward = AmpForward(replica, self.casts, self.instance_forward, self.is_submodule)
+        vars(replica).update(_forward_attributes(forward))
         return replica
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.own is not None:
-            return self.own(*args, **kwargs)
-        return type(self.model).forward(self.model, *args, **kwargs)  # torch.compile traces no MethodType
+    def _call_original(self, *args: Any, **kwargs: Any) -> Any:
+        if self.instance_forward is not None:
+            return self.instance_forward(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)  # torch.compile traces no MethodType
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         casts = self.casts
-        if casts is None:
-            return self._run(*args, **kwargs)
-        if self.part:
-            given, node = (*args, *kwargs.values()), torch._C._current_autograd_node()
-            alone = not casts.running and (
-                any(isinstance(value, Tensor) and value.dtype in HALF_TYPES for value in given)
-                or (node is not None and any(node._sequence_nr() in n for n in reversed(casts.nodes)))
-            )
-            return self._cast(casts, args, kwargs) if alone else self._run(*args, **kwargs)
+        if casts is None or (self.is_submodule and not self._needs_casts(casts, args, kwargs)):
+            return self._call_original(*args, **kwargs)
+        if self.is_submodule:
+            return self._call_with_cast_weights(casts, args, kwargs)
+        outputs = self._call_model(casts, args, kwargs)
+        if casts.output_dtype is not None:
+            return cast_floating(outputs, casts.output_dtype)
+        return map_tensors(outputs, lambda t: t.float() if t.dtype in HALF_DTYPES else t)
+
+    @staticmethod
+    def _needs_casts(casts: ForwardCasts, args: Any, kwargs: Any) -> bool:
+        """Returns whether a submodule, which runs outside of the model's forward, casts its weights."""
+        if casts.num_active_forwards:
+            return False
+        if any(isinstance(v, Tensor) and v.dtype in HALF_DTYPES for v in (*args, *kwargs.values())):
+            return True
+        node = torch._C._current_autograd_node()
+        return node is not None and any(node._sequence_nr() in n for n in reversed(casts.node_ranges))
+
+    def _call_model(self, casts: ForwardCasts, args: Any, kwargs: Any) -> Any:
+        """Calls the forward of the whole model with cast inputs and weights, or under autocast."""
         options, handle = casts.options, getattr(_amp_state, "handle", None)
-        autocasts = options.patch_torch_functions and options.cast_model_type is not torch.float32
-        if casts.dtype is not None:
-            args, kwargs = cast_floating(args, casts.dtype), cast_floating(kwargs, casts.dtype)
-            outputs = self._cast(casts, args, kwargs)
-        elif autocasts and (handle is None or handle._is_active):
-            device = device_type(self.model)
-            promotes = device == "cpu" and not torch.compiler.is_compiling()
-            with (
-                torch.autocast(device, options.cast_model_type or half_type(device)),
-                _Promotion() if promotes else nullcontext(),
-            ):
-                outputs = self._run(*args, **kwargs)
-        else:
-            outputs = self._run(*args, **kwargs)
-        if casts.outputs is not None:
-            return cast_floating(outputs, casts.outputs)
-        return map_tensors(outputs, lambda t: t.float() if t.dtype in HALF_TYPES else t)
+        if casts.model_dtype is not None:
+            args, kwargs = cast_floating(args, casts.model_dtype), cast_floating(kwargs, casts.model_dtype)
+            return self._call_with_cast_weights(casts, args, kwargs)
+        uses_autocast = options.patch_torch_functions and options.cast_model_type is not torch.float32
+        if not uses_autocast or not (handle is None or handle._is_active):
+            return self._call_original(*args, **kwargs)
+        device = model_device_type(self.module)
+        needs_promotion = device == "cpu" and not torch.compiler.is_compiling()
+        with (
+            torch.autocast(device, options.cast_model_type or half_dtype(device)),
+            _PromoteOperandsMode() if needs_promotion else nullcontext(),
+        ):
+            return self._call_original(*args, **kwargs)
 
-    def _cast(self, casts: ForwardCasts, args: Any, kwargs: Any) -> Any:
-        """The forward with cast weights."""
-        assert casts.dtype is not None
-        swaps = cast_weights(self.model, casts.dtype, casts.options.keep_batchnorm_fp32)
-        casts.running += 1
+    def _call_with_cast_weights(self, casts: ForwardCasts, args: Any, kwargs: Any) -> Any:
+        assert casts.model_dtype is not None
+        swaps = cast_weights(self.module, casts.model_dtype, casts.options.keep_batchnorm_fp32)
+        casts.num_active_forwards += 1
         compiling = torch.compiler.is_compiling()
-        counted = not compiling and torch._C._current_graph_task_id() == -1  # each thread counts its own
-        first = torch.autograd._get_sequence_nr() if counted else 0
+        # Each thread has sequence numbers of its own, so forwards inside a backward are left out.
+        is_counted = not compiling and torch._C._current_graph_task_id() == -1
+        first = torch.autograd._get_sequence_nr() if is_counted else 0
         try:
-            return self._run(*args, **kwargs)
+            return self._call_original(*args, **kwargs)
         finally:
-            casts.running -= 1
-            if counted and (nodes := range(first, torch.autograd._get_sequence_nr())):
-                casts.nodes.append(nodes)
-            swap_back(swaps, self.model.training and not compiling)
+            casts.num_active_forwards -= 1
+            if is_counted and (node_range := range(first, torch.autograd._get_sequence_nr())):
+                casts.node_ranges.append(node_range)
+            restore_weights(swaps, self.module.training and not compiling)
 
 
-def _hooks(forward: AmpForward) -> dict[str, Any]:
-    """The attributes by which torch calls it."""
+def _forward_attributes(forward: AmpForward) -> dict[str, Any]:
+    """Returns the attributes of a module by which torch calls `forward`."""
     return {"forward": forward, "_amp_forward": forward, "_replicate_for_data_parallel": forward.replicate}
 
 
-def wrap(model: nn.Module, casts: ForwardCasts) -> None:
-    """Puts `casts` around the forward of `model`; they replace earlier ones.
+def install_casts(model: nn.Module, casts: ForwardCasts) -> None:
+    """Puts `casts` around the forward of `model`, in place of earlier casts.
 
     Raises:
         TypeError: for a torch.jit.ScriptModule.
     """
-    for module in [model] if casts.dtype in (None, torch.float32) else model.modules():
+    for module in [model] if casts.model_dtype in (None, torch.float32) else model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                "amp.initialize: a torch.jit.ScriptModule has a fixed forward; script it afterwards"
+                "amp.initialize takes models whose forward can be replaced, got a torch.jit.ScriptModule; "
+                "script the model after amp.initialize"
             )
-        part, present = module is not model, vars(module).get("_amp_forward")
-        if present is None:
-            vars(module).update(_hooks(AmpForward(module, casts, vars(module).get("forward"), part)))
-        elif not part or present.part or present.casts is None:  # a model inside a model keeps its own
-            present.casts, present.part = casts, part
+        is_submodule, existing = module is not model, vars(module).get("_amp_forward")
+        if existing is None:
+            forward = AmpForward(module, casts, vars(module).get("forward"), is_submodule)
+            vars(module).update(_forward_attributes(forward))
+        elif not is_submodule or existing.is_submodule or existing.casts is None:
+            # An initialised model inside another model keeps its own casts.
+            existing.casts, existing.is_submodule = casts, is_submodule
 
 
-def unwrap(module: nn.Module) -> None:
-    """Restores the forward of a wrapped `module`.
+def remove_casts(module: nn.Module) -> None:
+    """Restores the forward of `module`, if `install_casts` replaced it.
 
-    Where another forward was set on the instance since, ours stays beneath it, without casts.
+    If another forward was set on the instance since, the AmpForward stays beneath that one, without casts.
     """
     forward: AmpForward | None = vars(module).get("_amp_forward")
     if forward is None:
@@ -255,7 +283,7 @@ def unwrap(module: nn.Module) -> None:
     forward.casts = None
     is_outermost = vars(module).get("forward") is forward
     if is_outermost:
-        for name in _hooks(forward):
+        for name in _forward_attributes(forward):
             del vars(module)[name]
-        if forward.own is not None:
-            vars(module)["forward"] = forward.own
+        if forward.instance_forward is not None:
+            vars(module)["forward"] = forward.instance_forward

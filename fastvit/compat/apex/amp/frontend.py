@@ -15,11 +15,11 @@ from ..parallel import LARC
 from ..parallel import DistributedDataParallel as ApexDistributedDataParallel
 from . import forward
 from ._amp_state import Properties, _amp_state, maybe_print
-from .forward import ForwardCasts, device_type, half_type
-from .handle import AmpOptimizer, innermost, several
+from .forward import ForwardCasts, half_dtype, model_device_type
+from .handle import AmpOptimizer, as_list, unwrap_larc
 from .lists import AmpHandle
 from .scaler import LossScaler
-from .weights import HALF_TYPES
+from .weights import HALF_DTYPES
 
 opt_levels = {
     "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
@@ -27,46 +27,50 @@ opt_levels = {
     "O2": Properties(True, "O2", torch.float16, False, True, True, "dynamic"),
     "O3": Properties(True, "O3", torch.float16, False, False, False, 1.0),
 }
-"""O0: float32. O1: autocast around forward. O2: half, but for BatchNorm. O3: half."""
+"""O0 is float32, O1 runs forward under autocast, O2 is half with float32 BatchNorm, and O3 is half."""
 
 
-def _option(name: str, value: Any) -> Any:
-    """The value of an override; ValueError for one of a wrong kind."""
+def _parse_option(name: str, value: Any) -> Any:
+    """Returns the value of an override, or raises ValueError for a value of a wrong kind."""
     if name == "loss_scale":
-        takes = "'dynamic' or a number above 0"
+        expected = "'dynamic' or a number above 0"
         with contextlib.suppress(TypeError, ValueError):
             if value == "dynamic" or 0 < float(value) < float("inf"):
                 return value if value == "dynamic" else float(value)
     elif name == "cast_model_type":
-        takes = "a floating-point dtype, False or None"
+        expected = "a floating-point dtype, False or None"
         if value is False or (isinstance(value, torch.dtype) and value.is_floating_point):
             return value or None
     else:
-        takes = "True, False or None"
+        expected = "True, False or None"
         if isinstance(value, (bool, str)) and str(value) in ("True", "False"):
             return str(value) == "True"
-    raise ValueError(f"amp.initialize: {name} takes {takes}, got {value!r}")
+    raise ValueError(f"amp.initialize: {name} takes {expected}, got {value!r}")
 
 
-def choose(opt_level: str, **overrides: Any) -> Properties:
-    """The level's defaults with every override that is not None.
+def resolve_properties(opt_level: str, **overrides: Any) -> Properties:
+    """Returns the defaults of `opt_level`, with every override that is not None.
 
     Raises:
-        RuntimeError: an unknown level, or an override that contradicts the level.
-        ValueError: an override of a wrong type.
+        RuntimeError: for an unknown level, or an override that contradicts the level.
+        ValueError: for an override of a wrong type.
     """
     if opt_level not in opt_levels:
         raise RuntimeError(f"amp.initialize: opt_level takes 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}")
-    chosen = {name: _option(name, value) for name, value in overrides.items() if value is not None}
+    explicit = {name: _parse_option(name, value) for name, value in overrides.items() if value is not None}
     if opt_level == "O1":
         for name in ("keep_batchnorm_fp32", "master_weights"):
-            if name in chosen:
+            if name in explicit:
                 raise RuntimeError(
-                    f"amp.initialize: {name} has no effect under O1, whose weights are float32; leave it out"
+                    f"amp.initialize: {name} has no effect under O1, whose weights are float32; leave out "
+                    f"{name}"
                 )
-    elif chosen.get("patch_torch_functions"):
-        raise RuntimeError(f"amp.initialize: patch_torch_functions=True is for O1, got it with {opt_level}")
-    return replace(opt_levels[opt_level], **chosen)
+    elif explicit.get("patch_torch_functions"):
+        raise RuntimeError(
+            f"amp.initialize: patch_torch_functions=True is for opt_level 'O1', got {opt_level!r}; leave "
+            "patch_torch_functions out"
+        )
+    return replace(opt_levels[opt_level], **explicit)
 
 
 def initialize(
@@ -89,15 +93,15 @@ def initialize(
 
     Call it after the model was moved to its device. O0 is float32. O1 runs forward under torch.autocast. O2
     and O3 run it with inputs and weights cast to half, O2 without those of BatchNorm. The weights themselves
-    are float32 at every level, and so are gradients, checkpoints and what optimizers step. Outputs in half
+    are float32 at every level, and so are gradients, checkpoints and the steps of optimizers. Outputs in half
     come back in float32, so that a scaled loss does not overflow. Half is float16 on CUDA and bfloat16 on the
     CPU, or `cast_model_type`. A second call with the same models or optimizers first undoes the first.
 
     Args:
-        optimizers: None for inference.
+        optimizers: the optimizers that step the models; None for inference.
         enabled: False only undoes an earlier call, and turns the other functions of amp into no-ops.
         opt_level: "O0", "O1", "O2" or "O3": the defaults of the next five arguments.
-        cast_model_type: dtype of weights and inputs in forward, False for none; with O1 that of autocast.
+        cast_model_type: dtype of weights and inputs in forward, False for no cast; under O1 autocast's.
         patch_torch_functions: False turns O1's autocast off.
         keep_batchnorm_fp32: BatchNorm layers, torch's and fastvit's, stay float32.
         master_weights: has no effect, since the weights are float32.
@@ -108,21 +112,22 @@ def initialize(
         min_loss_scale, max_loss_scale: floor and ceiling of the dynamic scale; without a floor it is 2^-24.
 
     Raises:
-        RuntimeError: an override that contradicts the level, weights in half.
-        TypeError, ValueError: an argument of the wrong kind.
+        RuntimeError: for an override that contradicts the level, or weights in half.
+        TypeError, ValueError: for an argument of the wrong kind.
     """
-    # A list of what an iterator gives only once.
+    # An iterator gives its items only once.
     models = list(models) if isinstance(models, Iterator) else models
     optimizers = list(optimizers) if isinstance(optimizers, Iterator) else optimizers
     _amp_state.verbosity = verbosity
     if hasattr(_amp_state, "handle"):
         _amp_state.handle._deactivate()
         del _amp_state.handle
+    result = models if optimizers is None else (models, optimizers)
     if not enabled:
-        _undo(models, optimizers)
+        _undo_initialize(models, optimizers)
         _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
-        return models if optimizers is None else (models, optimizers)
-    properties = choose(
+        return result
+    properties = resolve_properties(
         opt_level,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
@@ -130,93 +135,96 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    model_list = _as_list("models", models, nn.Module)
-    optimizer_list = [] if optimizers is None else _as_list("optimizers", optimizers, (Optimizer, LARC))
+    model_list = _as_list_of("models", models, nn.Module)
+    optimizer_list = [] if optimizers is None else _as_list_of("optimizers", optimizers, (Optimizer, LARC))
     if properties.cast_model_type is torch.float16 and cast_model_type is None:
-        device = device_type(model_list[0]) if model_list else "cpu"
-        properties.cast_model_type = half_type(device)
+        properties.cast_model_type = half_dtype(model_device_type(model_list[0]) if model_list else "cpu")
     limits: dict[str, Any] = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
     scalers = [LossScaler(properties.loss_scale, **limits) for _ in range(num_losses)]
     for index, scaler in enumerate(scalers):
         scaler.loss_id = index
 
     maybe_print(f"amp: {properties}", rank0=True)
-    _undo(model_list, optimizer_list)
-    wrappers = (DistributedDataParallel, ApexDistributedDataParallel, DataParallel)
+    _undo_initialize(model_list, optimizer_list)
     for model in model_list:
-        inside = model.module if isinstance(model, wrappers) else model
-        _prepare_model(inside, properties, cast_model_outputs)
-    casts = properties.opt_level != "O1" and properties.cast_model_type in HALF_TYPES
+        _prepare_model(model, properties, cast_model_outputs)
+    has_cast_weights = properties.opt_level != "O1" and properties.cast_model_type in HALF_DTYPES
     for optimizer in optimizer_list:
-        AmpOptimizer(innermost(optimizer), casts)
+        AmpOptimizer(unwrap_larc(optimizer), has_cast_weights)
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
     vars(_amp_state).update(limits)
     if properties.patch_torch_functions:
         _amp_state.handle = AmpHandle()
-    return models if optimizers is None else (models, optimizers)
+    return result
 
 
-def _as_list(name: str, value: Any, kinds: Any) -> list[Any]:
-    items = several(value)
+def _as_list_of(name: str, value: Any, kinds: Any) -> list[Any]:
+    items = as_list(value)
     for item in items:
         if not isinstance(item, kinds):
-            wanted = "torch.nn.Module" if name == "models" else "torch.optim.Optimizer"
-            raise TypeError(f"amp.initialize: {name} takes one {wanted} or a list, got {type(item).__name__}")
+            expected = "torch.nn.Module" if name == "models" else "torch.optim.Optimizer"
+            kind = type(item).__name__
+            raise TypeError(f"amp.initialize: {name} takes one {expected} or a list, got {kind}")
     return items
 
 
-def _undo(models: Any, optimizers: Any) -> None:
-    """Undoes an earlier `initialize`; objects of other kinds are left alone."""
-    for model in several(models):
+def _undo_initialize(models: Any, optimizers: Any) -> None:
+    """Undoes an earlier `initialize`; ignores objects of other kinds."""
+    for model in as_list(models):
         for module in model.modules() if isinstance(model, nn.Module) else ():
-            forward.unwrap(module)
-    for optimizer in several(optimizers):
+            forward.remove_casts(module)
+    for optimizer in as_list(optimizers):
         if hasattr(optimizer, "_amp_stash"):
             optimizer._amp_stash.remove()
 
 
-def _prepare_model(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
+def _prepare_model(model: nn.Module, properties: Properties, output_dtype: torch.dtype | None) -> None:
+    """Puts the casts around the forward of `model`, or of the model in a wrapper of data parallelism."""
+    if isinstance(model, (DistributedDataParallel, ApexDistributedDataParallel, DataParallel)):
+        model = model.module
     for name, parameter in model.named_parameters():
-        if parameter.dtype in HALF_TYPES and not _amp_state.allow_incoming_model_not_fp32:
+        if parameter.dtype in HALF_DTYPES and not _amp_state.allow_incoming_model_not_fp32:
             raise RuntimeError(
-                f"amp.initialize: parameter {name} is {parameter.dtype}; a float32 model expected, "
-                "which amp casts by the level"
+                f"amp.initialize: parameter {name} is {parameter.dtype}; a float32 model expected, which amp "
+                "casts by the level; leave out half() or to() before amp.initialize"
             )
-    casts = ForwardCasts(copy.copy(properties), outputs)
-    forward.wrap(model, casts)
-    if casts.dtype is not None:
+    casts = ForwardCasts(copy.copy(properties), output_dtype)
+    forward.install_casts(model, casts)
+    if casts.model_dtype is not None:
         model.float()
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}, one entry per loss.
+    """Returns {"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}, one entry per loss.
 
     The float32 weights are in the state_dict of the model.
     """
     destination = {} if destination is None else destination
     for index, scaler in enumerate(getattr(_amp_state, "loss_scalers", ())):
-        held = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
-        destination[f"loss_scaler{index}"] = held
+        scaler_state = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+        destination[f"loss_scaler{index}"] = scaler_state
     return destination
 
 
 def load_state_dict(state: dict[str, Any]) -> None:
-    """Restores a result of `state_dict`, of apex's too; call it after `initialize`.
+    """Restores the scalers from a result of `state_dict`, apex's or fastvit's; call it after `initialize`.
 
-    A different number of scalers is printed; surplus entries are ignored, and scalers without an entry do not
+    A different number of scalers is printed. Surplus entries are ignored, and scalers without an entry do not
     change.
 
     Raises:
-        RuntimeError: other keys than those of `state_dict`.
+        RuntimeError: for other keys than those of `state_dict`.
     """
     unexpected = [key for key in state if not (key.startswith("loss_scaler") and key[11:].isdigit())]
     if unexpected:
-        raise RuntimeError(f"amp.load_state_dict: unexpected keys {', '.join(map(repr, unexpected))}")
+        raise RuntimeError(
+            f"amp.load_state_dict: unexpected keys {', '.join(map(repr, unexpected))}; pass a result of "
+            "amp.state_dict"
+        )
     scalers = getattr(_amp_state, "loss_scalers", [])
     if len(state) != len(scalers) and scalers:
-        maybe_print(
-            f"amp.load_state_dict: {len(state)} loss scalers in the file, {len(scalers)} here", rank0=True
-        )
+        message = f"amp.load_state_dict: got {len(state)} loss scalers; amp.initialize made {len(scalers)}"
+        maybe_print(message, rank0=True)
     for key, value in state.items():
         if int(key[11:]) < len(scalers):
             scaler = scalers[int(key[11:])]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ..._finder import without
-from .._fused import lay_out
-from ..parallel.distributed import without_sync
+from ..._import_hook import missing_attribute_getter
+from .._fused_optimizer import match_strides_before_step
+from ..parallel.distributed import parameters_without_sync
 from ..parallel.LARC import LARC
 from ._amp_state import _amp_state, maybe_print
 from .scaler import LossScaler
@@ -25,55 +25,57 @@ from .scaler import LossScaler
 SCALE = "_amp_scale"
 """Attribute of a parameter whose gradient is not unscaled yet: its scale, and the scaler of its next step."""
 
-_attached: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()
-_open: list[LossScaler] = []  # of the `scale_loss` blocks that are open
+_amp_optimizers: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()
+_open_scalers: list[LossScaler] = []  # the scalers of the `scale_loss` blocks that are open
 
 
-def innermost(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside a LARC, or `optimizer` itself."""
+def unwrap_larc(optimizer: Any) -> Optimizer:
+    """Returns the torch optimizer inside a LARC, or `optimizer` itself."""
     while isinstance(optimizer, LARC):
         optimizer = optimizer.optim
     return optimizer
 
 
-def several(value: Any) -> list[Any]:
-    """The models or optimizers in an iterable, or the one that was given."""
-    one = isinstance(value, (nn.Module, Optimizer, dict)) or not isinstance(value, Iterable)
-    return [value] if one else list(value)
+def as_list(value: Any) -> list[Any]:
+    """Returns a list of the models or optimizers in an iterable, or of the one that was given."""
+    is_one = isinstance(value, (nn.Module, Optimizer, dict)) or not isinstance(value, Iterable)
+    return [value] if is_one else list(value)
 
 
 # Gradients of parameters
 
 
-def parameters_of(optimizers: Iterable[Any]) -> list[nn.Parameter]:
-    """All parameters of these optimizers, each once."""
+def unique_parameters(optimizers: Iterable[Any]) -> list[nn.Parameter]:
+    """Returns all parameters of these optimizers, each once."""
     return list(dict.fromkeys(p for o in optimizers for group in o.param_groups for p in group["params"]))
 
 
-Earlier = dict[nn.Parameter, Tensor | None]
+StashedGradients = dict[nn.Parameter, Tensor | None]
 """Unscaled gradients that are kept apart from those of a backward."""
 
 
 @torch.no_grad()
-def before_backward(parameters: Iterable[nn.Parameter], scale: float, scaler: Any) -> Earlier:
-    """Prepares gradients for those of a loss times `scale`, which backward adds to them.
+def stash_unscaled_gradients(
+    parameters: Iterable[nn.Parameter], scale: float, scaler: Any
+) -> StashedGradients:
+    """Prepares gradients for the backward of a loss times `scale`, and returns those that it took away.
 
-    They are scaled until `unscale`, which `scaler` counts. Those that are scaled already get that scale. The
-    unscaled ones of earlier losses, and None, are taken away and returned.
+    Backward adds to the gradients. So unscaled gradients of earlier losses, and None, are taken away, and
+    scaled gradients get this scale. All are scaled until `unscale_gradients`, whose flags are for `scaler`.
     """
-    earlier: Earlier = {}
+    stashed: StashedGradients = {}
     for parameter in parameters:
-        held = vars(parameter).get(SCALE)
-        if parameter.grad is None or held is None:
-            earlier[parameter], parameter.grad = parameter.grad, None
-        elif held[0] != scale:
-            parameter.grad.mul_(scale / held[0])
+        scale_and_scaler = vars(parameter).get(SCALE)
+        if parameter.grad is None or scale_and_scaler is None:
+            stashed[parameter], parameter.grad = parameter.grad, None
+        elif scale_and_scaler[0] != scale:
+            parameter.grad.mul_(scale / scale_and_scaler[0])
         setattr(parameter, SCALE, (scale, scaler))
-    return earlier
+    return stashed
 
 
 @torch.no_grad()
-def unscale(parameters: Iterable[nn.Parameter]) -> dict[Any, list[Tensor]]:
+def unscale_gradients(parameters: Iterable[nn.Parameter]) -> dict[Any, list[Tensor]]:
     """Divides gradients that are scaled, in place; devices and dtypes may be mixed.
 
     Returns for each scaler one float32 scalar per device, 1 where any gradient there is not finite. Does not
@@ -86,111 +88,118 @@ def unscale(parameters: Iterable[nn.Parameter]) -> dict[Any, list[Tensor]]:
     flags: dict[Any, list[Tensor]] = defaultdict(list)
     for (scale, scaler), group in groups.items():
         optimizer: Any = SimpleNamespace(param_groups=[{"params": group}])
-        factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=group[0].device)
-        found = torch.zeros_like(factor)
-        flags[scaler] += GradScaler(enabled=False)._unscale_grads_(optimizer, factor, found, True).values()
+        inv_scale = torch.full((), 1.0 / scale, dtype=torch.float32, device=group[0].device)
+        found_inf = torch.zeros_like(inv_scale)
+        found_by_device = GradScaler(enabled=False)._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        flags[scaler] += found_by_device.values()
     return flags
 
 
 @torch.no_grad()
-def put_back(earlier: Earlier) -> None:
-    """Adds `earlier` to the gradients, times the scale of those that are left scaled."""
-    for parameter, gradient in earlier.items():
+def add_stashed_gradients(stashed: StashedGradients) -> None:
+    """Adds stashed gradients to the gradients, times the scale of those that are still scaled."""
+    for parameter, gradient in stashed.items():
         if gradient is not None:
-            if held := vars(parameter).get(SCALE):
-                gradient.mul_(held[0])
+            if scale_and_scaler := vars(parameter).get(SCALE):
+                gradient.mul_(scale_and_scaler[0])
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
 class AmpOptimizer:
-    """Attached to a torch optimizer, and to those that it has inside, by their step hooks. It is found under
-    apex's name, `_amp_stash`, and has the lists of parameters that apex has there.
+    """Makes a torch optimizer, and the optimizers that it has inside, skip steps after an overflow.
+
+    An AmpOptimizer works by step hooks. Scripts find it under apex's name, `_amp_stash`, with the lists of
+    parameters that apex has there.
 
     Args:
-        half: the lists of half parameters and of their masters have all parameters, each of which is its own
-            master; otherwise those of float32 parameters have them.
+        has_cast_weights: the lists of half parameters and of their masters have all parameters, each of which
+            is its own master; otherwise the lists of float32 parameters have them.
     """
 
-    def __init__(self, optimizer: Optimizer, half: bool) -> None:
-        self.optimizer, self._half = optimizer, half
+    def __init__(self, optimizer: Optimizer, has_cast_weights: bool) -> None:
+        self.optimizer, self._has_cast_weights = optimizer, has_cast_weights
         self.lazy_init_called = False
-        self._withheld: Earlier = {}
-        # Of a loss that overflowed: the next step does nothing, unless the script drops its gradients.
-        self.overflow: LossScaler | None = None
-        self.counts = False  # that step lowers the scale, which the loss has not
+        self._stashed_gradients: StashedGradients = {}
+        # The scaler of a loss that overflowed: the next step does nothing, unless the script drops the
+        # gradients of that loss before.
+        self.overflowed_scaler: LossScaler | None = None
+        self.needs_scale_update = False  # the skipped step lowers the scale, because scale_loss did not
         # A wrapper of an optimizer (Lookahead) may not call Optimizer.__init__, without which torch runs no
         # hooks. __setstate__ adds what is missing.
         vars(optimizer).setdefault("defaults", {})
         Optimizer.__setstate__(optimizer, {})
         # SAM steps its inner optimizer without a step of its own.
-        inside = [o for o in vars(optimizer).values() if isinstance(o, Optimizer)]
+        inner_optimizers = [o for o in vars(optimizer).values() if isinstance(o, Optimizer)]
         self._handles = [
             handle
-            for stepped in (optimizer, *inside)
+            for hooked in (optimizer, *inner_optimizers)
             for handle in (
-                stepped.register_step_pre_hook(self._before_step),
-                stepped.register_step_post_hook(self._after_step),
+                hooked.register_step_pre_hook(self._before_step),
+                hooked.register_step_post_hook(self._after_step),
             )
         ]
-        self._names: dict[str, Any] = {
+        self._optimizer_attributes: dict[str, Any] = {
             "_amp_stash": self,
             "_amp_lazy_init": lambda: setattr(self, "lazy_init_called", True),
             "_lazy_init_maybe_master_weights": lambda: None,
             "_master_params_to_model_params": lambda: None,
         }
-        vars(optimizer).update(self._names)
-        _attached.add(self)
+        vars(optimizer).update(self._optimizer_attributes)
+        _amp_optimizers.add(self)
 
     def remove(self) -> None:
         """Undoes all changes of the optimizer."""
-        _attached.discard(self)
+        _amp_optimizers.discard(self)
         for handle in self._handles:
             handle.remove()
-        for name in self._names:
+        for name in self._optimizer_attributes:
             del self.optimizer.__dict__[name]
 
     @property
     def already_patched(self) -> bool:
         """Whether the next step is skipped."""
-        return self.overflow is not None
+        return self.overflowed_scaler is not None
 
     def __getattr__(self, name: str) -> list[Any]:
         if not re.fullmatch("(all_fp32|(all_)?(fp16|fp32_from_fp(16|32)))_(groups|params)", name):
-            without("apex.amp.AmpOptimizerState")(name)
-        filled = self._half is ("fp16" in name)
-        groups = [[*group["params"]] if filled else [] for group in self.optimizer.param_groups]
+            missing_attribute_getter("apex.amp.AmpOptimizerState")(name)
+        has_all = self._has_cast_weights is ("fp16" in name)
+        groups = [[*group["params"]] if has_all else [] for group in self.optimizer.param_groups]
         return sum(groups, []) if name.startswith("all") else groups
 
-    def _gradients(self) -> Iterator[Tensor]:
-        return (p.grad.to_dense() for p in parameters_of([self.optimizer]) if p.grad is not None)
+    def _dense_gradients(self) -> Iterator[Tensor]:
+        return (p.grad.to_dense() for p in unique_parameters([self.optimizer]) if p.grad is not None)
 
-    def look_for_overflow(self) -> None:
-        """Forgets the overflow if the script has dropped or zeroed its gradients."""
-        if self.overflow and not any(gradient.any() for gradient in self._gradients()):
-            self.overflow = None
+    def clear_overflow_if_gradients_dropped(self) -> None:
+        """Clears the pending overflow if the script dropped or zeroed all gradients since."""
+        if self.overflowed_scaler and not any(gradient.any() for gradient in self._dense_gradients()):
+            self.overflowed_scaler = None
 
     def has_infinite_gradients(self) -> bool:
-        return not all(gradient.isfinite().all() for gradient in self._gradients())
+        return not all(gradient.isfinite().all() for gradient in self._dense_gradients())
 
-    def unscale_rest(self) -> None:
-        """Unscales gradients that were left scaled, and skips the step after an overflow."""
-        for scaler, flags in unscale(parameters_of([self.optimizer])).items():
-            scaler.look_at(flags)
+    def skip_next_step(self, scaler: LossScaler, needs_scale_update: bool) -> None:
+        self.overflowed_scaler, self.needs_scale_update = scaler, needs_scale_update
+
+    def unscale_remaining(self) -> None:
+        """Unscales gradients that are still scaled, and skips the step after an overflow."""
+        for scaler, flags in unscale_gradients(unique_parameters([self.optimizer])).items():
+            scaler.record_overflow(flags)
             if scaler.update_scale():
-                self.overflow, self.counts = scaler, False
+                self.skip_next_step(scaler, needs_scale_update=False)
 
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is not None and any(s.dynamic for s in _amp_state.loss_scalers):
             raise RuntimeError(
-                "amp: optimizer.step takes no closure, because the gradients decide whether the step is "
-                "skipped; compute them before"
+                f"{type(optimizer).__name__}.step takes no closure after amp.initialize with a dynamic loss "
+                "scale, because the gradients decide whether the step is skipped; call backward before step"
             )
-        self.unscale_rest()
-        # A step that calls the step of its base class runs this twice, the second time without gradients.
-        self.look_for_overflow()
-        if (scaler := self.overflow) is not None:
-            if self.counts:
+        self.unscale_remaining()
+        # If a step calls the step of its base class, this hook runs twice, then without gradients.
+        self.clear_overflow_if_gradients_dropped()
+        if (scaler := self.overflowed_scaler) is not None:
+            if self.needs_scale_update:
                 scaler._has_overflow = True
                 scaler.update_scale()
             maybe_print(
@@ -199,16 +208,91 @@ class AmpOptimizer:
                 rank0=True,
             )
             # An optimizer changes neither a parameter without a gradient nor its state.
-            self._withheld = {p: p.grad for p in parameters_of([self.optimizer])}
-            for parameter in self._withheld:
+            self._stashed_gradients = {p: p.grad for p in unique_parameters([self.optimizer])}
+            for parameter in self._stashed_gradients:
                 parameter.grad = None
-        lay_out(optimizer)
+        match_strides_before_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        for parameter, gradient in self._withheld.items():
+        for parameter, gradient in self._stashed_gradients.items():
             parameter.grad = gradient
-        self._withheld.clear()
-        self.overflow = None
+        self._stashed_gradients.clear()
+        self.overflowed_scaler = None
+
+
+def _check_scale_loss_call(loss: Any, optimizers: Any, loss_id: int) -> tuple[LossScaler, list[AmpOptimizer]]:
+    """Returns the scaler of `loss_id` and the AmpOptimizers of `optimizers`.
+
+    Raises:
+        RuntimeError: an unknown loss_id, or an optimizer that `amp.initialize` was not given.
+        TypeError: a loss that is no tensor.
+    """
+    scalers = _amp_state.loss_scalers
+    if not 0 <= loss_id < len(scalers):
+        raise RuntimeError(
+            f"amp.scale_loss: loss_id {loss_id} needs amp.initialize(..., num_losses={loss_id + 1}) or more, "
+            f"got {len(scalers)}"
+        )
+    if not hasattr(loss, "float"):
+        kind = type(loss).__name__
+        raise TypeError(f"amp.scale_loss: loss takes a tensor, got {kind}; give it the sum of the losses")
+    amp_optimizers = []
+    for optimizer in as_list(optimizers):
+        if not hasattr(optimizer, "_amp_stash"):
+            kind = type(optimizer).__name__
+            raise RuntimeError(
+                f"amp.scale_loss: this {kind} was not given to amp.initialize; give it all optimizers"
+            )
+        amp_optimizers.append(optimizer._amp_stash)
+    return scalers[loss_id], amp_optimizers
+
+
+class _ScaledBackward:
+    """Prepares the gradients of all optimizers for the backward of a scaled loss, and unscales them after it.
+
+    The loss trains `amp_optimizers`. Its backward may reach parameters of other optimizers too, but a block
+    inside another `scale_loss` leaves those to the outer block.
+    """
+
+    def __init__(self, scaler: LossScaler, amp_optimizers: list[AmpOptimizer]) -> None:
+        for amp_optimizer in _amp_optimizers:
+            amp_optimizer.clear_overflow_if_gradients_dropped()
+        self.scaler, self.amp_optimizers = scaler, amp_optimizers
+        # Optimizers may share parameters, so the other parameters follow in one list without duplicates.
+        self.trained = unique_parameters(o.optimizer for o in amp_optimizers)
+        reached = amp_optimizers if _open_scalers else [*amp_optimizers, *_amp_optimizers]
+        others = unique_parameters(o.optimizer for o in reached)[len(self.trained) :]
+        scale = scaler.loss_scale()
+        self.stashed = stash_unscaled_gradients(self.trained, scale, scaler)
+        self.stashed_of_others = stash_unscaled_gradients(others, scale, scaler)
+        add_stashed_gradients(self.stashed_of_others)  # the script may drop these in the block
+
+    def abandon(self) -> None:
+        """Restores the gradients of `amp_optimizers`. The others keep what backward added, as without amp."""
+        for parameter, gradient in self.stashed.items():
+            parameter.grad = gradient
+            vars(parameter).pop(SCALE, None)
+        unscale_gradients(self.stashed_of_others)
+
+    def finish(self, delay_unscale: bool, delay_overflow_check: bool) -> None:
+        """Unscales the gradients, updates the scale, and skips the next steps after an overflow."""
+        scaler, others = self.scaler, self.stashed_of_others
+        kept_scaled = {*self.trained, *others} if delay_unscale else parameters_without_sync()
+        flags = unscale_gradients(p for p in others if p not in kept_scaled)[scaler]
+        others_overflow = scaler.record_overflow(flags)
+        flags_by_scaler = unscale_gradients(p for p in self.trained if p not in kept_scaled)
+        add_stashed_gradients(self.stashed)
+        skips_step = False
+        if scaler in flags_by_scaler:
+            scaler.record_overflow(flags_by_scaler[scaler])
+            skips_step = not delay_overflow_check and scaler.update_scale()
+        if skips_step:
+            for amp_optimizer in self.amp_optimizers:
+                amp_optimizer.skip_next_step(scaler, needs_scale_update=False)
+        if skips_step or others_overflow:
+            for amp_optimizer in _amp_optimizers.difference(self.amp_optimizers):
+                if not amp_optimizer.already_patched and amp_optimizer.has_infinite_gradients():
+                    amp_optimizer.skip_next_step(scaler, needs_scale_update=not skips_step)
 
 
 @contextlib.contextmanager
@@ -230,7 +314,7 @@ def scale_loss(
     the gradient before.
 
     Args:
-        optimizers: those that the loss trains.
+        optimizers: the optimizers that the loss trains.
         loss_id: the index of the scale, below `num_losses`.
         model: has no effect, as in apex.
         delay_unscale: do not unscale gradients; for all but the last backward before a step. Under DDP's
@@ -246,60 +330,26 @@ def scale_loss(
     if not _amp_state.opt_properties.enabled:
         yield loss
         return
-    if not 0 <= loss_id < len(_amp_state.loss_scalers):
-        raise RuntimeError(
-            f"amp.scale_loss: loss_id {loss_id} needs amp.initialize(..., num_losses={loss_id + 1}) or more, "
-            f"got {len(_amp_state.loss_scalers)}"
-        )
-    if not hasattr(loss, "float"):
-        kind = type(loss).__name__
-        raise TypeError(f"amp.scale_loss: loss takes a tensor, got {kind}; give it the sum of the losses")
-    scaler = _amp_state.loss_scalers[loss_id]
-    given: list[AmpOptimizer] = []
-    for stepped in several(optimizers):
-        if not hasattr(stepped, "_amp_stash"):
-            kind = type(stepped).__name__
-            raise RuntimeError(f"amp.scale_loss: this {kind} was not given to amp.initialize")
-        given.append(stepped._amp_stash)
+    scaler, amp_optimizers = _check_scale_loss_call(loss, optimizers, loss_id)
     scale = scaler.loss_scale()
     if not scaler.dynamic and scale == 1.0:
         yield loss.float()
         return
-    for optimizer in _attached:
-        optimizer.look_for_overflow()
-    own = parameters_of(o.optimizer for o in given)  # one may be in several optimizers
-    # The backward may reach parameters of other optimizers too. A block inside leaves them to the outer one.
-    reached = parameters_of(o.optimizer for o in (given if _open else [*given, *_attached]))[len(own) :]
-    earlier, others = before_backward(own, scale, scaler), before_backward(reached, scale, scaler)
-    put_back(others)  # where the block may drop them
-    _open.append(scaler)
+    backward = _ScaledBackward(scaler, amp_optimizers)
+    _open_scalers.append(scaler)
     try:
         yield loss.float() * scale
-    except BaseException:  # a caller may catch it (out of memory) and continue
-        for parameter, gradient in earlier.items():
-            parameter.grad = gradient
-            vars(parameter).pop(SCALE, None)
-        unscale(others)  # with what the backward has added, as without amp
+    except BaseException:  # the caller may catch the exception (out of memory) and continue
+        backward.abandon()
         raise
     finally:
-        _open.pop()
-    held = {*own, *others} if delay_unscale else without_sync()
-    lost = scaler.look_at(unscale(p for p in others if p not in held)[scaler])
-    flags, skips = unscale(p for p in own if p not in held), False
-    put_back(earlier)
-    if scaler in flags:
-        scaler.look_at(flags[scaler])
-        skips = not delay_overflow_check and scaler.update_scale()
-    for optimizer in given if skips else ():
-        optimizer.overflow, optimizer.counts = scaler, False
-    for optimizer in _attached.difference(given) if lost or skips else ():
-        if not optimizer.already_patched and optimizer.has_infinite_gradients():
-            optimizer.overflow, optimizer.counts = scaler, not skips
+        _open_scalers.pop()
+    backward.finish(delay_unscale, delay_overflow_check)
 
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """No casts inside: disables torch.autocast, on the CPU and on CUDA."""
+    """Disables torch.autocast in the block, on the CPU and on CUDA."""
     with torch.autocast("cpu", enabled=False), contextlib.ExitStack() as stack:
         if torch.cuda.is_available():
             stack.enter_context(torch.autocast("cuda", enabled=False))

@@ -1,4 +1,4 @@
-"""Casts of functions, active where autocast is on, which is inside the forward of a model under O1.
+"""Casts of functions, which are active under autocast: in the forward of a model under O1.
 
 The user's functions are cast to half, to float32, or to the widest dtype of the arguments. The lists have the
 functions that apex casts, by name, for scripts that change them before `initialize`. O1 uses autocast's
@@ -16,21 +16,23 @@ from torch.utils import _pytree as pytree
 
 from fastvit._checks import autocast_dtype
 
-from ..._finder import without
+from ..._import_hook import missing_attribute_getter
 from .forward import cast_floating
 from .handle import disable_casts
 
 Function = Callable[..., Any]
 
 
-def _casting(
-    fn: Function, dtype_of: Callable[[torch.dtype, list[Tensor]], torch.dtype | None], inside: bool
+def _with_casts(
+    fn: Function,
+    choose_dtype: Callable[[torch.dtype, list[Tensor]], torch.dtype | None],
+    keeps_autocast: bool,
 ) -> Function:
-    """`fn`, where casts are active, with floating-point tensor arguments cast to `dtype_of(half, tensors)`.
+    """Returns `fn` with a cast of its floating-point tensor arguments, which is active under autocast.
 
     Args:
-        dtype_of: None for no cast.
-        inside: whether casts stay active inside `fn`.
+        choose_dtype: returns the dtype for autocast's dtype and the tensors, or None for no cast.
+        keeps_autocast: whether `fn` runs under autocast.
     """
 
     @functools.wraps(fn)
@@ -39,10 +41,10 @@ def _casting(
         half = autocast_dtype(tensors[0]) if tensors else None
         if half is None:
             return fn(*args, **kwargs)
-        dtype = dtype_of(half, tensors)
+        dtype = choose_dtype(half, tensors)
         if dtype is not None:
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
-        with nullcontext() if inside else disable_casts():
+        with nullcontext() if keeps_autocast else disable_casts():
             return fn(*args, **kwargs)
 
     return wrapper
@@ -50,12 +52,12 @@ def _casting(
 
 def half_function(fn: Function) -> Function:
     """Casts floating-point tensor arguments to autocast's dtype."""
-    return _casting(fn, lambda half, _: half, inside=True)
+    return _with_casts(fn, lambda half, _: half, keeps_autocast=True)
 
 
 def float_function(fn: Function) -> Function:
     """Casts floating-point tensor arguments to float32 and runs without autocast."""
-    return _casting(fn, lambda *_: torch.float32, inside=False)
+    return _with_casts(fn, lambda *_: torch.float32, keeps_autocast=False)
 
 
 def promote_function(fn: Function) -> Function:
@@ -65,14 +67,14 @@ def promote_function(fn: Function) -> Function:
         dtypes = [t.dtype for t in tensors if t.is_floating_point()]
         return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
-    return _casting(fn, widest, inside=True)
+    return _with_casts(fn, widest, keeps_autocast=True)
 
 
-def _register(wrap: Callable[[Function], Function], module: Any, function_name: str) -> None:
-    """Replaces `module.function_name` by `wrap` of it; ValueError for an unknown name."""
+def _register(decorate: Callable[[Function], Function], module: Any, function_name: str) -> None:
+    """Replaces `module.function_name` by what `decorate` returns for it."""
     if not hasattr(module, function_name):
-        raise ValueError(f"amp: no function named {function_name} in {module}")
-    setattr(module, function_name, wrap(getattr(module, function_name)))
+        raise ValueError(f"amp: {module} has no function {function_name!r} to register; check the name")
+    setattr(module, function_name, decorate(getattr(module, function_name)))
 
 
 register_half_function = functools.partial(_register, half_function)
@@ -81,7 +83,7 @@ register_promote_function = functools.partial(_register, promote_function)
 
 
 class functional_overrides:
-    """torch.nn.functional: functions that run in half, or in float32."""
+    """Names of functions of torch.nn.functional that run in half, or in float32."""
 
     FP16_FUNCS = ["linear", "conv_tbc", *(f"conv{t}{n}d" for t in ("", "_transpose") for n in (1, 2, 3))]
     FP32_FUNCS = """
@@ -93,38 +95,38 @@ class functional_overrides:
     """.split()
 
 
-def _listed() -> dict[str, Callable[..., Any]]:
-    half = dict.fromkeys(functional_overrides.FP16_FUNCS, half_function)
-    return half | dict.fromkeys(functional_overrides.FP32_FUNCS, float_function)
+def _decorators_by_name() -> dict[str, Callable[..., Any]]:
+    decorators = dict.fromkeys(functional_overrides.FP16_FUNCS, half_function)
+    return decorators | dict.fromkeys(functional_overrides.FP32_FUNCS, float_function)
 
 
-_AT_FIRST = _listed()
+_INITIAL_DECORATORS = _decorators_by_name()
 
 
 class AmpHandle:
-    """Under O1 `_amp_state.handle`. There are no casts while `_is_active` is False.
+    """`_amp_state.handle` under O1. There are no casts while `_is_active` is False.
 
-    It applies the changes that a script has made to the lists to casts under autocast. A function that was
-    removed from all lists gets its arguments without a cast.
+    A handle applies the changes that a script has made to the lists to casts under autocast. A function that
+    was removed from all lists gets its arguments without a cast.
     """
 
     def __init__(self) -> None:
         self._is_active = True
         self._functions: dict[str, Any] = {}
-        listed = _listed()
-        for name in _AT_FIRST.keys() | listed.keys():
-            cast = listed.get(name)
-            if cast is not _AT_FIRST.get(name) and hasattr(torch.nn.functional, name):
+        decorators = _decorators_by_name()
+        for name in _INITIAL_DECORATORS.keys() | decorators.keys():
+            decorate = decorators.get(name)
+            if decorate is not _INITIAL_DECORATORS.get(name) and hasattr(torch.nn.functional, name):
                 function = self._functions[name] = getattr(torch.nn.functional, name)
-                function = _casting(function, lambda *_: None, inside=False)  # not as autocast would do
-                setattr(torch.nn.functional, name, cast(function) if cast else function)
+                function = _with_casts(function, lambda *_: None, keeps_autocast=False)
+                setattr(torch.nn.functional, name, decorate(function) if decorate else function)
 
     def is_active(self) -> bool:
         return self._is_active
 
     _disable_casts = staticmethod(disable_casts)
     _clear_cache = staticmethod(torch.clear_autocast_cache)
-    __getattr__ = without("apex.amp.handle.AmpHandle")
+    __getattr__ = missing_attribute_getter("apex.amp.handle.AmpHandle")
 
     def _deactivate(self) -> None:
         """Ends the casts, and restores torch's functions."""

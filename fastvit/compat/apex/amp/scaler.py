@@ -1,4 +1,5 @@
-"""The loss scale: static, or from 2^16 on doubled after 2000 clean steps and halved by each overflow.
+"""The loss scale: a number, or dynamic. The dynamic one starts at 2^16, is doubled after 2000 clean steps,
+and is halved by an overflow.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, arXiv:1710.03740, section 3.2.
 """
@@ -8,10 +9,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..._finder import without
+from ..._import_hook import missing_attribute_getter
 
 # Gradients that overflow at this scale overflow at any scale.
-_SMALLEST = 2.0**-24
+_MIN_SCALE = 2.0**-24
 
 
 class LossScaler:
@@ -20,14 +21,14 @@ class LossScaler:
     Args:
         loss_scale: a number, or "dynamic".
         scale_window: the number of clean steps after which the dynamic scale is doubled.
-        min_loss_scale: its floor; None is 2^-24.
-        max_loss_scale: its ceiling.
+        min_loss_scale: the floor of the dynamic scale; None is 2^-24.
+        max_loss_scale: the ceiling of the dynamic scale.
     """
 
-    loss_id = 0  # its index in `scale_loss`
+    loss_id = 0  # the index of the loss in `scale_loss`
     has_fused_kernel = True
     warned_no_fused_kernel = warned_unscaling_non_fp32_grad = False
-    __getattr__ = without("apex.amp.scaler.LossScaler")
+    __getattr__ = missing_attribute_getter("apex.amp.scaler.LossScaler")
 
     def __init__(
         self,
@@ -42,41 +43,42 @@ class LossScaler:
         self._max_loss_scale = max_loss_scale
         if self.dynamic and (min_loss_scale or 0.0) > max_loss_scale:
             raise ValueError(
-                f"LossScaler: min_loss_scale {min_loss_scale} is above max_loss_scale {max_loss_scale}"
+                f"LossScaler: min_loss_scale must be at most max_loss_scale, got {min_loss_scale} and "
+                f"{max_loss_scale}"
             )
-        self._loss_scale = self._bounded(2.0**16) if self.dynamic else float(loss_scale)
+        self._loss_scale = self._clamp(2.0**16) if self.dynamic else float(loss_scale)
         self._scale_seq_len = scale_window
         self._unskipped = 0
         self._has_overflow = False
         self._overflow_buf = torch.zeros(1, dtype=torch.int32)
 
-    def _bounded(self, scale: float) -> float:
-        return min(max(scale, self._min_loss_scale or _SMALLEST), self._max_loss_scale)
+    def _clamp(self, scale: float) -> float:
+        return min(max(scale, self._min_loss_scale or _MIN_SCALE), self._max_loss_scale)
 
     def loss_scale(self) -> float:
-        """The factor by which the next loss is multiplied."""
+        """Returns the factor by which the next loss is multiplied."""
         return self._loss_scale
 
     def clear_overflow_state(self) -> None:
         self._has_overflow = False
         self._overflow_buf.zero_()
 
-    def look_at(self, flags: Iterable[Tensor]) -> bool:
-        """Notes for `update_scale` whether a flag is set, and returns it; a static scale does not look."""
+    def record_overflow(self, flags: Iterable[Tensor]) -> bool:
+        """Stores for `update_scale` whether a flag is set, and returns it; False with a static scale."""
         self._has_overflow = False
         overflow = self.dynamic and any(flag.item() for flag in flags)
         self._overflow_buf.fill_(overflow)
         return overflow
 
     def update_scale(self) -> bool:
-        """Counts one step; returns whether it must be skipped, False with a static scale."""
+        """Counts one step, and returns whether the step must be skipped; False with a static scale."""
         self._has_overflow = self.dynamic and bool(self._has_overflow or self._overflow_buf.item())
         if self._has_overflow:
-            self._loss_scale = self._bounded(self._loss_scale / 2.0)
+            self._loss_scale = self._clamp(self._loss_scale / 2.0)
             self._unskipped = 0
             return True
         self._unskipped += 1
         if self.dynamic and self._unskipped == self._scale_seq_len:
-            self._loss_scale = self._bounded(self._loss_scale * 2.0)
+            self._loss_scale = self._clamp(self._loss_scale * 2.0)
             self._unskipped = 0
         return False

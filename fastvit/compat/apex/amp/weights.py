@@ -7,21 +7,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .._fused import follow_
+from .._fused_optimizer import update_master_
 
-HALF_TYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-Swap = tuple[dict[str, Any], str, Any, Any]
-"""A dict of a module and a name there; its value at rest and during the forward."""
+WeightSwap = tuple[dict[str, Any], str, Any, Any]
+"""A dict of a module, a name in it, and the value of that name at rest and during the forward."""
 
 
 def is_batchnorm(module: nn.Module) -> bool:
-    """Whether `module` is torch's or fastvit's BatchNorm, fused, in place or synchronised."""
+    """Returns whether `module` is torch's or fastvit's BatchNorm, fused, in place or synchronised."""
     return isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
 
 
-class _Cast(torch.autograd.Function):
-    """`Tensor.to`, whose gradient may be sparse."""
+class _SparseGradientCast(torch.autograd.Function):
+    """Runs `Tensor.to` for a weight whose gradient may be sparse."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -33,16 +33,16 @@ class _Cast(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool | None) -> list[Swap]:
-    """Swaps floating-point parameters and buffers for their casts, until `swap_back`.
+def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool | None) -> list[WeightSwap]:
+    """Swaps floating-point parameters and buffers for their casts, until `restore_weights`.
 
-    A gradient passes through the cast to the parameter.
+    Gradients pass through the casts to the parameters.
 
     Args:
         keep_batchnorm_fp32: do not cast BatchNorm layers that have a weight.
     """
     casts: dict[int, Tensor] = {}  # tied weights are cast once
-    swaps: list[Swap] = []
+    swaps: list[WeightSwap] = []
     for module in model.modules():
         if keep_batchnorm_fp32 and is_batchnorm(module) and module.affine:
             continue
@@ -50,7 +50,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
         entries: list[tuple[dict[str, Any], Any]] = [
             (module._parameters, module._parameters),
             (module._buffers, module._buffers),
-            (attributes, attributes.get("_former_parameters", ())),  # of a replica of DataParallel
+            (attributes, attributes.get("_former_parameters", ())),  # a replica of DataParallel has these
         ]
         for owner, names in entries:
             for name in list(names):
@@ -58,24 +58,26 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
                 if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
                     continue
                 if (cast := casts.get(id(tensor))) is None:
-                    sparse = attributes.get("sparse", False)
-                    cast = casts[id(tensor)] = _Cast.apply(tensor, dtype) if sparse else tensor.to(dtype)
+                    is_sparse = attributes.get("sparse", False)
+                    cast = _SparseGradientCast.apply(tensor, dtype) if is_sparse else tensor.to(dtype)
+                    casts[id(tensor)] = cast
                 swaps.append((owner, name, tensor, cast))
                 owner[name] = cast
-        if flat := attributes.get("_flat_weights"):  # of recurrent networks
-            swaps.append((attributes, "_flat_weights", flat, [casts.get(id(w), w) for w in flat]))
-            attributes["_flat_weights"] = swaps[-1][3]
+        if flat_weights := attributes.get("_flat_weights"):  # recurrent networks have these
+            flat_casts = attributes["_flat_weights"] = [casts.get(id(w), w) for w in flat_weights]
+            swaps.append((attributes, "_flat_weights", flat_weights, flat_casts))
     return swaps
 
 
 @torch.no_grad()
-def swap_back(swaps: list[Swap], follow_parameters: bool) -> None:
-    """Undoes `cast_weights`. What forward has written to buffers, and with `follow_parameters` to parameters,
-    is kept.
+def restore_weights(swaps: list[WeightSwap], keeps_parameter_writes: bool) -> None:
+    """Undoes `cast_weights`.
+
+    Writes of forward to buffers are kept. With `keeps_parameter_writes` its writes to parameters are too.
     """
     for owner, name, tensor, cast in reversed(swaps):
-        now, owner[name] = owner.get(name), tensor
-        if now is not cast and not isinstance(tensor, list):  # assigned by the script
-            owner[name] = now.to(tensor.dtype) if type(now) is Tensor else now
-        elif isinstance(cast, Tensor) and (follow_parameters or not isinstance(tensor, nn.Parameter)):
-            follow_(tensor.data, cast.data)
+        current, owner[name] = owner.get(name), tensor
+        if current is not cast and not isinstance(tensor, list):  # the script assigned it
+            owner[name] = current.to(tensor.dtype) if type(current) is Tensor else current
+        elif isinstance(cast, Tensor) and (keeps_parameter_writes or not isinstance(tensor, nn.Parameter)):
+            update_master_(tensor.data, cast.data)

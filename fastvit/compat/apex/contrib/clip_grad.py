@@ -1,4 +1,4 @@
-"""apex.contrib.clip_grad: torch's own, which works on lists of tensors too."""
+"""apex.contrib.clip_grad has torch's own function, which works on lists of tensors too."""
 
 from torch.nn.utils import clip_grad_norm_
 

@@ -1,4 +1,4 @@
-"""apex.fp16_utils: half networks, masters and loss scaling without amp."""
+"""apex.fp16_utils, which has half networks, masters and loss scaling without amp."""
 
 from . import fp16util, loss_scaler
 from .fp16_optimizer import FP16_Optimizer

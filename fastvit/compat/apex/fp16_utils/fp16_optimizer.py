@@ -1,4 +1,4 @@
-"""FP16_Optimizer: masters and loss scaling around one optimizer, for a model that was cast by hand."""
+"""FP16_Optimizer, which adds masters and loss scaling to an optimizer, for a model that was cast by hand."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,19 +8,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..._finder import without
-from .._fused import follow_, lay_out
-from ..amp.handle import SCALE, Earlier, before_backward, innermost, parameters_of, put_back, unscale
-from ..amp.weights import HALF_TYPES
-from ..parallel.distributed import without_sync
+from ..._import_hook import missing_attribute_getter
+from .._fused_optimizer import match_strides_before_step, update_master_
+from ..amp.handle import (
+    SCALE,
+    StashedGradients,
+    add_stashed_gradients,
+    stash_unscaled_gradients,
+    unique_parameters,
+    unscale_gradients,
+    unwrap_larc,
+)
+from ..amp.weights import HALF_DTYPES
+from ..parallel.distributed import parameters_without_sync
 from .loss_scaler import DynamicLossScaler, LossScaler
 
 
 class FP16_Optimizer:
     """Wraps an optimizer whose half parameters are float32 masters while it steps.
 
-    Between steps a half parameter is that of the model, whose written elements the master follows, and its
-    gradient is unscaled, in float32.
+    Between steps a half parameter is the model's, and its gradient is unscaled, in float32. Its master takes
+    over what the script writes to the parameter.
 
         optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
         optimizer.zero_grad()
@@ -28,13 +36,13 @@ class FP16_Optimizer:
         optimizer.clip_master_grads(1.0)
         optimizer.step()
 
-    It skips the step of a gradient that is not finite, under a static scale too.
+    A gradient that is not finite skips the step, under a static scale too.
 
     Args:
-        init_optimizer: changed in place; use the wrapper instead of it.
+        init_optimizer: the optimizer, which is changed in place; use the wrapper instead.
         static_loss_scale: a fixed scale.
         dynamic_loss_scale: start at 2^16, halve it at an overflow, double it after 1000 clean steps.
-        dynamic_loss_args: those of `DynamicLossScaler` instead.
+        dynamic_loss_args: the arguments of `DynamicLossScaler`, if they are others.
         verbose: print skipped steps.
     """
 
@@ -56,20 +64,20 @@ class FP16_Optimizer:
         self.overflow = False
         self.verbose = verbose
         self._masters: dict[nn.Parameter, Tensor] = {}
-        self._earlier: Earlier = {}  # unscaled gradients beside scaled ones
-        innermost(init_optimizer).register_step_pre_hook(lay_out)
+        self._stashed_gradients: StashedGradients = {}  # unscaled gradients beside scaled ones
+        unwrap_larc(init_optimizer).register_step_pre_hook(match_strides_before_step)
 
-    def _halves(self) -> list[list[nn.Parameter]]:
-        """The half parameters of each group."""
-        return [[p for p in group["params"] if p.dtype in HALF_TYPES] for group in self.param_groups]
+    def _half_parameters(self) -> list[list[nn.Parameter]]:
+        """Returns the half parameters of each group."""
+        return [[p for p in group["params"] if p.dtype in HALF_DTYPES] for group in self.param_groups]
 
     @contextlib.contextmanager
-    def _in_float32(self) -> Iterator[None]:
-        """Half parameters are their masters inside; what is written there is rounded to them at the end."""
-        halves = [(parameter, parameter.data) for group in self._halves() for parameter in group]
+    def _with_masters(self) -> Iterator[None]:
+        """Makes half parameters their masters in the block, and rounds the masters to them at the end."""
+        halves = [(parameter, parameter.data) for group in self._half_parameters() for parameter in group]
         for parameter, half in halves:
             master = self._masters.setdefault(parameter, half.float())
-            parameter.data = follow_(master, half)
+            parameter.data = update_master_(master, half)
         try:
             yield
         finally:
@@ -85,61 +93,62 @@ class FP16_Optimizer:
     def loss_scale(self, value: float) -> None:
         self.loss_scaler.cur_scale = value
 
-    cur_scale = loss_scale  # its name in apex.contrib.optimizers
+    cur_scale = loss_scale  # the name in apex.contrib.optimizers
 
-    def __getattr__(self, name: str) -> Any:  # state, param_groups
-        if name == "optimizer" or name.startswith("__"):  # while being copied or pickled
+    def __getattr__(self, name: str) -> Any:  # passes on state, param_groups
+        if name == "optimizer" or name.startswith("__"):  # copies have no attributes while they are made
             raise AttributeError(name)
         if not hasattr(self.optimizer, name):
-            without("apex.fp16_utils.FP16_Optimizer")(name)
+            missing_attribute_getter("apex.fp16_utils.FP16_Optimizer")(name)
         return getattr(self.optimizer, name)
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
-        self.overflow, self._earlier = False, {}
+        self.overflow, self._stashed_gradients = False, {}
         self.optimizer.zero_grad(set_grads_to_None)
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Backward of the loss times its scale; then `update_master_grads`, unless that argument is False.
+        """Runs the backward of the scaled loss, then `update_master_grads` unless that argument is False.
 
         Under DDP's `no_sync` gradients stay scaled until the backward that reduces them.
         """
-        parameters = parameters_of([self.optimizer])
-        kept = {p: g for p, g in self._earlier.items() if p.grad is not None}  # not by model.zero_grad()
-        self._earlier = kept | before_backward(parameters, self.loss_scale, None)
+        parameters = unique_parameters([self.optimizer])
+        # model.zero_grad() drops stashed gradients too.
+        still_stashed = {p: g for p, g in self._stashed_gradients.items() if p.grad is not None}
+        self._stashed_gradients = still_stashed | stash_unscaled_gradients(parameters, self.loss_scale, None)
         for parameter in parameters:
             if parameter.grad is None:
-                parameter.grad_dtype = parameter.dtype  # DDP takes no other
+                parameter.grad_dtype = parameter.dtype  # DDP takes gradients of no other dtype
         self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
-        if update_master_grads and without_sync().isdisjoint(parameters):
+        if update_master_grads and parameters_without_sync().isdisjoint(parameters):
             self.update_master_grads()
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
         """Divides the gradients by the scale, in float32."""
-        held = [p for p in parameters_of([self.optimizer]) if SCALE in vars(p)]
-        for parameter in held:
-            if parameter.dtype in HALF_TYPES:
+        scaled_parameters = [p for p in unique_parameters([self.optimizer]) if SCALE in vars(p)]
+        for parameter in scaled_parameters:
+            if parameter.dtype in HALF_DTYPES:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = torch.float32
                 parameter.grad = None if gradient is None else gradient.float()
-        self.overflow |= any(flag.item() for flag in unscale(held)[None])
-        put_back(self._earlier)
-        self._earlier = {}
+        self.overflow |= any(flag.item() for flag in unscale_gradients(scaled_parameters)[None])
+        add_stashed_gradients(self._stashed_gradients)
+        self._stashed_gradients = {}
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
-        """Clips the masters' gradients and returns their norm before; -1 after an overflow."""
+        """Clips the masters' gradients, and returns their norm before that; -1 after an overflow."""
         if self.overflow:
             return -1
-        return torch.nn.utils.clip_grad_norm_(parameters_of([self.optimizer]), max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(unique_parameters([self.optimizer]), max_norm, norm_type)
 
     def step(self, closure: None = None) -> Any:
-        """Steps the masters and copies them to the model; after an overflow it does neither.
+        """Steps the masters and copies them to the model; does neither after an overflow.
 
         Raises:
-            TypeError: with a closure, whose backward would have to come before the check for overflow.
+            TypeError: with a closure, because the check for overflow comes before a closure would run.
         """
         if closure is not None:
-            raise TypeError("FP16_Optimizer.step takes no closure; call backward(loss) before it")
+            raise TypeError("FP16_Optimizer.step takes no closure; call optimizer.backward(loss) before step")
         self.update_master_grads()
         scale = self.loss_scale
         self.loss_scaler.update_scale(self.overflow)
@@ -151,13 +160,13 @@ class FP16_Optimizer:
                 )
             self.zero_grad()
             return None
-        with self._in_float32():
+        with self._with_masters():
             return self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler, the optimizer and the masters, as tensors and numbers that weights_only loads."""
-        groups = self._halves()
-        with self._in_float32():
+        """Returns scaler, optimizer and masters, as tensors and numbers that weights_only loads."""
+        groups = self._half_parameters()
+        with self._with_masters():
             masters = [[p.detach() for p in group] for group in groups]
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
@@ -168,16 +177,16 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores masters and model exactly; loads the files of both of apex's FP16_Optimizers too.
+        """Restores masters and model exactly, from files of fastvit and of both of apex's FP16_Optimizers.
 
         Raises:
-            RuntimeError: a file of apex before October 2019, whose weights are a flat tensor for each group.
+            RuntimeError: for a file of apex before October 2019, with one flat tensor of weights a group.
         """
         if "fp32_from_fp16" in state_dict:
-            parameters, values = self._halves(), state_dict["fp32_from_fp16"]
+            parameters, values = self._half_parameters(), state_dict["fp32_from_fp16"]
             scaler = state_dict["loss_scaler"]
-            scaler = scaler if isinstance(scaler, dict) else vars(scaler)  # apex's is an object
-        elif "fp32_groups" in state_dict:  # of apex.contrib.optimizers: every parameter, and no scaler apart
+            scaler = scaler if isinstance(scaler, dict) else vars(scaler)  # apex's file has an object
+        elif "fp32_groups" in state_dict:  # apex.contrib.optimizers has masters of all parameters
             parameters = [group["params"] for group in self.param_groups]
             values, scaler = state_dict["fp32_groups"], state_dict
         else:
@@ -191,7 +200,7 @@ class FP16_Optimizer:
         names = vars(self.loss_scaler).keys()
         vars(self.loss_scaler).update({name: scaler[name] for name in names if name in scaler})
         self.overflow = False
-        with self._in_float32():
+        with self._with_masters():
             self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
             for group, loaded in zip(parameters, values, strict=True):
                 for parameter, value in zip(group, loaded, strict=True):

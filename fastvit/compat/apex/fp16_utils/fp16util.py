@@ -1,4 +1,4 @@
-"""Casts networks to half, and has float32 masters of their parameters, without amp."""
+"""Casts networks to half and makes float32 masters of their parameters, without amp."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from ...apex_C import flatten, unflatten
-from ..amp.forward import device_type, half_type
+from ..amp.forward import half_dtype, model_device_type
 from ..amp.weights import is_batchnorm
 from .loss_scaler import to_python_float
 
@@ -29,7 +29,7 @@ class tofp16(nn.Module):
     """Casts its input to float16 (bfloat16 on the CPU)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return input.to(half_type(input.device))
+        return input.to(half_dtype(input.device))
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
@@ -41,15 +41,15 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
-    """`network` in half behind a cast of its input; BatchNorm stays float32, outputs are half."""
-    return nn.Sequential(tofp16(), BN_convert_float(network.to(half_type(device_type(network)))))
+    """Returns `network` in half behind a cast of its input; BatchNorm stays float32, outputs are half."""
+    return nn.Sequential(tofp16(), BN_convert_float(network.to(half_dtype(model_device_type(network)))))
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """The parameters that require gradients, and their float32 masters, which an optimizer steps.
+    """Returns the parameters that require gradients, and their float32 masters, which an optimizer steps.
 
     Args:
-        flat_master: one flat master for all parameters, which must have one dtype.
+        flat_master: return one flat master for all parameters, which must have one dtype.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     values = [p.detach().to(torch.float32, copy=True) for p in parameters]
@@ -65,7 +65,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copies gradients to the masters, and None; a flat master has zeros for None."""
+    """Copies gradients (and None) to the masters; a flat master gets zeros for None."""
     gradients = [p.grad for p in model_params]
     if flat_master:
         filled = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]

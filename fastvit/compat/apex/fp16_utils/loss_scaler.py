@@ -9,12 +9,12 @@ __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 
 
 def to_python_float(t: Any) -> float:
-    """The one number in a tensor or sequence."""
+    """Returns the one number in a tensor or sequence."""
     return t.item() if hasattr(t, "item") else t[0]
 
 
 class LossScaler:
-    """A static scale, without a check for overflow."""
+    """A static loss scale, which checks for no overflow."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.cur_scale = scale
@@ -24,7 +24,7 @@ class LossScaler:
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient is not finite; a static scale does not look."""
+        """Returns whether a gradient is not finite; always False with a static scale."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
@@ -38,7 +38,9 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """Divided by `scale_factor` at an overflow, down to 1; multiplied after `scale_window` clean steps."""
+    """A scale that is divided by `scale_factor` at an overflow, down to 1, and multiplied by `scale_factor`
+    after `scale_window` clean steps.
+    """
 
     def __init__(
         self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000

@@ -1,4 +1,4 @@
-"""apex.multi_tensor_apply: calls the operations of `amp_C` on lists of tensors."""
+"""apex.multi_tensor_apply, which calls the operations of `amp_C` on lists of tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ class MultiTensorApply:
     """Calls `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`.
 
     Args:
-        chunk_size: passed on; the operations of fastvit's `amp_C` need none.
+        chunk_size: the first argument of the operations; fastvit's `amp_C` ignores it.
     """
 
     available, warned = True, False
@@ -19,7 +19,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Raises where `amp_C` is not there; fastvit's always is."""
+        """Does nothing. apex's raises an error without `amp_C`, and fastvit's `amp_C` is always there."""
 
     def __call__(self, op: Callable[..., Any], noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

@@ -12,28 +12,29 @@ from torch.nn import functional as F
 
 from fastvit._checks import autocast_dtype
 
-from .._notices import warn_once
+from .._warn_once import warn_once
 from ..amp._amp_state import _amp_state
 from ..amp.forward import cast_floating
 
 Shape = int | Sequence[int]
 
 
-def _fused(
+def _apply_norm(
     norm: Callable[..., Tensor],
     x: Tensor,
     parameters: Sequence[Tensor | None],
     normalized_shape: Shape,
     eps: float | None,
     memory_efficient: bool = False,
-    mixed: bool = False,
+    uses_weight_dtype: bool = False,
 ) -> Tensor:
-    """`norm(x, normalized_shape, *parameters, eps)` in the widest dtype of its arguments; returned in x's
-    dtype, or with `mixed` in the weight's.
+    """Returns `norm(x, normalized_shape, *parameters, eps)`, computed in the widest dtype of its arguments.
+
+    The result has x's dtype, or with `uses_weight_dtype` the weight's.
 
     As in apex, all arguments but float64 are cast to autocast's dtype under autocast, but not under O1.
     """
-    _explain(memory_efficient)
+    _warn_memory_efficient(memory_efficient)
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     half, dtype = autocast_dtype(x), x.dtype
     weight_dtype = dtype if parameters[0] is None else parameters[0].dtype
@@ -42,19 +43,20 @@ def _fused(
     x, *parameters = cast_floating((x, *parameters), torch.promote_types(dtype, weight_dtype))
     with torch.autocast(x.device.type, enabled=False) if half else contextlib.nullcontext():
         y = norm(x, shape, *parameters, eps)
-    return y.to(weight_dtype if mixed else dtype)
+    return y.to(weight_dtype if uses_weight_dtype else dtype)
 
 
-def _explain(memory_efficient: bool) -> None:
+def _warn_memory_efficient(memory_efficient: bool) -> None:
     if memory_efficient:
-        warn_once("fused norms: memory_efficient has no effect; torch saves the input, not the output")
+        reason = "torch saves the input, not the output; leave memory_efficient out"
+        warn_once(f"apex.normalization: memory_efficient has no effect, because {reason}")
 
 
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Normalises the last dimensions, which have `normalized_shape`; dtype of the input."""
-    return _fused(F.layer_norm, input, (None, None), normalized_shape, eps, memory_efficient)
+    """Normalises the last dimensions, which have `normalized_shape`; returns the dtype of the input."""
+    return _apply_norm(F.layer_norm, input, (None, None), normalized_shape, eps, memory_efficient)
 
 
 def fused_layer_norm_affine(
@@ -67,15 +69,15 @@ def fused_layer_norm_affine(
     *,
     mixed: bool = False,
 ) -> Tensor:
-    """`fused_layer_norm` times weight plus bias, both `normalized_shape`."""
-    return _fused(F.layer_norm, input, (weight, bias), normalized_shape, eps, memory_efficient, mixed)
+    """Returns `fused_layer_norm` times weight plus bias, both of `normalized_shape`."""
+    return _apply_norm(F.layer_norm, input, (weight, bias), normalized_shape, eps, memory_efficient, mixed)
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Divides by the root mean square over the last dimensions; dtype of the input."""
-    return _fused(F.rms_norm, input, (None,), normalized_shape, eps, memory_efficient)
+    """Divides by the root mean square over the last dimensions; returns the dtype of the input."""
+    return _apply_norm(F.rms_norm, input, (None,), normalized_shape, eps, memory_efficient)
 
 
 def fused_rms_norm_affine(
@@ -87,11 +89,11 @@ def fused_rms_norm_affine(
     *,
     mixed: bool = False,
 ) -> Tensor:
-    """`fused_rms_norm` times weight."""
-    return _fused(F.rms_norm, input, (weight,), normalized_shape, eps, memory_efficient, mixed)
+    """Returns `fused_rms_norm` times weight."""
+    return _apply_norm(F.rms_norm, input, (weight,), normalized_shape, eps, memory_efficient, mixed)
 
 
-# With the dtype of the weight.
+# The results of these two have the dtype of the weight.
 mixed_dtype_fused_layer_norm_affine = functools.partial(fused_layer_norm_affine, mixed=True)
 mixed_dtype_fused_rms_norm_affine = functools.partial(fused_rms_norm_affine, mixed=True)
 
@@ -99,20 +101,24 @@ mixed_dtype_fused_rms_norm_affine = functools.partial(fused_rms_norm_affine, mix
 def _fast_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
 ) -> Tensor:
-    """LayerNorm in the dtype of the weight."""
+    """Applies LayerNorm; returns the dtype of the weight."""
     return fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient, mixed=True)
 
 
-def as_function(function: Callable[..., Tensor]) -> type:
-    """apex's form of a function: a class with `apply(...)`, which torch differentiates, and with
-    `forward(ctx, ...)` and `backward`, which scripts look at and wrap.
+def as_autograd_function(function: Callable[..., Tensor]) -> type:
+    """Returns apex's form of `function`: a class with `apply(...)`, which torch differentiates.
+
+    The class also has `forward(ctx, ...)` and `backward`, which scripts inspect and wrap.
     """
 
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         return function(*arguments)
 
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        raise NotImplementedError("fastvit lets torch differentiate this: call backward of the output")
+        raise NotImplementedError(
+            "apex's autograd functions have no backward in fastvit, because torch differentiates `apply`; "
+            "call backward of the output"
+        )
 
     ctx, signature = inspect.signature(forward).parameters["ctx"], inspect.signature(function)
     forward.__signature__ = signature.replace(parameters=[ctx, *signature.parameters.values()])  # type: ignore[attr-defined]
@@ -120,23 +126,23 @@ def as_function(function: Callable[..., Tensor]) -> type:
     return type("Function", (), {name: staticmethod(part) for name, part in parts.items()})
 
 
-FastLayerNormFN = as_function(_fast_layer_norm)
-FusedLayerNormAffineFunction = as_function(fused_layer_norm_affine)
-FusedLayerNormAffineMixedDtypesFunction = as_function(mixed_dtype_fused_layer_norm_affine)
-FusedLayerNormFunction = as_function(fused_layer_norm)
-FusedRMSNormAffineFunction = as_function(fused_rms_norm_affine)
-FusedRMSNormAffineMixedDtypesFunction = as_function(mixed_dtype_fused_rms_norm_affine)
-FusedRMSNormFunction = as_function(fused_rms_norm)
+FastLayerNormFN = as_autograd_function(_fast_layer_norm)
+FusedLayerNormAffineFunction = as_autograd_function(fused_layer_norm_affine)
+FusedLayerNormAffineMixedDtypesFunction = as_autograd_function(mixed_dtype_fused_layer_norm_affine)
+FusedLayerNormFunction = as_autograd_function(fused_layer_norm)
+FusedRMSNormAffineFunction = as_autograd_function(fused_rms_norm_affine)
+FusedRMSNormAffineMixedDtypesFunction = as_autograd_function(mixed_dtype_fused_rms_norm_affine)
+FusedRMSNormFunction = as_autograd_function(fused_rms_norm)
 
 
-class _Layer(nn.Module):
-    """First base of the layers, whose second is torch's.
+class _MemoryEfficientMixin(nn.Module):
+    """Adds apex's argument memory_efficient to a layer of torch, which is the second base.
 
     Args:
         memory_efficient: has no effect, and warns once.
     """
 
-    mixed = False  # whether the output has the dtype of the weight, not of the input
+    uses_weight_dtype = False  # True if the output has the dtype of the weight, not of the input
 
     def __init__(
         self,
@@ -145,36 +151,38 @@ class _Layer(nn.Module):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        _explain(memory_efficient)
+        _warn_memory_efficient(memory_efficient)
         super().__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
 
-class FusedLayerNorm(_Layer, nn.LayerNorm):
+class FusedLayerNorm(_MemoryEfficientMixin, nn.LayerNorm):
     """torch.nn.LayerNorm; the output has the dtype of the input, not of the weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         parameters = self.weight, self.bias
-        return _fused(F.layer_norm, input, parameters, self.normalized_shape, self.eps, mixed=self.mixed)
+        shape, uses_weight_dtype = self.normalized_shape, self.uses_weight_dtype
+        return _apply_norm(F.layer_norm, input, parameters, shape, self.eps, False, uses_weight_dtype)
 
 
-class FusedRMSNorm(_Layer, nn.RMSNorm):
+class FusedRMSNorm(_MemoryEfficientMixin, nn.RMSNorm):
     """torch.nn.RMSNorm; the output has the dtype of the input, not of the weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _fused(F.rms_norm, input, (self.weight,), self.normalized_shape, self.eps, mixed=self.mixed)
+        shape, uses_weight_dtype = self.normalized_shape, self.uses_weight_dtype
+        return _apply_norm(F.rms_norm, input, (self.weight,), shape, self.eps, False, uses_weight_dtype)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
     """FusedLayerNorm whose output has the dtype of the weight."""
 
-    mixed = True
+    uses_weight_dtype = True
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
     """FusedRMSNorm whose output has the dtype of the weight."""
 
-    mixed = True
+    uses_weight_dtype = True
 
 
 class FastLayerNorm(MixedFusedLayerNorm):

@@ -1,6 +1,6 @@
 """apex.optimizers over torch's fused optimizers and multi-tensor operations, on the CPU and on CUDA.
 
-`set_grad_none` is whether `zero_grad()` sets gradients to None. `amsgrad=True` raises RuntimeError.
+`set_grad_none=True` makes `zero_grad()` set gradients to None. `amsgrad=True` raises RuntimeError.
 """
 
 from ..fp16_utils.fp16_optimizer import FP16_Optimizer  # for scripts from before 2020

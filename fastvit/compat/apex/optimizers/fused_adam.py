@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
-from .._fused import FusedOptimizer, State, Tensors, norms, wide
+from .._fused_optimizer import FusedOptimizer, ParamGroup, TensorList, compute_dtype, tensor_norms
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam, with decoupled weight decay (AdamW) unless told otherwise.
+    """Adam with decoupled weight decay (AdamW), or with `adam_w_mode=False` without.
 
     Args:
         bias_correction: divide the moments by 1 - beta^step.
         adam_w_mode: decay the weights by `lr * weight_decay`; False adds `weight_decay * w` to the gradient.
-        capturable: the step can be captured in a CUDA graph; torch's GradScaler then steps half parameters
-            too, unscaled in float32.
+        capturable: let CUDA graphs capture the step, and GradScaler step half parameters, whose gradients are
+            then unscaled in float32.
         master_weights: keep float32 copies of half parameters; amp's parameters are float32.
-        max_grad_norm: of apex before 2020: largest norm of the gradients of each group; 0 does not clip.
+        max_grad_norm: largest norm of the gradients of each group, from apex before 2020; 0 does not clip.
     """
 
-    operations = ("multi_tensor_adam", "multi_tensor_adam_capturable")
-    moments = ("exp_avg", "exp_avg_sq")
-    eps_mode = 1  # eps is added to the square root; its name in apex.contrib.optimizers
+    operation_names = ("multi_tensor_adam", "multi_tensor_adam_capturable")
+    moment_names = ("exp_avg", "exp_avg_sq")
+    eps_mode = 1  # eps is added to the square root; apex.contrib.optimizers has this attribute
 
     def __init__(
         self,
@@ -43,44 +43,47 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
         *,
         max_grad_norm: float = 0.0,
-        **old: Any,
+        **removed: Any,
     ) -> None:
-        if old:
+        if removed:
             raise TypeError(
-                f"FusedAdam takes no {', '.join(old)}; leave out eps_inside_sqrt (eps is added to the square "
-                "root), use_mt (tensors are always stepped together) and amp_scale_adjustment"
+                f"FusedAdam takes no {', '.join(removed)}; leave out eps_inside_sqrt (eps is added to the "
+                "square root), use_mt (tensors are always stepped together) and amp_scale_adjustment"
             )
         self.adam_w_mode = adam_w_mode
         self.master_weights = master_weights
         if capturable:
-            self.operations = self.operations[::-1]
-        self.capturable = self.tensors_in_groups = self._step_supports_amp_scaling = capturable
+            self.operation_names = self.operation_names[::-1]
+        self.capturable = self.has_tensor_lr_and_step = self._step_supports_amp_scaling = capturable
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         defaults |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         super().__init__(params, defaults, set_grad_none, amsgrad)
 
-    def step(self, closure: Callable[[], Any] | None = None, *old: Any, **named: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *removed: Any, **named_removed: Any) -> Any:
         names = ("grads", "output_params", "scale", "grad_norms", "grad_scaler")
-        given = dict(zip(names, old, strict=False)) | named
-        if given := {name: value for name, value in given.items() if value is not None}:
+        arguments = dict(zip(names, removed, strict=False)) | named_removed
+        if given := [name for name, value in arguments.items() if value is not None]:
             raise RuntimeError(
                 f"FusedAdam.step takes a closure alone, got {', '.join(given)}; write p.grad = gradient and "
                 "optimizer.step(), inside amp.scale_loss or scaler.step(optimizer) if gradients are scaled"
             )
         return super().step(closure)
 
-    def _prepare(self) -> None:
-        super()._prepare()
+    def _prepare_step(self) -> None:
+        super()._prepare_step()
         if self.capturable:
             flag = self._dummy_overflow_buf
-            flag.copy_(vars(self).get("found_inf", torch.zeros_like(flag)).sign())  # GradScaler sets it
+            found_inf = vars(self).get("found_inf", torch.zeros_like(flag))  # GradScaler sets found_inf
+            flag.copy_(found_inf.sign())
             for group in self.param_groups:  # a skipped step does not count
                 group["step"] -= flag.to(group["step"].device)
 
-    def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
+    def _update_parameters(
+        self, group: ParamGroup, parameters: TensorList, values: TensorList, gradients: TensorList
+    ) -> None:
         if group["max_grad_norm"] > 0:
-            gradients = [g.to(wide(g)) for g in gradients]
-            excess = torch.stack(norms(gradients)).norm() / group["max_grad_norm"]
-            gradients = list(torch._foreach_div(gradients, excess.clamp_min(1.0)))
-        inv_scale = torch.ones(1, device=values[0].device)  # gradients are unscaled
-        super()._update({**group, "inv_scale": inv_scale}, parameters, values, gradients)
+            gradients = [g.to(compute_dtype(g)) for g in gradients]
+            clip_divisor = torch.stack(tensor_norms(gradients)).norm() / group["max_grad_norm"]
+            gradients = list(torch._foreach_div(gradients, clip_divisor.clamp_min(1.0)))
+        inv_scale = torch.ones(1, device=values[0].device)  # the gradients are unscaled already
+        super()._update_parameters({**group, "inv_scale": inv_scale}, parameters, values, gradients)

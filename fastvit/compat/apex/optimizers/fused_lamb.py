@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._fused import FusedOptimizer, State, Tensors, norms
+from .._fused_optimizer import FusedOptimizer, ParamGroup, TensorList, tensor_norms
 
 
 class FusedLAMB(FusedOptimizer):
@@ -24,8 +24,8 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: scale the step of parameters without weight decay too.
     """
 
-    operations = ("multi_tensor_lamb", "multi_tensor_l2norm")
-    moments = ("exp_avg", "exp_avg_sq")
+    operation_names = ("multi_tensor_lamb", "multi_tensor_l2norm")
+    moment_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class FusedLAMB(FusedOptimizer):
         defaults |= {"max_grad_norm": max_grad_norm}
         super().__init__(params, defaults, set_grad_none, amsgrad)
 
-    def _prepare(self) -> None:
-        super()._prepare()
+    def _prepare_step(self) -> None:
+        super()._prepare_step()
         gradients = [p.grad.float() for g in self.param_groups for p in g["params"] if p.grad is not None]
         if self.defaults["max_grad_norm"] and gradients:
-            each = torch.stack([norm.to(gradients[0].device) for norm in norms(gradients)])
-            self.global_grad_norm = each.norm() / getattr(self, "grad_scale", 1.0)
+            gradient_norms = torch.stack([norm.to(gradients[0].device) for norm in tensor_norms(gradients)])
+            self.global_grad_norm = gradient_norms.norm() / getattr(self, "grad_scale", 1.0)
 
-    def _update(self, group: State, *operands: Tensors) -> None:
-        super()._update({**group, "max_grad_norm": self.defaults["max_grad_norm"]}, *operands)
+    def _update_parameters(self, group: ParamGroup, *operands: TensorList) -> None:
+        super()._update_parameters({**group, "max_grad_norm": self.defaults["max_grad_norm"]}, *operands)

@@ -11,17 +11,17 @@ from .fused_lamb import FusedLAMB
 class FusedMixedPrecisionLamb(FusedLAMB):
     """`FusedLAMB` whose learning rate and step count are tensors in the groups, to be written in place.
 
-    `torch.amp.GradScaler.step(optimizer)` passes scaled gradients: they are unscaled in float32, and the step
-    is skipped if one of them is not finite.
+    `torch.amp.GradScaler.step(optimizer)` leaves the gradients scaled. This class unscales them in float32,
+    and skips the step if one of them is not finite.
 
     Args:
         step: the initial step count.
-        reduced_precision_dtype: parameters of this dtype have a float32 master, made at the first step; None
-            rounds every step.
+        reduced_precision_dtype: parameters of this dtype get a float32 master at the first step; None rounds
+            every step.
         lamb: the other arguments of `FusedLAMB`.
     """
 
-    tensors_in_groups = True
+    has_tensor_lr_and_step = True
 
     def __init__(
         self,
@@ -39,8 +39,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             group["step"].fill_(step)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        found = getattr(self, "found_inf", None)  # GradScaler sets it
-        return super().step(closure) if found is None or not found.item() else None
+        found_inf = getattr(self, "found_inf", None)  # GradScaler sets found_inf
+        return super().step(closure) if found_inf is None or not found_inf.item() else None
 
-    def _update(self, group: dict[str, Any], *operands: Any) -> None:
-        super()._update({**group, "lr": group["lr"].item(), "step": group["step"].item()}, *operands)
+    def _update_parameters(self, group: dict[str, Any], *operands: Any) -> None:
+        numbers = {name: group[name].item() for name in ("lr", "step")}
+        super()._update_parameters({**group, **numbers}, *operands)

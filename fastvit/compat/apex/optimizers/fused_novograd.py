@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._fused import FusedOptimizer, State, Tensors, norms, wide
+from .._fused_optimizer import FusedOptimizer, ParamGroup, TensorList, compute_dtype, tensor_norms
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -25,8 +25,8 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: start the second moment at 0; False starts it at the first gradient's norm.
     """
 
-    operations = ("multi_tensor_novograd",)
-    moments = ("exp_avg",)
+    operation_names = ("multi_tensor_novograd",)
+    moment_names = ("exp_avg",)
 
     def __init__(
         self,
@@ -52,33 +52,38 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, amsgrad)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        # As in apex, a group holds the norms of its parameters, half ones before float32 ones. Only while a
-        # step runs is each in the state of its parameter, since gradients may begin at different steps.
+        # As in apex, a group holds the norms of its parameters, half ones before float32 ones. While a step
+        # runs, each norm is in the state of its parameter, since gradients may begin at different steps.
         for group in self.param_groups:
             if "exp_avg_sq" in group:
-                stepped, held = chain(*self._kinds(group)), chain(*group.pop("exp_avg_sq"))
-                for parameter, norm in zip(stepped, held, strict=True):
+                parameters = chain(*self._split_by_precision(group))
+                norms = chain(*group.pop("exp_avg_sq"))
+                for parameter, norm in zip(parameters, norms, strict=True):
                     self.state[parameter]["exp_avg_sq"] = norm.to(parameter.device)
         result = super().step(closure)
         for group in self.param_groups:
             group["exp_avg_sq"] = [
-                torch.stack([self.state[p].pop("exp_avg_sq") for p in of_kind]) if of_kind else torch.empty(0)
-                for of_kind in self._kinds(group)
+                torch.stack([self.state[p].pop("exp_avg_sq") for p in alike]) if alike else torch.empty(0)
+                for alike in self._split_by_precision(group)
             ]
         return result
 
-    def _kinds(self, group: State) -> list[list[torch.nn.Parameter]]:
-        """The parameters that were stepped, the half ones and the others."""
+    def _split_by_precision(self, group: ParamGroup) -> list[list[torch.nn.Parameter]]:
+        """Returns two lists of the parameters that have been stepped: half ones, and float32 ones."""
         stepped = [p for p in group["params"] if self.state.get(p)]
-        return [[p for p in stepped if (p.dtype == torch.float32) == single] for single in (False, True)]
+        half = [p for p in stepped if p.dtype != torch.float32]
+        return [half, [p for p in stepped if p.dtype == torch.float32]]
 
-    def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
+    def _update_parameters(
+        self, group: ParamGroup, parameters: TensorList, values: TensorList, gradients: TensorList
+    ) -> None:
         states = [self.state[p] for p in parameters]
         if "exp_avg_sq" in states[0]:
-            average = torch.stack([state["exp_avg_sq"] for state in states])
+            averages = torch.stack([state["exp_avg_sq"] for state in states])
         else:
-            average = torch.stack(norms(gradients, group["norm_type"] or float("inf"), wide(values[0])))
-            average *= not group["init_zero"]
-        super()._update({**group, "grad_norms": average}, parameters, values, gradients)
-        for state, norm in zip(states, average, strict=True):
+            ord, dtype = group["norm_type"] or float("inf"), compute_dtype(values[0])
+            averages = torch.stack(tensor_norms(gradients, ord, dtype))
+            averages *= not group["init_zero"]
+        super()._update_parameters({**group, "grad_norms": averages}, parameters, values, gradients)
+        for state, norm in zip(states, averages, strict=True):
             state["exp_avg_sq"] = norm

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._fused import FusedOptimizer, State, Tensors, wide
-from .._notices import warn_once
+from .._fused_optimizer import FusedOptimizer, ParamGroup, TensorList, compute_dtype
+from .._warn_once import warn_once
 
 
 class FusedSGD(FusedOptimizer):
@@ -16,10 +16,10 @@ class FusedSGD(FusedOptimizer):
     Args:
         wd_after_momentum: decay the weights by `lr * weight_decay` instead of adding `weight_decay * w` to
             the gradient before the momentum.
-        materialize_master_grads: False has no effect, and warns: amp has no masters beside the weights.
+        materialize_master_grads: False has no effect and warns, because there are no masters beside weights.
     """
 
-    operations = ("multi_tensor_sgd",)
+    operation_names = ("multi_tensor_sgd",)
 
     def __init__(
         self,
@@ -40,28 +40,32 @@ class FusedSGD(FusedOptimizer):
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("FusedSGD: nesterov needs momentum above 0 and dampening 0")
         if not materialize_master_grads:
-            warn_once("FusedSGD: materialize_master_grads=False has no effect; there are no masters")
+            warn_once("FusedSGD: materialize_master_grads=False has no effect, because there are no masters")
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
-        self.most_recent_scale = 1.0  # gradients are divided by it once
+        self.most_recent_scale = 1.0  # the next step divides gradients by this number
         self.scale_set_by_backward = False
         defaults |= {"dampening": dampening, "nesterov": nesterov}
         super().__init__(params, defaults, set_grad_none)
 
-    def get_momentums(self, params: Iterable[Tensor]) -> tuple[Tensors, bool]:
-        """The momentum buffers of parameters, and whether one of them has been made by this call."""
+    def get_momentums(self, params: Iterable[Tensor]) -> tuple[TensorList, bool]:
+        """Returns the momentum buffers of parameters, and whether this call has made one of them."""
         params = list(params)
-        fresh = [p for p in params if self.state[p].get("momentum_buffer") is None]
-        for parameter in fresh:
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, dtype=wide(parameter))
-        return [self.state[p]["momentum_buffer"] for p in params], bool(fresh)
+        new = [p for p in params if self.state[p].get("momentum_buffer") is None]
+        for parameter in new:
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(
+                parameter, dtype=compute_dtype(parameter)
+            )
+        return [self.state[p]["momentum_buffer"] for p in params], bool(new)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         result = super().step(closure)
         self.most_recent_scale, self.scale_set_by_backward = 1.0, False
         return result
 
-    def _update(self, group: State, parameters: Tensors, values: Tensors, gradients: Tensors) -> None:
+    def _update_parameters(
+        self, group: ParamGroup, parameters: TensorList, values: TensorList, gradients: TensorList
+    ) -> None:
         buffers, first_run = self.get_momentums(parameters) if group["momentum"] else ([], False)
         options = {"first_run": first_run, "scale": 1.0 / self.most_recent_scale}
-        self._run([gradients, values, buffers], group | options)
+        self._call_operation([gradients, values, buffers], group | options)

@@ -1,4 +1,4 @@
-"""LARC: a learning rate for each layer, clipped, over any optimizer.
+"""LARC, which gives each layer a clipped learning rate, over any optimizer.
 
 Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", arXiv:1708.03888, section 4.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .._fused import norms
+from .._fused_optimizer import tensor_norms
 
 
 class LARC:
@@ -17,13 +17,14 @@ class LARC:
 
     With w the parameter, g its gradient and wd the group's weight decay, the rate is
     `trust_coefficient * |w| / (|g| + wd * |w| + eps)`, and g becomes `rate * (g + wd * w)`. The weight decay
-    of `optimizer` is 0 meanwhile. A parameter with |w| or |g| of 0 has its gradient unchanged.
+    of `optimizer` is 0 meanwhile. If |w| or |g| of a parameter is 0, its gradient does not change.
 
     Args:
         optimizer: a torch optimizer, with its groups, state and schedulers.
         trust_coefficient: the largest change of |w| in one step of rate 1, relative to |w|.
-        clip: take `min(rate / lr, 1)`, so that a layer is never faster than lr (LARC); False is LARS.
-        eps: avoids a division by 0.
+        clip: replace the rate by `min(rate / lr, 1)`, so that no layer is faster than lr (LARC); False is
+            LARS.
+        eps: a term that avoids a division by 0.
     """
 
     def __init__(
@@ -34,8 +35,8 @@ class LARC:
         self.clip = clip
         self.eps = eps
 
-    def __getattr__(self, name: str) -> Any:  # state_dict, zero_grad, ...
-        if name == "optim" or name.startswith("__"):  # while being copied or pickled
+    def __getattr__(self, name: str) -> Any:  # passes on state_dict, zero_grad, ...
+        if name == "optim" or name.startswith("__"):  # copies have no attributes while they are made
             raise AttributeError(name)
         return getattr(self.optim, name)
 
@@ -50,10 +51,12 @@ class LARC:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
             raise RuntimeError(
-                "LARC.step takes no closure: it changes the gradients before the optimizer steps"
+                "LARC.step takes no closure, because LARC changes the gradients before the optimizer steps; "
+                "call backward before step"
             )
-        if (amp := getattr(self.optim, "_amp_stash", None)) is not None:  # rates are of unscaled gradients
-            amp.unscale_rest()
+        amp_optimizer = getattr(self.optim, "_amp_stash", None)
+        if amp_optimizer is not None:
+            amp_optimizer.unscale_remaining()  # the rates need unscaled gradients
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
@@ -71,13 +74,15 @@ class LARC:
             return
         gradients = [p.grad for p in parameters]
         weight_norms, gradient_norms = (
-            torch.stack([norm.float() for norm in norms(tensors)]) for tensors in (parameters, gradients)
+            torch.stack([norm.float() for norm in tensor_norms(tensors)])
+            for tensors in (parameters, gradients)
         )
         rates = self.trust_coefficient * weight_norms / (gradient_norms + decay * weight_norms + self.eps)
         if self.clip:
             rates = (rates / group["lr"]).clamp_max(1.0)
-        moving = (weight_norms != 0) & (gradient_norms != 0)
-        scales = torch.where(moving, rates, 1.0).unbind()
-        decays = torch.where(moving, decay, 0.0).unbind()
-        for gradient, parameter, rate, own_decay in zip(gradients, parameters, scales, decays, strict=True):
-            gradient.addcmul_(parameter, own_decay.to(parameter.dtype)).mul_(rate.to(gradient.dtype))
+        has_norms = (weight_norms != 0) & (gradient_norms != 0)
+        scales = torch.where(has_norms, rates, 1.0).unbind()
+        decays = torch.where(has_norms, decay, 0.0).unbind()
+        operands = zip(gradients, parameters, scales, decays, strict=True)
+        for gradient, parameter, scale, parameter_decay in operands:
+            gradient.addcmul_(parameter, parameter_decay.to(parameter.dtype)).mul_(scale.to(gradient.dtype))

@@ -1,7 +1,7 @@
 """apex's DistributedDataParallel and Reducer: gradients are reduced as flat tensors.
 
 Any graph is reduced in the same way: several forwards before a backward, unused or frozen parameters,
-reentrant checkpoints. Nothing overlaps with backward; torch's own DistributedDataParallel does that.
+reentrant checkpoints. Nothing overlaps with backward; torch's DistributedDataParallel does that.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ..._finder import without
+from ..._import_hook import missing_attribute_getter
 from ...apex_C import flatten, unflatten
-from .._notices import warn_once
+from .._warn_once import warn_once
 
 ReduceOp = dist.ReduceOp
 
-_WITHOUT_EFFECT = {
+_IGNORED_ARGUMENTS = {  # apex's arguments without an effect here, and their defaults
     "shared_param": None,
     "allreduce_trigger_params": None,
     "retain_allreduce_buffers": False,
@@ -34,7 +34,9 @@ _WITHOUT_EFFECT = {
     "gradient_average_split_factor": None,
     "prof": False,
 }
-_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # in torch's DistributedDataParallel or this one
+
+_ddp_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models in torch's DistributedDataParallel or in the one of this module."""
 
 
 class DistributedDataParallel(nn.Module):
@@ -43,18 +45,18 @@ class DistributedDataParallel(nn.Module):
     At construction parameters and buffers of rank 0 are broadcast. Buffers are not broadcast later, so a
     BatchNorm that is not synchronised has different statistics on each rank, as in apex.
 
-    Every `.grad` that any rank has is reduced; a rank without it takes part with zeros. Parameters may be
-    frozen and thawed at any time. New ones are broadcast in the next forward.
+    Every `.grad` that any rank has is reduced; a rank that lacks a gradient takes part with zeros. Parameters
+    may be frozen and thawed at any time. New parameters are broadcast in the next forward.
 
     Args:
-        module: on its device, after `amp.initialize`.
-        message_size, delay_allreduce: without effect, since there is one reduction after all gradients.
+        module: the model, on its device, after `amp.initialize`.
+        message_size, delay_allreduce: have no effect, since there is one reduction after all gradients.
         allreduce_always_fp32: reduce half gradients in float32.
-        gradient_average: divide the sum of gradients by the number of ranks. Without it gradients that were
-            summed before, and are still there, are summed again, as in apex.
-        gradient_predivide_factor: divide by it before the sum and, with gradient_average, by
-            ranks / gradient_predivide_factor after it.
-        without_effect: apex's other arguments, which warn once.
+        gradient_average: divide the sum of gradients by the number of ranks. If False, a gradient that an
+            earlier backward left is summed again, as in apex.
+        gradient_predivide_factor: divisor before the sum. With gradient_average the divisor after the sum is
+            ranks / gradient_predivide_factor.
+        ignored_arguments: apex's other arguments, which have no effect and warn once.
     """
 
     def __init__(
@@ -66,12 +68,12 @@ class DistributedDataParallel(nn.Module):
         allreduce_always_fp32: bool = False,
         gradient_average: bool = True,
         gradient_predivide_factor: float = 1.0,
-        **without_effect: Any,
+        **ignored_arguments: Any,
     ) -> None:
-        for name, value in without_effect.items():
-            if name not in _WITHOUT_EFFECT:
+        for name, value in ignored_arguments.items():
+            if name not in _IGNORED_ARGUMENTS:
                 raise TypeError(f"DistributedDataParallel takes apex's arguments, got {name}")
-            if value != _WITHOUT_EFFECT[name]:
+            if value != _IGNORED_ARGUMENTS[name]:
                 warn_once(f"DistributedDataParallel: {name} has no effect; see docs/migrating-from-apex.md")
         if not gradient_predivide_factor > 0:
             raise ValueError(
@@ -80,32 +82,32 @@ class DistributedDataParallel(nn.Module):
             )
         super().__init__()
         self.module = module
-        self.require_backward_grad_sync = True  # its name in torch, which amp reads
+        self.require_backward_grad_sync = True  # torch's name, which amp reads for either class
         self.allreduce_always_fp32 = allreduce_always_fp32
         self.gradient_average = gradient_average
         self.gradient_predivide_factor = gradient_predivide_factor
-        vars(self).update(_WITHOUT_EFFECT | without_effect)
+        vars(self).update(_IGNORED_ARGUMENTS | ignored_arguments)
         self.message_size, self.delay_allreduce = message_size, delay_allreduce
         self.world_size = float(dist.get_world_size())
-        self._known = list(module.parameters())
+        self._tracked_parameters = list(module.parameters())
         self._hooked: set[nn.Parameter] = set()
-        self._tasks: set[int] = set()  # backwards at whose end gradients are reduced
-        _broadcast([*module.parameters(), *module.buffers()])
-        self._know()
+        self._graph_task_ids: set[int] = set()  # the backwards at whose end gradients are reduced
+        _broadcast_from_rank_0([*module.parameters(), *module.buffers()])
+        self._track_parameters()
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            without("apex.parallel.DistributedDataParallel")(name)
+            missing_attribute_getter("apex.parallel.DistributedDataParallel")(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            self._know()
+            self._track_parameters()
         return self.module(*args, **kwargs)
 
     def disable_allreduce(self) -> None:
-        """Backwards leave gradients local until `enable_allreduce`, as within `no_sync`."""
+        """Leaves gradients local until `enable_allreduce`, as `no_sync` does in its block."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
@@ -113,63 +115,70 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave gradients local; the next one outside reduces their sum."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        """Leaves gradients local in the block; the next backward after the block reduces their sum."""
+        previous, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
+            self.require_backward_grad_sync = previous
 
-    def __getstate__(self) -> dict[str, Any]:  # copies have parameters without hooks
-        return super().__getstate__() | {"_hooked": set(), "_tasks": set()}
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has parameters without hooks.
+        return super().__getstate__() | {"_hooked": set(), "_graph_task_ids": set()}
 
-    def _know(self) -> None:
-        """Broadcasts parameters that are new, and hooks those that are trained now."""
-        _models.add(self)  # a copy too
-        parameters, known = list(self.module.parameters()), set(self._known)
-        _broadcast([p for p in parameters if p not in known])
-        self._known = parameters
-        if torch._C._current_autograd_node() is None:  # what an interrupted backward left
-            self._tasks.clear()
-        hook = functools.partial(self._begin, weakref.ref(self))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The next forward broadcasts all parameters, if the state has none under this name.
+        super().__setstate__({"_tracked_parameters": [], "_graph_task_ids": set()} | state)
+
+    def _track_parameters(self) -> None:
+        """Broadcasts new parameters, and puts hooks on those that require gradients now."""
+        _ddp_models.add(self)  # a copy has not run __init__
+        parameters, tracked = list(self.module.parameters()), set(self._tracked_parameters)
+        _broadcast_from_rank_0([p for p in parameters if p not in tracked])
+        self._tracked_parameters = parameters
+        if torch._C._current_autograd_node() is None:
+            self._graph_task_ids.clear()  # an interrupted backward leaves its number
+        hook = functools.partial(self._on_first_gradient, weakref.ref(self))
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooked:
                 parameter.register_post_accumulate_grad_hook(hook)
                 self._hooked.add(parameter)
 
     @staticmethod
-    def _begin(model: weakref.ref[DistributedDataParallel], _parameter: Tensor) -> None:
-        """The hook of parameters, which does not keep the model alive."""
-        self, task = model(), torch._C._current_graph_task_id()
-        if self is not None and self.require_backward_grad_sync and task not in self._tasks:
-            self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
+    def _on_first_gradient(model: weakref.ref[DistributedDataParallel], _parameter: Tensor) -> None:
+        """Queues the reduction at the end of this backward. The hook does not keep the model alive."""
+        self, task_id = model(), torch._C._current_graph_task_id()
+        if self is not None and self.require_backward_grad_sync and task_id not in self._graph_task_ids:
+            self._graph_task_ids.add(task_id)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._on_backward_end(task_id))
 
-    def _end(self, task: int) -> None:
-        self._tasks.discard(task)
-        if self._tasks:  # a reentrant checkpoint inside a backward whose end comes
+    def _on_backward_end(self, task_id: int) -> None:
+        self._graph_task_ids.discard(task_id)
+        if self._graph_task_ids:  # the backward of a reentrant checkpoint ends before the one around it
             return
         if not self.gradient_average and torch._C._current_autograd_node() is not None:
             raise RuntimeError(
-                "DistributedDataParallel: gradient_average=False needs checkpoint(..., use_reentrant=False)"
+                "DistributedDataParallel: gradient_average=False needs checkpoint(..., use_reentrant=False), "
+                "got a reentrant checkpoint"
             )
-        before = 1.0 / self.gradient_predivide_factor
-        after = 1.0 / before / self.world_size if self.gradient_average else 1.0
-        reduce_gradients(self._known, before, after, self.allreduce_always_fp32)
+        prescale = 1.0 / self.gradient_predivide_factor
+        postscale = 1.0 / prescale / self.world_size if self.gradient_average else 1.0
+        reduce_gradients(self._tracked_parameters, prescale, postscale, self.allreduce_always_fp32)
 
 
-def _record(module: nn.Module, _name: str, _child: nn.Module | None) -> None:
+def _track_ddp_model(module: nn.Module, _name: str, _child: nn.Module | None) -> None:
     if isinstance(module, (DistributedDataParallel, nn.parallel.DistributedDataParallel)):
-        _models.add(module)
+        _ddp_models.add(module)
 
 
-register_module_module_registration_hook(_record)  # called when a module is made an attribute of another
+# torch calls this hook when a module becomes an attribute of another module.
+register_module_module_registration_hook(_track_ddp_model)
 
 
-def without_sync() -> set[Tensor]:
-    """The parameters of DDP models in `no_sync`, whose gradients are not reduced yet."""
-    local = [model for model in _models if not getattr(model, "require_backward_grad_sync", True)]
-    return {parameter for model in local for parameter in model.parameters()}
+def parameters_without_sync() -> set[Tensor]:
+    """Returns the parameters of DDP models in `no_sync`, whose gradients are not reduced yet."""
+    local_models = [model for model in _ddp_models if not getattr(model, "require_backward_grad_sync", True)]
+    return {parameter for model in local_models for parameter in model.parameters()}
 
 
 class Reducer:
@@ -184,77 +193,78 @@ class Reducer:
         self.module = module if isinstance(module, nn.Module) else None
         self.grads = [] if isinstance(module, nn.Module) else list(module)
         if self.module is not None:
-            _broadcast([*self.module.parameters(), *self.module.buffers()])
+            _broadcast_from_rank_0([*self.module.parameters(), *self.module.buffers()])
 
     def reduce(self) -> None:
-        """Averages every `.grad` of the module that any rank has, or the gradients that were given."""
+        """Averages every `.grad` of the module that any rank has, or the gradients of the list."""
         if self.module is None:
             flat_dist_call(self.grads, dist.all_reduce)
         else:
             reduce_gradients(list(self.module.parameters()), 1.0, 1.0 / dist.get_world_size())
 
 
-def _broadcast(tensors: Sequence[Tensor]) -> None:
-    """Gives all ranks the tensors of rank 0.
+def _broadcast_from_rank_0(tensors: Sequence[Tensor]) -> None:
+    """Copies the tensors of rank 0 to all ranks.
 
     Raises:
-        RuntimeError: on every rank, when their numbers, shapes or dtypes differ.
+        RuntimeError: on every rank, if the ranks have other numbers, shapes or dtypes of tensors.
     """
     if not tensors:
         return
-    own = zlib.crc32(repr([(t.shape, t.dtype) for t in tensors]).encode())
-    bounds = torch.tensor([own, -own], device=tensors[0].device)
+    checksum = zlib.crc32(repr([(t.shape, t.dtype) for t in tensors]).encode())
+    bounds = torch.tensor([checksum, -checksum], device=tensors[0].device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds.tolist()
     if largest != -smallest:
         raise RuntimeError(
-            "apex.parallel: the ranks have modules of different parameters or buffers; build the same on each"
+            "apex.parallel: the ranks have modules of different parameters or buffers; build the same model "
+            "on every rank"
         )
     flat_dist_call([t.detach() for t in tensors], dist.broadcast, (0,))
 
 
 @torch.no_grad()
 def reduce_gradients(
-    parameters: Sequence[Tensor], before: float, after: float, in_float32: bool = False
+    parameters: Sequence[Tensor], prescale: float, postscale: float, in_float32: bool = False
 ) -> None:
-    """Multiplies every `.grad` by `before`, sums it over the ranks and multiplies by `after`, in place.
+    """Multiplies every `.grad` by `prescale`, sums it over the ranks and multiplies by `postscale`, in place.
 
-    Ranks agree on the gradients first. A rank that lacks one gets it, and takes part with zeros.
+    Ranks agree on the set of gradients first. A rank that lacks a gradient adds zeros, and gets it.
     """
     if not parameters:
         return
     kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
-    agreed = torch.tensor(kinds, dtype=torch.uint8, device=parameters[0].device)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    dense = []
-    for parameter, kind in zip(parameters, agreed.tolist(), strict=True):
+    agreed_kinds = torch.tensor(kinds, dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(agreed_kinds, dist.ReduceOp.MAX)
+    dense_gradients = []
+    for parameter, kind in zip(parameters, agreed_kinds.tolist(), strict=True):
         if not kind:
             continue
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if kind == 2:
-            gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce().mul_(before)
+            gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce().mul_(prescale)
             dist.all_reduce(gradient)
-            gradient.mul_(after)
+            gradient.mul_(postscale)
         else:
-            dense.append(gradient)
+            dense_gradients.append(gradient)
         parameter.grad = gradient
 
-    def scaled_sum(flat: Tensor) -> None:
-        wide = flat.float() if in_float32 and flat.dtype != torch.float64 else flat
-        dist.all_reduce(wide.mul_(before))
-        flat.copy_(wide.mul_(after))
+    def all_reduce_scaled(flat: Tensor) -> None:
+        summed = flat.float() if in_float32 and flat.dtype != torch.float64 else flat
+        dist.all_reduce(summed.mul_(prescale))
+        flat.copy_(summed.mul_(postscale))
 
-    flat_dist_call(dense, scaled_sum)
+    flat_dist_call(dense_gradients, all_reduce_scaled)
 
 
 @torch.no_grad()
 def flat_dist_call(
     tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """One collective for each dtype and device instead of one for each tensor; changes the tensors in place.
+    """Calls a collective for each dtype and device instead of for each tensor; changes the tensors in place.
 
     Args:
-        call: a collective such as `torch.distributed.broadcast`, in place; sums of `all_reduce` become means.
+        call: a collective in place, such as `torch.distributed.broadcast`. Sums of `all_reduce` become means.
         extra_args: arguments of `call` after the tensor.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)

@@ -8,6 +8,6 @@ import torch.distributed as dist
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Warn on rank 0 at the first call with `text`."""
+    """Warns on rank 0 at the first call with `text`."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         warnings.warn(text, stacklevel=3)

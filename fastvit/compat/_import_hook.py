@@ -1,11 +1,12 @@
 """The import hook that provides `apex`, with its compiled modules `amp_C` and `apex_C`, and `inplace_abn`.
 
-An installed package is used for the parts that it has. Parts that it lacks, or that fail to import, come from
-fastvit. Parts are modules (`apex.amp`) and names in modules (`apex.parallel.LARC`). An alias and fastvit's
-name are the same module object, so they share their state.
+An installed package provides the parts that it has. fastvit provides parts that the package lacks, and parts
+that fail to import. A part is a module (`apex.amp`) or a name in a module (`apex.parallel.LARC`). An alias
+and fastvit's name are the same module object, so both share one state.
 
-`find_spec` of what neither has is None; its import, or use as an attribute, is an error that tells what to
-use. Every module has a `__path__`, so that `from module import name` asks the hook for a name it lacks.
+`find_spec` returns None for a part that neither has. The import of such a part, or its use as an attribute,
+is an error that says what to use instead. Every module has a `__path__`, so that `from module import name`
+asks the hook for a name that the module lacks.
 """
 
 import contextlib
@@ -30,14 +31,14 @@ PREFERENCES = ("apex", "fastvit")
 _VERSIONS = {"apex": "25.05", "inplace_abn": "1.1.0"}
 """The version of each package whose names fastvit provides."""
 
-_ROOTS = (*_VERSIONS, "amp_C", "apex_C")
+_PROVIDED_PACKAGES = (*_VERSIONS, "amp_C", "apex_C")
 
-_PARTIAL = ("apex", "apex.contrib", "apex.contrib.optimizers")
-"""Packages of which an installed apex provides the other parts, even where fastvit is preferred."""
+_ALWAYS_COMPLETED = ("apex", "apex.contrib", "apex.contrib.optimizers")
+"""Packages that an installed apex provides, even where fastvit is preferred: fastvit lacks parts of them."""
 
-_HERE = __name__.rpartition(".")[0]
+_COMPAT_PACKAGE = __name__.rpartition(".")[0]
 
-_PATHS = {
+_ALIASED_PATHS = {
     "apex.contrib.layer_norm": "apex.normalization.fused_layer_norm",
     "apex.contrib.optimizers": "apex.optimizers",
     "apex.contrib.optimizers.fp16_optimizer": "apex.fp16_utils.fp16_optimizer",
@@ -50,9 +51,9 @@ _PATHS = {
         apex.parallel.sync_batchnorm inplace_abn.abn inplace_abn.functions inplace_abn.group
     """.split()
 }
-"""Import paths that are no files here, and the module that has their names."""
+"""Maps an import path that is no file of fastvit.compat to the module that has its names."""
 
-_INSTEAD = {
+_ALTERNATIVES = {
     "amp_C.multi_tensor_adagrad": "torch.optim.Adagrad",
     "amp_C.multi_tensor_adam": "amp_C.multi_tensor_adam_capturable",
     "amp_C.multi_tensor_l2norm": "amp_C.multi_tensor_l2norm",
@@ -99,79 +100,88 @@ _INSTEAD = {
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "Megatron-Core",
 }
-"""What is to be used for names that are not there, and for longer names that begin so."""
+"""Maps a name that fastvit lacks to what a script should use instead. A longer name takes the entry of its
+longest prefix.
+"""
 
 
-def _ours(name: str) -> ModuleSpec | None:
-    """The spec of fastvit's module for `name`, or None."""
+def _find_fastvit_spec(name: str) -> ModuleSpec | None:
+    """Returns the spec of fastvit's module for the import path `name`, or None."""
     try:
-        return importlib.util.find_spec(f"{_HERE}.{_PATHS.get(name, name)}")
-    except ModuleNotFoundError:  # of the parent
+        return importlib.util.find_spec(f"{_COMPAT_PACKAGE}.{_ALIASED_PATHS.get(name, name)}")
+    except ModuleNotFoundError:  # fastvit lacks the parent package too
         return None
 
 
-def _where_to_read(name: str) -> str:
+def _migration_hint(name: str) -> str:
+    """Returns the part of an error that says what to use for `name`, and which page explains it."""
     page = "inplace-abn" if name.startswith("inplace_abn") else "apex"
-    while name and name not in _INSTEAD:
+    while name and name not in _ALTERNATIVES:
         name = re.sub(r"(^|[._])[^._]*$", "", name)
     see = f"see docs/migrating-from-{page}.md in fastvit's repository, or install {page} from source too"
-    return f"use {_INSTEAD[name]}, {see}" if name else see
+    return f"use {_ALTERNATIVES[name]}, {see}" if name else see
 
 
-def without(owner: str) -> Callable[..., NoReturn]:
-    """The `__getattr__` of a module or class, whose error says what to use for a name that is not there."""
+def missing_attribute_getter(owner: str) -> Callable[..., NoReturn]:
+    """Returns a `__getattr__` for a module or class. It raises AttributeError, which says what to use for a
+    name that `owner` lacks.
+    """
 
-    def missing(*self_and_name: Any) -> NoReturn:
+    def raise_missing(*self_and_name: Any) -> NoReturn:
         name = self_and_name[-1]
-        raise AttributeError(f"{owner}: fastvit has no {name}; {_where_to_read(f'{owner}.{name}')}")
+        raise AttributeError(f"{owner}: fastvit has no {name}; {_migration_hint(f'{owner}.{name}')}")
 
-    return missing
+    return raise_missing
 
 
-def finish(package: str) -> None:
-    """Loads all modules of a package, and gives them the import paths of `_PATHS` and errors that say what to
-    use for names that are not there.
+def set_up_package(package: str) -> None:
+    """Loads all modules of a package of fastvit.compat. Adds the import paths of `_ALIASED_PATHS`, and a
+    `__getattr__` that says what to use for a missing name.
     """
     for found in pkgutil.walk_packages(getattr(sys.modules[package], "__path__", []), f"{package}."):
         importlib.import_module(found.name)
-    for name, module in _inside(package).items():
-        vars(module).setdefault("__getattr__", without(name.removeprefix(f"{_HERE}.")))
+    for name, module in _loaded_modules(package).items():
+        getter = missing_attribute_getter(name.removeprefix(f"{_COMPAT_PACKAGE}."))
+        vars(module).setdefault("__getattr__", getter)
         vars(module).setdefault("__path__", [])
-    for path, target in _PATHS.items():
-        alias = f"{_HERE}.{path}"
+    for path, target in _ALIASED_PATHS.items():
+        alias = f"{_COMPAT_PACKAGE}.{path}"
         if alias.startswith(f"{package}."):
-            _share(f"{_HERE}.{target}", alias)
+            _alias_modules(f"{_COMPAT_PACKAGE}.{target}", alias)
             parent, _, child = alias.rpartition(".")
             vars(sys.modules[parent]).setdefault(child, sys.modules[alias])
 
 
-def _inside(package: str) -> dict[str, ModuleType]:
+def _loaded_modules(package: str) -> dict[str, ModuleType]:
+    """Returns the package and its loaded modules, by name."""
     return {n: module for n, module in sys.modules.copy().items() if f"{n}.".startswith(f"{package}.")}
 
 
-def _share(name: str, alias: str) -> None:
-    """Makes `alias` a name of the module `name` too, and so for the modules in it. A second copy of one would
-    have a state of its own, and its import would bind it in its parent, over a class of its name (LARC).
+def _alias_modules(name: str, alias: str) -> None:
+    """Registers the module `name` and the modules in it under `alias` too.
+
+    A second copy of a module would have a state of its own. Its import would also bind the copy in the parent
+    package, over a class of the same name (LARC).
     """
-    sys.modules.update({alias + n.removeprefix(name): module for n, module in _inside(name).items()})
+    sys.modules.update({alias + n.removeprefix(name): module for n, module in _loaded_modules(name).items()})
 
 
-class _Alias(Loader):
+class _AliasLoader(Loader):
     """Loads fastvit's module under the name of the other package."""
 
-    def __init__(self, ours: ModuleSpec, name: str) -> None:
-        self._ours, self._name = ours, name
+    def __init__(self, fastvit_spec: ModuleSpec, name: str) -> None:
+        self._fastvit_spec, self._name = fastvit_spec, name
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return importlib.import_module(self._ours.name)
+        return importlib.import_module(self._fastvit_spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._ours  # the import system has put the alias's there
-        _share(self._ours.name, self._name)
+        module.__spec__ = self._fastvit_spec  # the import system has replaced it by the spec of the alias
+        _alias_modules(self._fastvit_spec.name, self._name)
 
 
-class _Completed:
-    """Loads an installed module, and looks names that it lacks up in fastvit's."""
+class _CompletingLoader:
+    """Loads an installed module, and takes names that the module lacks from fastvit's module `target`."""
 
     def __init__(self, loader: Any, name: str, target: str) -> None:
         self._loader, self._name, self._target = loader, name, target
@@ -187,27 +197,30 @@ class _Completed:
                 f"fastvit.compat: the installed {self._name} fails to import ({error}); using {self._target}",
                 stacklevel=2,
             )
-            for name in _inside(self._name):
+            for name in _loaded_modules(self._name):
                 del sys.modules[name]
             importlib.import_module(self._target)
-            _share(self._target, self._name)
+            _alias_modules(self._target, self._name)
             return
-        own = vars(module).get("__getattr__", without(self._name))
+        self._add_fallback_names(module)
 
-        def missing(attribute: str) -> Any:
+    def _add_fallback_names(self, module: ModuleType) -> None:
+        module_getattr = vars(module).get("__getattr__", missing_attribute_getter(self._name))
+
+        def get_fallback(attribute: str) -> Any:
             with contextlib.suppress(AttributeError):
-                return own(attribute)
+                return module_getattr(attribute)
             if attribute.startswith("__"):
                 raise AttributeError(f"module {self._name!r} has no attribute {attribute!r}")
-            if _ours(f"{self._name}.{attribute}"):
+            if _find_fastvit_spec(f"{self._name}.{attribute}"):
                 return importlib.import_module(f"{self._name}.{attribute}")
             return getattr(importlib.import_module(self._target), attribute)
 
-        vars(module)["__getattr__"] = missing
+        vars(module)["__getattr__"] = get_fallback
 
 
 class _Distribution(Distribution):
-    """The metadata of a package that is not installed and that fastvit replaces."""
+    """The metadata of a package that fastvit replaces because it is not installed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -222,58 +235,67 @@ class _Distribution(Distribution):
         return Path(__file__).parent / path
 
 
-class _Finder(DistributionFinder):
+class _CompatFinder(DistributionFinder):
     def __init__(self, prefer: str) -> None:
         self.prefer = prefer
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
-        wanted = context and context.name and context.name.lower().replace("-", "_")
-        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_distributions")]
+        requested_name = context and context.name and context.name.lower().replace("-", "_")
+        other_finders = [f for f in sys.meta_path if f is not self and hasattr(f, "find_distributions")]
         for name in _VERSIONS:
             named = DistributionFinder.Context(name=name)
-            found = (distribution for f in others for distribution in f.find_distributions(named))
-            if wanted in (None, name) and next(found, None) is None:
+            installed = (found for finder in other_finders for found in finder.find_distributions(named))
+            if requested_name in (None, name) and next(installed, None) is None:
                 yield _Distribution(name)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        part = name.removeprefix(f"{_HERE}.")
-        if part.partition(".")[0] not in _ROOTS:
+        part = name.removeprefix(f"{_COMPAT_PACKAGE}.")
+        if part.partition(".")[0] not in _PROVIDED_PACKAGES:
             return None
-        # `from apex import amp` asks for fastvit's name too, since the module has that one.
-        find = self._provided if part == name else PathFinder.find_spec
+        # `from apex import amp` asks for fastvit's name too, because the module has that name.
+        find = self._find_part if part == name else PathFinder.find_spec
         spec = find(name, path, target)
-        # An import gets words, importlib.util.find_spec None. The attribute `name` of an import's error stays
-        # empty: `from apex import name` would take the error for its own.
+        # An import raises an error with a hint; importlib.util.find_spec returns None. The error has no
+        # `name`: `from apex import name` would take such an error for its own, and hide it.
         if spec is None and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
-            raise ModuleNotFoundError(f"No module named {part!r} in fastvit.compat; {_where_to_read(part)}")
+            raise ModuleNotFoundError(f"No module named {part!r} in fastvit.compat; {_migration_hint(part)}")
         return spec
 
-    def _provided(self, name: str, *where: Any) -> ModuleSpec | None:
-        ours, parent = _ours(name), name.rpartition(".")[0]
-        preferred = ours and self.prefer == "fastvit" and name not in _PARTIAL
-        # A search on the path of a package of fastvit's would load a second copy.
-        in_ours = parent in sys.modules and sys.modules[parent] is sys.modules.get(f"{_HERE}.{parent}")
-        real = None if preferred or in_ours else self._real(name, *where)
-        if real is None and ours:
-            real = ModuleSpec(name, _Alias(ours, name), origin=ours.origin)
-            real.submodule_search_locations = ours.submodule_search_locations
-        elif real and ours:
-            real.loader = cast(Loader, _Completed(real.loader, name, ours.name))
-        return real
+    def _find_part(self, name: str, *search_arguments: Any) -> ModuleSpec | None:
+        """Returns the spec of the installed module, completed by fastvit's, or that of fastvit's module."""
+        fastvit_spec, parent = _find_fastvit_spec(name), name.rpartition(".")[0]
+        is_preferred = fastvit_spec and self.prefer == "fastvit" and name not in _ALWAYS_COMPLETED
+        # A search on the path of one of fastvit's packages would load a second copy.
+        fastvit_parent = sys.modules.get(f"{_COMPAT_PACKAGE}.{parent}")
+        is_parent_alias = parent in sys.modules and sys.modules[parent] is fastvit_parent
+        spec = None if is_preferred or is_parent_alias else self._find_installed(name, *search_arguments)
+        if spec is None and fastvit_spec:
+            return self._alias_spec(name, fastvit_spec)
+        if spec and fastvit_spec:
+            spec.loader = cast(Loader, _CompletingLoader(spec.loader, name, fastvit_spec.name))
+        return spec
 
-    def _real(self, name: str, *where: Any) -> ModuleSpec | None:
-        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
-        found = (finder.find_spec(name, *where) for finder in others)
-        # A folder without __init__.py (no origin), such as a clone of apex beside the script, is no package.
+    def _alias_spec(self, name: str, fastvit_spec: ModuleSpec) -> ModuleSpec:
+        spec = ModuleSpec(name, _AliasLoader(fastvit_spec, name), origin=fastvit_spec.origin)
+        spec.submodule_search_locations = fastvit_spec.submodule_search_locations
+        return spec
+
+    def _find_installed(self, name: str, *search_arguments: Any) -> ModuleSpec | None:
+        other_finders = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+        found = (finder.find_spec(name, *search_arguments) for finder in other_finders)
+        # A folder without __init__.py has no origin. Such a folder is no package: it may be a clone of apex
+        # beside the script.
         return next((spec for spec in found if spec and spec.loader and spec.origin), None)
 
 
 def install(prefer: str = "apex") -> None:
-    """Makes `import apex` and `import inplace_abn` work in this process and in those that it starts. Call it
-    before the first such import, or again to change `prefer`.
+    """Makes `import apex` and `import inplace_abn` work in this process and in the processes that it starts.
+
+    Call it before the first such import, or again to change `prefer`.
 
     Args:
-        prefer: "apex" uses an installed package for the parts that it has, "fastvit" does not.
+        prefer: with "apex" an installed package provides the parts that it has; with "fastvit" fastvit
+            provides all parts that it has.
 
     Raises:
         ValueError: `prefer` is neither.
@@ -281,16 +303,18 @@ def install(prefer: str = "apex") -> None:
     if prefer not in PREFERENCES:
         raise ValueError(f"fastvit.compat.install: prefer takes {' or '.join(PREFERENCES)}, got {prefer!r}")
     os.environ["FASTVIT_COMPAT"] = prefer
-    _install_in_children()
+    _install_in_subprocesses()
     for finder in sys.meta_path:
-        if isinstance(finder, _Finder):
+        if isinstance(finder, _CompatFinder):
             finder.prefer = prefer
             return
-    sys.meta_path.insert(0, _Finder(prefer))
+    sys.meta_path.insert(0, _CompatFinder(prefer))
 
 
-def _install_in_children() -> None:
-    """By the environment, which `subprocess`, `os.exec*` and torch.multiprocessing all hand on."""
-    folder, path = str(Path(__file__).parent / "children"), os.environ.get("PYTHONPATH", "")
-    if path.partition(os.pathsep)[0] != folder:
-        os.environ["PYTHONPATH"] = folder + (os.pathsep + path if path else "")
+def _install_in_subprocesses() -> None:
+    """Puts the folder of the start-up hook on PYTHONPATH, which `subprocess`, `os.exec*` and
+    torch.multiprocessing pass to new processes.
+    """
+    hook_dir, path = str(Path(__file__).parent / "subprocess_hook"), os.environ.get("PYTHONPATH", "")
+    if path.partition(os.pathsep)[0] != hook_dir:
+        os.environ["PYTHONPATH"] = hook_dir + (os.pathsep + path if path else "")
