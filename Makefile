@@ -11,7 +11,7 @@
 # COMPILE=    wheel: releases of torch to compile for, say 'torch==2.11.0'
 # MINUTES=    gpu: what it may take (default 15)
 # OUT=        gpu: the folder for summary.txt and gpu.tar.gz (default runs/gpu)
-# TESTS=      gpu: run these tests first, say 'tests/test_ops.py::test_bn_ops'
+# TESTS=      gpu: run these tests first, say 'tests/test_ops.py::test_running_statistics_match_the_reference'
 # STEPS=      gpu: some steps alone, say 'test_cuda bench_ops'
 # DEVICE=cpu  gpu: rehearse it without a GPU
 # BUILD=1     gpu: only build the libraries, in build/carried, for a machine with a GPU but no nvcc
@@ -78,8 +78,9 @@ export CXX="$(CURDIR)/build/$(1)/c++" FASTVIT_CUDA=0 && $(INSIDE) setup.py -q bu
 endef
 ON_MODEL := $(OPS) tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 # They compare the bits of two forms of a kernel.
-BITS := $(addprefix tests/test_ops.py::test_,bn_ops invertible_ops running_statistics merging_ranks_equals_one_big_batch) \
-	tests/test_layer_norm.py::test_ops tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
+BITS := $(addprefix tests/test_ops.py::test_,batch_norm_ops_match_the_reference_and_each_other \
+	ops_that_invert_y_match_the_reference running_statistics_match_the_reference merging_ranks_equals_one_big_batch) \
+	tests/test_layer_norm.py::test_layer_norm_ops_match_the_reference tests/cuda_host/test_cuda_host_kernels.py tests/cuda_host/test_cuda_host_exchange.py
 
 ifdef MODELS
 test: .venv/.test | install

@@ -1,4 +1,4 @@
-"""A real training step with AdamW, whose bytes are counted with those of the model."""
+"""Measures the memory of real training steps with AdamW."""
 
 import copy
 
@@ -8,15 +8,15 @@ from fastvit.memory import peak_bytes
 
 
 def measure_training(model, inputs) -> int:
-    """Peak bytes of a model, of AdamW's state, and of steps; `inputs()` makes a batch."""
+    """Returns the peak bytes of two steps of a copy of the model with AdamW; `inputs()` makes a batch."""
 
     def train():
-        own = copy.deepcopy(model)
-        optimizer = torch.optim.AdamW(own.parameters())
+        copied = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(copied.parameters())
         x = inputs()
         for _ in range(2):  # the first step makes the optimizer's state
             optimizer.zero_grad()
-            own(x).sum().backward()
+            copied(x).sum().backward()
             optimizer.step()
 
     return peak_bytes(train)

@@ -1,87 +1,100 @@
-"""Inputs for the tests: every layout in memory, and values with large means or small deviations."""
+"""Inputs of the tests of ops and layers in every layout, and comparisons with the reference."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import reference
 import torch
-from tolerances import FROM_OUTPUT, check
+from tolerances import FROM_OUTPUT, assert_close_enough
 from torch import nn
 
 from fastvit import _checks, ops
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ACTIVATIONS, INVERTIBLE = list(_checks.ACTIVATIONS), list(_checks.INVERTIBLE_ACTIVATIONS)
-PARAM = 0.2  # slope or alpha
+ACTIVATION_PARAM = 0.2  # slope or alpha
 
 
-def channels_last(x):
+def to_channels_last(x):
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return x.contiguous(memory_format=formats[x.dim()])
 
 
-# name -> (make(generator) -> float64 tensor, channel_dim). Prime sizes, one channel, one position, many.
+class Layout(NamedTuple):
+    """A layout in memory: a function that makes a float64 tensor of it, and the dimension of its channels."""
+
+    make_values: Callable[[Callable[..., torch.Tensor]], torch.Tensor]
+    channel_dim: int
+
+
+# Sizes are prime, or there is one channel, one position, or many. `r` is torch.randn with a fixed seed.
 LAYOUTS = {
-    "nchw": (lambda r: r(6, 5, 7, 11), 1),
-    "nchw_wide": (lambda r: r(3, 3, 61, 67), 1),
-    "nchw_c1": (lambda r: r(6, 1, 13, 11), 1),
-    "nchw_s1": (lambda r: r(7, 5, 1, 1), 1),
-    "ncl": (lambda r: r(5, 19, 23), 1),
-    "ncdhw": (lambda r: r(2, 7, 3, 5, 4), 1),
-    "nc": (lambda r: r(37, 29), 1),
-    "nc_2049": (lambda r: r(5, 2049), 1),
-    "nhwc_c96": (lambda r: channels_last(r(3, 96, 5, 7)), 1),
-    "nhwc_c384": (lambda r: channels_last(r(2, 384, 3, 5)), 1),
-    "nhwc_c13": (lambda r: channels_last(r(6, 13, 7, 11)), 1),
-    "ndhwc": (lambda r: channels_last(r(2, 19, 3, 5, 4)), 1),
-    "tokens": (lambda r: r(3, 17, 48), 2),
-    "tokens_c192": (lambda r: r(2, 65, 192), 2),
-    "nhwc_last": (lambda r: r(2, 5, 7, 24), 3),
-    "cropped": (lambda r: r(6, 9, 9, 11)[1:, 2:7, 1:-1, 2:-1], 1),
-    "cropped_nhwc": (lambda r: channels_last(r(3, 12, 9, 8))[:, 2:9, 1:-1, 1:], 1),
-    "transposed": (lambda r: r(7, 6, 11, 5).permute(1, 3, 0, 2), 1),
-    "transposed_nc": (lambda r: r(29, 37).t(), 1),
-    "every_other": (lambda r: r(4, 6, 9, 10)[:, :, ::2, ::2], 1),
-    "one_sample": (lambda r: r(1, 8, 14, 14), 1),
+    "nchw": Layout(lambda r: r(6, 5, 7, 11), 1),
+    "nchw_wide": Layout(lambda r: r(3, 3, 61, 67), 1),
+    "nchw_c1": Layout(lambda r: r(6, 1, 13, 11), 1),
+    "nchw_s1": Layout(lambda r: r(7, 5, 1, 1), 1),
+    "ncl": Layout(lambda r: r(5, 19, 23), 1),
+    "ncdhw": Layout(lambda r: r(2, 7, 3, 5, 4), 1),
+    "nc": Layout(lambda r: r(37, 29), 1),
+    "nc_2049": Layout(lambda r: r(5, 2049), 1),
+    "nhwc_c96": Layout(lambda r: to_channels_last(r(3, 96, 5, 7)), 1),
+    "nhwc_c384": Layout(lambda r: to_channels_last(r(2, 384, 3, 5)), 1),
+    "nhwc_c13": Layout(lambda r: to_channels_last(r(6, 13, 7, 11)), 1),
+    "ndhwc": Layout(lambda r: to_channels_last(r(2, 19, 3, 5, 4)), 1),
+    "tokens": Layout(lambda r: r(3, 17, 48), 2),
+    "tokens_c192": Layout(lambda r: r(2, 65, 192), 2),
+    "nhwc_last": Layout(lambda r: r(2, 5, 7, 24), 3),
+    "cropped": Layout(lambda r: r(6, 9, 9, 11)[1:, 2:7, 1:-1, 2:-1], 1),
+    "cropped_nhwc": Layout(lambda r: to_channels_last(r(3, 12, 9, 8))[:, 2:9, 1:-1, 1:], 1),
+    "transposed": Layout(lambda r: r(7, 6, 11, 5).permute(1, 3, 0, 2), 1),
+    "transposed_nc": Layout(lambda r: r(29, 37).t(), 1),
+    "every_other": Layout(lambda r: r(4, 6, 9, 10)[:, :, ::2, ::2], 1),
+    "one_sample": Layout(lambda r: r(1, 8, 14, 14), 1),
 }
 CORE_LAYOUTS = ["nchw", "nhwc_c13", "tokens", "cropped"]
 
 
-def generator(seed: int = 0) -> torch.Generator:
+def make_generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def randn(g: torch.Generator):
+def make_randn(g: torch.Generator):
     return lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
 
 
-def strided_like(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`values` in a tensor with the strides of x, gaps included."""
+def copy_with_strides_of(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of `values` with the strides of x. NaN fills the memory between the elements."""
     strided = torch.empty_strided(x.shape, x.stride(), dtype=values.dtype, device=values.device)
-    everything = strided.untyped_storage().nbytes() // strided.element_size()
-    strided.as_strided((everything,), (1,)).fill_(float("nan"))
+    num_elements = strided.untyped_storage().nbytes() // strided.element_size()
+    strided.as_strided((num_elements,), (1,)).fill_(float("nan"))
     return strided.copy_(values)
 
 
-def with_other_strides(images: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors with the values of (N, C, H, W), the last one with those of channel 0, that lie otherwise."""
-    by_channels = images.is_contiguous(memory_format=torch.channels_last)
+def make_differently_strided(images: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns images of other strides. `expanded` repeats channel 0; the others equal `images`."""
+    is_channels_last = images.is_contiguous(memory_format=torch.channels_last)
     return {
-        "other_format": images.contiguous() if by_channels else channels_last(images),
+        "other_format": images.contiguous() if is_channels_last else to_channels_last(images),
         "transposed": images.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2),
         "cropped": nn.functional.pad(images, (1, 2, 3, 0))[..., 3:, 1:-2],
         "expanded": images[:, :1].expand_as(images),
     }
 
 
-class Case:
-    """The inputs of one layer: x, dy, residual, weight (both signs), bias, running statistics."""
+class LayerInputs:
+    """The inputs of a layer's step: x, dy, residual, weight, bias and running statistics.
+
+    Every third weight is negative. `parameters` is the dtype of weight, bias and running statistics.
+    """
 
     def __init__(self, layout: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0, parameters=None):
-        g = generator(seed)
-        make, self.channel_dim = LAYOUTS[layout]
-        double = make(randn(g))
+        g = make_generator(seed)
+        make_values, self.channel_dim = LAYOUTS[layout]
+        double = make_values(make_randn(g))
         self.channels = c = double.shape[self.channel_dim]
 
         def cast(values):
-            return strided_like(double, values.to(dtype).to(device))  # .to() would close gaps
+            return copy_with_strides_of(double, values.to(dtype).to(device))  # .to() would close gaps
 
         self.x = cast(double * 2 + 3)
         self.dy = cast(torch.randn(double.shape, generator=g, dtype=torch.float64))
@@ -96,7 +109,7 @@ class Case:
         self.running_var = (torch.rand(c, generator=g, dtype=torch.float64) + 0.5).to(parameters).to(device)
         self.num_batches_tracked = torch.tensor(3, device=device)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
+    def copy_buffers(self) -> dict[str, torch.Tensor]:
         return {
             "running_mean": self.running_mean.clone(),
             "running_var": self.running_var.clone(),
@@ -104,25 +117,25 @@ class Case:
         }
 
 
-class _Restride(torch.autograd.Function):
+class _CopyToStridesOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, like):
-        return strided_like(like, values)
+        return copy_with_strides_of(like, values)
 
     @staticmethod
     def backward(ctx, gradient):
         return gradient, None
 
 
-def restride(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A differentiable copy of `values` with the strides of `like`: neither leaf nor view."""
-    copied = _Restride.apply(values, like)
+def copy_to_strides_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a differentiable copy of `values` with the strides of `like`, which is no leaf and no view."""
+    copied = _CopyToStridesOf.apply(values, like)
     assert copied.stride() == like.stride() and not copied._is_view()
     return copied
 
 
-# What an op writes and returns, by its row of TOLERANCES; then buffers.
-ROWS = {
+# The row of TOLERANCES of each tensor that an op writes or returns, in this order.
+TOLERANCE_ROWS = {
     "bn_stats": ["bn_stats"],
     "bn_forward": ["bn_forward", "bn_stats"],
     "bn_forward_inplace": ["bn_forward_inplace", "bn_stats"],
@@ -133,32 +146,47 @@ ROWS = {
 }
 
 
-def agree(op: str, x: torch.Tensor, *arguments, running: "Case | None" = None, **options):
-    """Compares what an op writes and returns, buffers of `running` at the end, with the reference's; both."""
+def assert_matches_reference(
+    op: str, x: torch.Tensor, *arguments, running: LayerInputs | None = None, **options
+) -> list[torch.Tensor]:
+    """Raises unless an op and the reference write and return the same within TOLERANCES.
+
+    Returns what the op wrote to x, what it returned, and then the buffers, copies of those of `running`.
+    """
     results = []
     for module in (ops, reference):
-        buffers = running.buffers() if running else {}
-        written = [fresh(x)] if op == "bn_forward_inplace" else []
-        made = getattr(module, op)(*(written or [x]), *arguments, **buffers, **options)
-        results.append([*written, *(made if isinstance(made, tuple) else [made]), *buffers.values()])
-    of_op = [row + FROM_OUTPUT * options.get("from_output", False) for row in ROWS[op]]
-    for row, *pair in zip([*of_op, *["running"] * 3], *results, strict=False):
-        check(row, *(t if t.is_floating_point() else t.float() for t in pair))
-    return results
+        buffers = running.copy_buffers() if running else {}
+        written = [clone_with_strides(x)] if op == "bn_forward_inplace" else []
+        returned = getattr(module, op)(*(written or [x]), *arguments, **buffers, **options)
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        results.append([*written, *returned, *buffers.values()])
+    suffix = FROM_OUTPUT if options.get("from_output") else ""
+    rows = [*(row + suffix for row in TOLERANCE_ROWS[op]), *["running"] * 3]
+    for row, *pair in zip(rows, *results, strict=False):
+        actual, expected = (t if t.is_floating_point() else t.float() for t in pair)
+        assert_close_enough(actual, expected, row=row)
+    return results[0]
 
 
-def step(layer, x: torch.Tensor, dy: torch.Tensor, *residual: torch.Tensor) -> list:
-    """Output and gradients of one step, on new inputs that are no leaves and have the strides of these."""
+def run_layer_step(layer, x: torch.Tensor, dy: torch.Tensor, *residual: torch.Tensor) -> list:
+    """Returns the output of a layer's step and the gradients of its inputs and parameters.
+
+    The layer gets copies with the strides of `x` and `residual`, which are no leaves.
+    """
     inputs = x, *residual
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
     layer.zero_grad()
-    y = layer(*map(restride, leaves, inputs))
+    y = layer(*map(copy_to_strides_of, leaves, inputs))
     y.backward(dy.to(y.dtype))
     return [y.detach(), *(leaf.grad for leaf in leaves), *(p.grad for p in layer.parameters())]
 
 
-def shape_of(model):
-    """Types and attributes; what converters must not change: objects, tensors, keys; the repr."""
+def describe_model(model):
+    """Returns what a converter may change, then what it must not.
+
+    The types and attributes of modules come first; then the identities of modules and tensors, the keys of
+    the state, and the repr.
+    """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return (
         {name: (type(m), m.training, set(m.__dict__)) for name, m in model.named_modules()},
@@ -169,26 +197,26 @@ def shape_of(model):
     )
 
 
-def check_threads(run) -> None:
-    """run() gives tensors of the same bits when repeated, with any number of threads."""
+def assert_repeats_bits(run) -> None:
+    """Raises unless `run()` returns the same bits when it is repeated, with any number of threads."""
     before = torch.get_num_threads()
     try:
-        first = run()
-        for threads in (1, 2, 3, 1):
-            torch.set_num_threads(threads)
-            for a, b in zip(first, run(), strict=True):
-                assert torch.equal(a, b)
+        expected = run()
+        for num_threads in (1, 2, 3, 1):
+            torch.set_num_threads(num_threads)
+            for a, b in zip(expected, run(), strict=True):
+                assert torch.equal(a, b), f"{num_threads} threads"
     finally:
         torch.set_num_threads(before)
 
 
-def fresh(x: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, to be overwritten."""
-    return strided_like(x, x)
+def clone_with_strides(x: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of x with its strides, which an op may overwrite."""
+    return copy_with_strides_of(x, x)
 
 
 class TimmBatchNorm(nn.BatchNorm2d):
-    """What timm's BatchNormAct2d does."""
+    """Does what timm's BatchNormAct2d does, and has its name."""
 
     def __init__(self, *args, act=None, drop=None, **kwargs):
         super().__init__(*args, **kwargs)

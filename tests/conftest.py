@@ -1,7 +1,7 @@
-"""FASTVIT_TEST_DEVICE=cpu|cuda|cuda_host: the device of the op and layer tests.
+"""The fixtures and the hooks of pytest for all tests.
 
-cuda_host runs the CUDA sources on a model of a GPU on the CPU: tensors stay on the CPU and the ops' CPU
-implementations are replaced by the emulated kernels.
+FASTVIT_TEST_DEVICE is the device of the tests of ops and layers: cpu, cuda or cuda_host. cuda_host runs the
+CUDA sources on the model of CUDA: tensors stay on the CPU, and the emulated kernels replace the CPU's.
 """
 
 import contextlib
@@ -10,13 +10,13 @@ import os
 import tempfile
 import zlib
 
-# Before torch loads OpenMP: by default idle threads spin on the cores that other test processes need.
+# torch reads it when it loads OpenMP. By default idle threads spin on the cores that other processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Before torch starts CUDA: ranks that wait for each other need a queue each, and the default is 8.
+# CUDA reads it when it starts. Ranks that wait for each other need a queue each, and the default is 8.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-# Before cuBLAS starts: torch.use_deterministic_algorithms asks for it, and bits of runs are compared.
+# cuBLAS reads it when it starts. torch.use_deterministic_algorithms needs it where tests compare bits.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# torch's compiler finds code in its cache whatever the instruction set, and then fails to compile it.
+# The cache of torch's compiler does not tell instruction sets apart, and then fails to compile its code.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{capability}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
@@ -24,12 +24,13 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-TARGET = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
-# What `make test` leaves to `make test ALL=1`, by the beginning of a test's name, and after a * its end: long
-# trainings, programs drawn at random, combinations whose pairs other cases have, and what runs tools.
+TEST_DEVICE = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
+# `make test` leaves these tests to `make test ALL=1`: long trainings, programs drawn at random, combinations
+# whose pairs other cases have, and tests that run tools. An entry is the beginning of a test's name, or the
+# beginning and the end with a * between them.
 THOROUGH = """
-    test_benchmarks test_convert_programs test_demo test_exchange_model test_gpu_tool test_hosts test_kills
-    test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
+    test_benchmarks test_convert_programs test_demo test_exchange_model test_gpu_tool test_hosts
+    test_kills test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
     test_arguments::test_opcheck[tokens] test_budget::test_under_autocast
     test_build::test_kernels_that_do_not_compile test_build::test_no_compiler
     test_compat_cpu::test_torch_amp_with test_compat_runner::test_every_rank_fails
@@ -37,40 +38,48 @@ THOROUGH = """
     test_compat_runner::test_processes_that_a_script_starts_find_apex[exec
     test_compat_runner::test_processes_that_a_script_starts_find_apex[shell
     test_compat_runner::test_processes_that_a_script_starts_find_apex[spawn
-    test_compile::test_fullgraph*inductor-train] test_convert_compiled test_convert::test_copies[<lambda>
-    test_convert::test_copies[copy test_convert::test_norms*-nhwc] test_convert::test_norms[another
-    test_convert::test_norms[without test_convert_vit_ranks
+    test_compile::test_fullgraph*inductor-train] test_convert_compiled
+    test_convert::test_copies_of_a_converted_model_are_converted[<lambda>
+    test_convert::test_copies_of_a_converted_model_are_converted[copy
+    test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits*-nhwc]
+    test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits[another
+    test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits[without test_convert_vit_ranks
     test_convert_vit::test_the_same_bits_and_less_kept*16]
-    test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16] test_faults::test_killed[between
-    test_faults::test_killed[forward test_faults::test_killed[agreeing
+    test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16]
+    test_faults::test_survivors_raise_soon_after_a_rank_is_killed[between
+    test_faults::test_survivors_raise_soon_after_a_rank_is_killed[forward
+    test_faults::test_survivors_raise_soon_after_a_rank_is_killed[agreeing
     test_ops::test_kernels_of_other_instruction_sets test_ops::test_results_larger_than_the_caches[sizes1
-    test_ops::test_results_larger_than_the_caches[sizes2 test_ops::test_results_larger_than_the_caches[sizes3
+    test_ops::test_results_larger_than_the_caches[sizes2
+    test_ops::test_results_larger_than_the_caches[sizes3
     test_report::test_compiled_models test_report::test_under_autocast test_set_up::test_killed
     test_training_memory::test_less_is_kept*matmuls] test_training_memory::test_less_is_kept[O
     test_training_runs::test_a_killed test_training_runs::test_sigterm_to_one_rank_saves_all*options1]
     test_training_runs::test_stop_after
 """.split()
-MODEL_OF_CUDA_TAKES_ONE_OF = 8  # of the cases of an op
-context_is_lost = False
+CUDA_MODEL_TAKES_ONE_OF = 8  # on the model of CUDA `make test` runs one case in so many
+is_cuda_context_lost = False
 
 
 def pytest_configure(config):
-    if TARGET not in ("cpu", "cuda", "cuda_host"):
-        raise pytest.UsageError(f"FASTVIT_TEST_DEVICE is {TARGET!r}; cpu, cuda or cuda_host expected")
-    if TARGET == "cuda_host":
+    if TEST_DEVICE not in ("cpu", "cuda", "cuda_host"):
+        raise pytest.UsageError(f"FASTVIT_TEST_DEVICE is {TEST_DEVICE!r}; cpu, cuda or cuda_host expected")
+    if TEST_DEVICE == "cuda_host":
         from cuda_host import redirect
 
         redirect.install()
         torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN until written
-    if TARGET == "cuda":
-        torch.backends.cudnn.allow_tf32 = False  # convolutions around a layer are compared in float32
-        torch.backends.cudnn.deterministic = True  # and bits of two runs are, which atomic sums would change
+    if TEST_DEVICE == "cuda":
+        torch.backends.cudnn.allow_tf32 = False  # tests compare convolutions in float32
+        torch.backends.cudnn.deterministic = (
+            True  # tests compare bits of two runs, which atomic sums would change
+        )
         torch.backends.cudnn.benchmark = False
         _use_exact_hardswish()
 
 
 def _use_exact_hardswish():
-    """torch's CUDA kernel multiplies doubles by 1 / 6 in float; references need all of their digits."""
+    """Replaces torch's hardswish, whose CUDA kernel multiplies doubles by a float 1 / 6, by the CPU's."""
     hardswish = torch.nn.functional.hardswish
 
     def exact(v, inplace=False):
@@ -82,16 +91,16 @@ def _use_exact_hardswish():
 def pytest_collection_modifyitems(items):
     for item in items:
         name = item.nodeid.removeprefix("tests/").replace(".py", "", 1)
-        many = TARGET == "cuda_host" and "cuda_host" not in item.nodeid
-        left_out = many and zlib.crc32(name.encode()) % MODEL_OF_CUDA_TAKES_ONE_OF
+        is_sampled = TEST_DEVICE == "cuda_host" and "cuda_host" not in item.nodeid
+        left_out = is_sampled and zlib.crc32(name.encode()) % CUDA_MODEL_TAKES_ONE_OF
         begins_and_ends = (entry.partition("*")[::2] for entry in THOROUGH)
         if left_out or any(name.startswith(begin) and name.endswith(end) for begin, end in begins_and_ends):
             item.add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish():
-    """gc.collect(), which tests of memory call, skips the objects of imports and of the collection."""
-    import torch._dynamo  # noqa: F401  (the first optimizer or profile would import it)
+    """Makes gc.collect(), which tests of memory call, skip the objects of imports and of the collection."""
+    import torch._dynamo  # noqa: F401  else the first optimizer or profile imports it
 
     gc.collect()
     gc.freeze()
@@ -99,30 +108,30 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    if TARGET == "cuda" and not torch.cuda.is_available():
+    if TEST_DEVICE == "cuda" and not torch.cuda.is_available():
         pytest.fail("FASTVIT_TEST_DEVICE=cuda, but there is no GPU")
-    return "cuda" if TARGET == "cuda" else "cpu"
+    return "cuda" if TEST_DEVICE == "cuda" else "cpu"
 
 
 @pytest.fixture
 def default_device(device):
-    """New tensors and modules are on the device. On the CPU they are without a function mode of torch's."""
+    """Makes new tensors and modules on the device. On the CPU no function mode of torch is active."""
     with torch.device(device) if device != "cpu" else contextlib.nullcontext():
         yield
 
 
 def pytest_collectstart():
-    torch.manual_seed(0)  # numbers that a module draws
+    torch.manual_seed(0)  # test modules may draw numbers when they are imported
 
 
 @pytest.fixture(autouse=True)
-def repeatable():
+def seed_random_numbers():
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def amp_off():
-    """Undoes what a test has told `fastvit.compat.apex.amp`."""
+    """Resets `fastvit.compat.apex.amp` after a test."""
     from fastvit.compat.apex import amp
 
     yield
@@ -141,7 +150,7 @@ def ranks():
 
 @pytest.fixture
 def engine():
-    """The controls of the model of CUDA; what a test changes is undone."""
+    """Returns the controls of the model of CUDA, and restores them after a test."""
     from cuda_host import redirect
 
     engine = redirect.install()
@@ -154,17 +163,17 @@ def engine():
 
 
 def pytest_runtest_logreport(report):
-    """After an illegal access the CUDA context of a process is lost, and all its later tests would fail."""
-    global context_is_lost
+    """Notes whether an illegal access has cost the process its CUDA context; all later tests would fail."""
+    global is_cuda_context_lost
     if report.failed and torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()
         except RuntimeError:
-            context_is_lost = True
+            is_cuda_context_lost = True
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish():
-    """A worker of xdist ends then, after its report, and xdist starts another."""
-    if context_is_lost and "PYTEST_XDIST_WORKER" in os.environ:
+    """Ends a worker of xdist that has lost its CUDA context, after its report; xdist starts another."""
+    if is_cuda_context_lost and "PYTEST_XDIST_WORKER" in os.environ:
         os._exit(1)

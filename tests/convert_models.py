@@ -1,4 +1,4 @@
-"""A model of one function, steps through it as it is and converted, and what an error must name."""
+"""A model that is a function, and steps of a model and of its converted copy, whose bits are compared."""
 
 import contextlib
 import re
@@ -12,20 +12,20 @@ import fastvit
 from fastvit.conversion.scope_hooks import add_scope_hooks
 from fastvit.recompute import Policy, RecomputeLevel
 
-D = 64  # features of a token
+DIM = 64  # features of a token
 LEVELS = {"default": {}, "products": {"matmuls": True}, "least": {"budget": "least"}}
-WRITTEN = "modified by an inplace operation"  # what autograd says of a saved tensor that was written to
+IN_PLACE_ERROR = "modified by an inplace operation"  # autograd says it if a saved tensor was written to
 
 
 def convert_at(level, model):
-    """Converts at a level; `least` recomputes every op in each step, without the plan of a budget."""
+    """Converts a model at a level. `least` recomputes every op in each step, without the plan of a budget."""
     if level == "least":
         return add_scope_hooks(model, Policy(RecomputeLevel.EVERY_OP))
     return fastvit.convert(model, **LEVELS[level])
 
 
-class Program(nn.Module):
-    """Its forward is `function(self, x)`. Parts are modules, parameters and buffers."""
+class FunctionModel(nn.Module):
+    """A model whose forward is `function(self, x)` and whose parts are modules, parameters and buffers."""
 
     def __init__(self, function, **parts):
         super().__init__()
@@ -40,18 +40,19 @@ class Program(nn.Module):
         return self.function(self, x)
 
 
-def tokens(n=8, length=16, dim=D):
+def make_tokens(n=8, length=16, dim=DIM):
     return torch.randn(n, length, dim, generator=torch.Generator().manual_seed(1))
 
 
-def images(n=4, channels=3, size=16):
+def make_images(n=4, channels=3, size=16):
     return torch.randn(n, channels, size, size, generator=torch.Generator().manual_seed(2))
 
 
 def make_step(make, x, context=contextlib.nullcontext, between=lambda model: None):
-    """Returns a step through `make()`: its result and its gradients, for a function that converts models.
+    """Returns a function `run(convert)` that runs a step of the model `convert(make())`.
 
-    `between(model)` runs after the forward and before the backward.
+    `run` returns the output and the gradients. `between(model)` is called after the forward and before the
+    backward.
     """
 
     def run(convert):
@@ -61,66 +62,66 @@ def make_step(make, x, context=contextlib.nullcontext, between=lambda model: Non
             y = model(x)
         between(model)
         (y.float() ** 2).sum().backward()
-        return [y.detach(), *gradients(model)]
+        return [y.detach(), *list_gradients(model)]
 
     return run
 
 
-def gradients(model):
+def list_gradients(model):
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def keep_as_it_is(model):
+def leave_unconverted(model):
     return model
 
 
-def same_bits(actual, expected):
-    """Compares bytes, in which NaN is equal to itself."""
+def assert_same_bits(actual, expected):
+    """Raises unless the tensors have the same dtypes, shapes and bits, those of NaN included."""
     assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        assert one.dtype is other.dtype and one.shape == other.shape
-        assert torch.equal(as_bytes(one), as_bytes(other)), f"by up to {(one - other).abs().max():.2g}"
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype is b.dtype and a.shape == b.shape
+        assert torch.equal(view_as_bytes(a), view_as_bytes(b)), f"by up to {(a - b).abs().max():.2g}"
 
 
-def as_bytes(tensor):
+def view_as_bytes(tensor):
     return tensor.detach().as_subclass(torch.Tensor).contiguous().view(-1).view(torch.uint8)
 
 
 def assert_eager_bits(run, **options):
-    """`run(convert)` returns tensors; with a model that is converted they have the same bits.
+    """Raises unless `run(convert)` returns the same bits with a converted model.
 
-    Where autograd refuses the backward of the model as it is, it refuses that of the converted one.
+    If autograd refuses the backward of the original model, it must refuse that of the converted one.
     """
     try:
-        expected = run(keep_as_it_is)
+        expected = run(leave_unconverted)
     except RuntimeError as error:
-        assert WRITTEN in str(error)
-        with pytest.raises(RuntimeError, match=WRITTEN):
+        assert IN_PLACE_ERROR in str(error)
+        with pytest.raises(RuntimeError, match=IN_PLACE_ERROR):
             run(partial(fastvit.convert, **options))
     else:
-        same_bits(run(partial(fastvit.convert, **options)), expected)
+        assert_same_bits(run(partial(fastvit.convert, **options)), expected)
 
 
 def assert_eager_bits_or_named_error(run, **options):
-    """The same, or an error with what keeps the tensor, which has the same bits then.
+    """Raises unless `run(convert)` returns the same bits, or its error names the option with which it does.
 
-    An error names an option that is set, or a pair of `skip`, and several pairs one after the other.
+    An error names an option that is set, or one pair of `skip`; up to six errors may follow each other.
     """
-    expected = run(keep_as_it_is)
+    expected = run(leave_unconverted)
     for _ in range(6):
         try:
-            return same_bits(run(partial(fastvit.convert, **options)), expected)
+            return assert_same_bits(run(partial(fastvit.convert, **options)), expected)
         except RuntimeError as error:
-            options = options_that_keep(str(error), options)
-    pytest.fail("six errors, one after the other, do not name all that has to be kept")
+            options = extend_options_as_asked(str(error), options)
+    pytest.fail("six errors in turn do not name every tensor that must be kept")
 
 
-def options_that_keep(message, options):
-    """`options` as this error of a backward asks for."""
+def extend_options_as_asked(message, options):
+    """Returns `options` with the change that the error of a backward asks for."""
     if options.get("recompute_weight_casts") and "recompute_weight_casts" in message:
         return options | {"recompute_weight_casts": False}
     pair = re.search(r"""\(['"]([\w.]*)['"], ['"]([\w ]+)['"]\)""", message)
     assert "skip" in message and pair, f"the error names no pair of skip=: {message}"
     pairs = options.get("skip", [])
-    assert pair.groups() not in pairs, f"what is skipped is rebuilt: {message}"
+    assert pair.groups() not in pairs, f"a skipped tensor is recomputed: {message}"
     return options | {"skip": [*pairs, pair.groups()]}

@@ -1,4 +1,7 @@
-"""A rank of tests/test_hosts.py, on a host of its own: `python host_rank.py WHAT` prints what came of it."""
+"""A program that is one rank of tests/test_hosts.py, on a host of its own.
+
+`python -m host_rank exact` and `python -m host_rank fault KIND` print the result as a line of JSON.
+"""
 
 import datetime
 import json
@@ -12,39 +15,40 @@ import torch.distributed as dist
 
 import fastvit
 
-TIMEOUT = 4.0
+TIMEOUT_SECONDS = 4.0
 SIZES = (3, 5, 1, 4)
 
 
-def exact(rank, world):
-    """The largest relative error of three steps against one big batch, and the bits of running statistics."""
+def compare_with_one_batch(rank, world_size):
+    """Returns the largest relative error of three steps against one batch, and the bits of running_var."""
     torch.manual_seed(0)
     layer = fastvit.InPlaceABNSync(7, dtype=torch.float64)
-    whole = torch.nn.BatchNorm1d(7, dtype=torch.float64)
-    worst, first = 0.0, sum(SIZES[:rank])
+    big_batch_norm = torch.nn.BatchNorm1d(7, dtype=torch.float64)
+    largest_error, start = 0.0, sum(SIZES[:rank])
+    local = slice(start, start + SIZES[rank])
     for _ in range(3):
         x, dy = torch.randn(2, sum(SIZES), 7, dtype=torch.float64) * 2 + 3
-        mine = slice(first, first + SIZES[rank])
-        leaf, wanted = (t.clone().requires_grad_() for t in (x[mine], x))
-        y = layer(leaf.clone())
-        y.backward(dy[mine])
-        z = torch.nn.functional.leaky_relu(whole(wanted), 0.01)
-        z.backward(dy)
-        for got, want in ((y, z[mine]), (leaf.grad, wanted.grad[mine])):
-            worst = max(worst, ((got - want).abs().max() / want.abs().max()).item())
-    return [worst, [value.hex() for value in layer.running_var.tolist()]]
+        local_leaf, leaf = (t.clone().requires_grad_() for t in (x[local], x))
+        local_y = layer(local_leaf.clone())
+        local_y.backward(dy[local])
+        y = torch.nn.functional.leaky_relu(big_batch_norm(leaf), 0.01)
+        y.backward(dy)
+        for actual, expected in ((local_y, y[local]), (local_leaf.grad, leaf.grad[local])):
+            error = ((actual - expected).abs().max() / expected.abs().max()).item()
+            largest_error = max(largest_error, error)
+    return [largest_error, [value.hex() for value in layer.running_var.tolist()]]
 
 
-def fault(rank, world, kind):
-    """The error of a step after a fault, and the seconds that it took."""
+def run_into_fault(rank, world_size, kind):
+    """Returns the error of a step after a fault, and the seconds that the step took."""
     layers = [fastvit.SyncBatchNorm(5) for _ in range(2)]
     x = torch.randn(4, 5)
     layers[0](x)
     print("ready", flush=True)
-    if kind == "kill" and rank == world - 1:
+    if kind == "kill" and rank == world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind != "kill":
-        sys.stdin.readline()  # the link is cut
+        sys.stdin.readline()  # the test has cut the link
     begin = time.monotonic()
     try:
         layers[kind == "first"](x)
@@ -53,17 +57,17 @@ def fault(rank, world, kind):
 
 
 def main():
-    store, rank, world = fastvit.sync.rendezvous(30)
-    limit = datetime.timedelta(seconds=TIMEOUT)
+    store, rank, world_size = fastvit.sync.rendezvous(30)
+    timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    what, *options = sys.argv[1:]
-    result = {"exact": exact, "fault": fault}[what](rank, world, *options)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    job, *options = sys.argv[1:]
+    result = {"exact": compare_with_one_batch, "fault": run_into_fault}[job](rank, world_size, *options)
     print(json.dumps([*result, *fastvit.sync.describe_groups()]), flush=True)
-    if what == "exact":
+    if job == "exact":
         dist.barrier()
     elif rank == 0:
-        time.sleep(2 * TIMEOUT)  # it holds the store
+        time.sleep(2 * TIMEOUT_SECONDS)  # the other ranks still need the store, which rank 0 serves
     os._exit(0)
 
 

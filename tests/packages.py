@@ -9,19 +9,19 @@ from real_models import import_torchvision
 from fastvit.training.nvidia_apex import import_apex
 
 
-def package(name: str):
-    """Imports the package, or skips the test with the reason."""
+def import_or_skip(name: str):
+    """Imports a package, or skips the test and says why."""
     try:
         with contextlib.suppress(ImportError):
-            import_torchvision()  # timm imports it, and no model here calls its operators
+            import_torchvision()  # timm imports torchvision; no test calls an operator of its
         return importlib.import_module(name)
-    except Exception as error:  # what does not fit the installed torch fails in its own ways
+    except Exception as error:  # a package that does not fit the installed torch raises errors of any kind
         pytest.skip(f"{name} cannot be imported: {error}")
 
 
-def apex(part: str):
-    """Imports a part of NVIDIA apex, or skips the test with the reason."""
+def import_apex_or_skip(part: str):
+    """Imports a module of NVIDIA apex, or skips the test and says why."""
     try:
         return import_apex(part)
     except ImportError as error:
-        pytest.skip(f"FASTVIT_APEX may be a folder of apex 25.05's sources: {error}")
+        pytest.skip(f"apex.{part} cannot be imported; FASTVIT_APEX may name a folder of apex 25.05: {error}")

@@ -1,51 +1,82 @@
-"""The kinds of random programs: tables of source from which tests/programs.py draws.
+"""The kinds of random programs: tables of source from which tests/program_source.py draws.
 
-To add a case, add a line to a table. Values are tensors of 8 x 8 x 6 x 6, in the list `v`; a line may append
-one, replace one or write to one. In a line:
+To add a case, add a line to a table. A line is a template of statements, mostly of a model's forward.
 
-{i}, {j}           numbers of a recent value and of any value
-<<nn.GELU()>>      a module, parameter or buffer of the model, made by this expression, or made so before
-{norm}, {activation}, {mask}, {sum}   an entry of NORMS, ACTIVATIONS, MASKS, SUMS
-{small}, {bias}, {large}   vectors of channels, those of them that no backward reads, and matrices that the
-                   module whose forward this is, or before a backward the model, has; without one the line is
-                   not taken
-{subclass}         a subclass of Tensor, one for a program
-{batch_norm}       a BatchNorm that the module has
-{number}           a number that no other line has
+Names in a line:
 
-A line ends in LARGE if it writes to a large tensor that a backward may not read: an error of the engine that
-names a site and `skip` is right there. The engine cannot know of a write to a large tensor that no version
-counts and that happens after a forward, so no table has such writes. A line ends in UNCOUNTED if it would be
-such a write in a step with a second forward, where it is left out.
+| name | meaning |
+|---|---|
+| `x` | the input of the forward, 8 x 8 x 6 x 6 |
+| `v` | the list of values so far, each 8 x 8 x 6 x 6; a line may append one, replace one or write to one |
+| `t`, `z`, `q`, `k`, `m`, `a`, `b`, `d` | temporaries of the line |
+| `aliases` | a list of tensors without gradients that share memory with values; later lines write to them |
+| `extras` | a list of outputs of the model besides the last value |
+| `self`, `model` | the module whose forward this is; the model of the program |
+| `outputs`, `losses` | the outputs of a step, and a loss for each |
+| `first_half`, `last_half` | the trainable parameters of the model, in two halves |
+| `RUN`, `SCOPE` | the `Run` of tests/program_tools.py; a function that makes the scope of the forward |
+| `scale(8)`, `shift(8)` | parameters: an op saves a factor, and does not save what it adds |
+| `frozen_scale`, `frozen_shift` | the same without gradients |
+| `shift_buffer` | a buffer to add |
+| `matrix(6, 6)` | a parameter for a matrix product |
+| other names | functions and classes of tests/program_tools.py |
+
+Placeholders in a line:
+
+| placeholder | stands for |
+|---|---|
+| `<<nn.GELU()>>` | a part of the module: a new one, or an earlier one of the same text |
+| `{i}` | the number of a value, mostly of a recent one |
+| `{j}` | the number of any value |
+| `{norm_t}`, `{norm_v}` | an entry of NORMS, applied to `t` or to `v[{i}]` |
+| `{activation}`, `{activation_out_of_place}` | an entry of ACTIVATIONS; one that does not work in place |
+| `{maskable}` | an entry of MASKABLE_ACTIVATIONS |
+| `{sum}` | an entry of SUMS, which adds a value to `t` |
+| `{small}` | a vector of channels that the module has: a weight, bias or running statistic |
+| `{bias}` | a `{small}` that no backward reads |
+| `{large}` | a matrix that the module has, or the weight of a convolution or Linear of it |
+| `{batch_norm}` | a BatchNorm that the module has |
+| `{subclass}` | a subclass of Tensor, the same in the whole program |
+| `{number}` | a number that no other line has |
+
+A placeholder stands for the same text wherever it occurs in a line. A line is left out if the module has no
+vector, matrix or BatchNorm that the line names. Between forward and backward these are the model's.
+
+Two endings mark lines that write to a large tensor:
+
+- MAY_BE_REFUSED: a backward may need the old numbers. The engine may refuse the step with an error that names
+  a site and `skip`.
+- ONE_FORWARD_ONLY: no version counts the write. The engine cannot see such a write after a forward, so a step
+  of two forwards leaves the line out, and no table has one between forward and backward.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-LARGE = "  # writes to a large tensor"
-UNCOUNTED = "  # writes to a large tensor, uncounted"
+MAY_BE_REFUSED = "  # writes to a large tensor"
+ONE_FORWARD_ONLY = MAY_BE_REFUSED + ", which no version counts"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Where programs of this kind may differ from plain ones."""
+    """The tables of a kind. A program takes the default where its kinds have no entry."""
 
     lines: tuple[str, ...] = ()  # statements of a forward
-    around_lines: tuple[str, ...] = ()  # context managers around a statement
-    around_forward: tuple[str, ...] = ()
-    around_backward: tuple[str, ...] = ()
-    around_step: tuple[str, ...] = ()
+    around_lines: tuple[str, ...] = ()  # context managers around a statement of a forward
+    around_forward: tuple[str, ...] = ()  # context managers around the forward of the model
+    around_backward: tuple[str, ...] = ()  # context managers around the backward
+    around_step: tuple[str, ...] = ()  # context managers around the whole step
     forwards: tuple[str, ...] = ()  # statements that set `outputs`
     between: tuple[str, ...] = ()  # statements between the forward and the backward
     backwards: tuple[str, ...] = ()  # statements that read `losses`
-    set_up: tuple[str, ...] = ()  # statements after the model is made
+    set_up: tuple[str, ...] = ()  # statements that change the new model, before or after its conversion
     inputs: tuple[str, ...] = ()  # expressions of the model's input
-    options: tuple[str, ...] = ()  # of tests/programs.py, drawn as often as all others together
+    options: tuple[str, ...] = ()  # keys of OPTIONS in tests/program_source.py, for half of the programs
 
 
-# torch 2.13 ends by a segmentation fault in the backward of GroupNorm where its input has no gradient and is
-# in channels_last, and in register_hook on a view that was written to in place: tables avoid both.
+# The tables avoid two segmentation faults of torch 2.13. One is in the backward of GroupNorm if its input has
+# no gradient and is in channels_last. The other is in register_hook on a view that was written to in place.
 NORMS = (
     "<<nn.BatchNorm2d(8)>>({})", "<<nn.GroupNorm(2, 8)>>({}.contiguous())", "<<nn.LayerNorm(6)>>({})",
     "<<nn.InstanceNorm2d(8, affine=True)>>({})", "<<nn.RMSNorm(6)>>({})", "<<nn.InstanceNorm2d(8)>>({})",
@@ -56,7 +87,8 @@ ACTIVATIONS = (
     "nn.LeakyReLU(0.2)", "nn.LeakyReLU(0.2, inplace=True)", "nn.ELU(inplace=True)", "nn.ReLU6()",
     "nn.ReLU6(inplace=True)", "nn.Threshold(0.1, 0.2)", "nn.Sigmoid()", "nn.Tanh()", "nn.GELU('tanh')",
 )  # fmt: skip
-MASKS = (
+# The backward of these reads which elements were in bounds, so that a mask may replace the saved tensor.
+MASKABLE_ACTIVATIONS = (
     "nn.ReLU()", "nn.LeakyReLU(0.2)", "nn.ReLU6()", "nn.Hardtanh()", "nn.Hardtanh(-0.7, 0.7)",
     "nn.Hardtanh(-0.1, 0.1)", "nn.Hardtanh(0.0, 6.0)", "nn.Hardtanh(0.1, 0.1001)", "nn.Hardtanh(0.0, 1e-8)",
     "nn.Hardtanh(-1e-3, 1e-3)", "nn.Hardtanh(-0.7, 0.7, inplace=True)", "nn.ReLU(inplace=True)",
@@ -67,10 +99,11 @@ SUMS = ("t = t + v[{j}]", "t = v[{j}] + t", "t += v[{j}]", "t = torch.add(t, v[{
 
 PLAIN = Kind(
     lines=(
-        *("t = <<nn.Conv2d(8, 8, 1, bias=False)>>(v[{i}]); t = {norm}; t = <<{activation}>>(t); "
+        *("t = <<nn.Conv2d(8, 8, 1, bias=False)>>(v[{i}]); t = {norm_t}; t = <<{activation}>>(t); "
         "v.append(t)",) * 6,
-        *("t = <<nn.Conv2d(8, 8, 1)>>(v[{i}]); t = {norm}; {sum}; t = <<{activation}>>(t); v.append(t)",) * 6,
-        "t = <<nn.Conv2d(8, 8, 1)>>(v[{i}]); v.append(t); t = {norm}; {sum}; v.append(t)",
+        *("t = <<nn.Conv2d(8, 8, 1)>>(v[{i}]); t = {norm_t}; {sum}; "
+        "t = <<{activation}>>(t); v.append(t)",) * 6,
+        "t = <<nn.Conv2d(8, 8, 1)>>(v[{i}]); v.append(t); t = {norm_t}; {sum}; v.append(t)",
         "v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<nn.Linear(6, 12)>>(v[{i}]))))",
         "v.append(<<nn.Linear(6, 6)>>(<<{activation}>>(v[{i}])))",
         "v.append(v[{i}] + v[{j}])", "v.append(v[{i}] * v[{j}])", "v.append(v[{i}].view(v[{i}].shape))",
@@ -88,39 +121,47 @@ PLAIN = Kind(
     ),
 )  # fmt: skip
 
-_COUNTED = (  # writes to {} that a version counts
+# Writes to {}. A version counts those of the first table, and none counts those of the second.
+_COUNTED_WRITES = (
     "with torch.no_grad(): {}.mul_(1.5)", "{}.detach().add_(0.1)", "with torch.no_grad(): {}[:2] = 0.5",
     "with torch.no_grad(): torch._foreach_add_([{}], 0.1)", "nn.init.normal_({})",
     "with torch.no_grad(): {}.lerp_(torch.ones_like({}), 0.1)", "with torch.no_grad(): {}.copy_({} * 0.9)",
     "with torch.no_grad(): torch.mul({}, 0.9, out={})",
 )  # fmt: skip
-_UNCOUNTED = (
+_UNCOUNTED_WRITES = (
     "{}.data.mul_(1.5)", "{}.data = {}.data * 0.5", "torch._foreach_mul_([{}.data], 1.5)",
     "torch.mul({}.data, 1.5, out={}.data)", "torch.ops.aten.mul_.Scalar({}.data, 1.5)",
     "{}.detach().view(torch.uint8).numpy()[...] = 0", "torch.from_dlpack({}.detach()).mul_(1.5)",
     "{}.untyped_storage().fill_(0)", "{}.data.copy_({}.data.flip(0))", "{}.data[:2] = 0.5",
-    "nn.utils.vector_to_parameters(torch.ones({}.numel(), dtype={}.dtype), [{}])",
+)  # fmt: skip
+_UNCOUNTED_PARAMETER_WRITES = (
+    *_UNCOUNTED_WRITES, "nn.utils.vector_to_parameters(torch.ones({}.numel(), dtype={}.dtype), [{}])",
 )  # fmt: skip
 
 
-def _each(statements: tuple[str, ...], target: str, ending: str = "") -> tuple[str, ...]:
+def _fill_target(statements: tuple[str, ...], target: str, ending: str = "") -> tuple[str, ...]:
+    """Returns the statements with `target` for {} and with an ending."""
     return tuple(line.replace("{}", target) + ending for line in statements)
 
 
-SMALL_WRITES = (*_each(_COUNTED, "{bias}"), *_each(_UNCOUNTED, "{small}"))
+SMALL_WRITES = (
+    *_fill_target(_COUNTED_WRITES, "{bias}"),
+    *_fill_target(_UNCOUNTED_PARAMETER_WRITES, "{small}"),
+)
 WRITES = Kind(
     lines=(
         *SMALL_WRITES,
-        *_each(_COUNTED, "v[{i}]"),
-        *_each(_UNCOUNTED[:-1], "v[{i}]"),
-        *_each(_UNCOUNTED[:-1], "{large}", UNCOUNTED),
-        "with torch.no_grad(): {large}.mul_(0.9)" + LARGE,
+        *_fill_target(_COUNTED_WRITES, "v[{i}]"),
+        *_fill_target(_UNCOUNTED_WRITES, "v[{i}]"),
+        *_fill_target(_UNCOUNTED_WRITES, "{large}", ONE_FORWARD_ONLY),
+        "with torch.no_grad(): {large}.mul_(0.9)" + MAY_BE_REFUSED,
         "v[{i}].data.clamp_(-1, 1)", "F.relu(v[{i}].data, inplace=True)", "v[{i}].data[:, :2] = 0",
-        "d = v[{i}].data; v[{i}] = F.gelu(v[{i}]); d.zero_()", "x.detach().mul_(0.9)" + LARGE,
-        "held.append(v[{i}].data)", "held.append(v[{i}].detach().view(-1))",
-        "held.append(v[{i}].detach()[:, 2:4])", "if held: held[-1].mul_(0.9)", "if held: held[0].zero_()",
+        "d = v[{i}].data; v[{i}] = F.gelu(v[{i}]); d.zero_()", "x.detach().mul_(0.9)" + MAY_BE_REFUSED,
+        "aliases.append(v[{i}].data)", "aliases.append(v[{i}].detach().view(-1))",
+        "aliases.append(v[{i}].detach()[:, 2:4])", "if aliases: aliases[-1].mul_(0.9)",
+        "if aliases: aliases[0].zero_()",
         "t = torch.relu(v[{i}]); v.append(F.max_pool2d(t, 3, 1, 1)); t.data.clamp_(max=0.0)",
-        # What reads small operands, which autograd does not save.
+        # These read small operands that autograd does not save.
         *(
             "v.append(<<{activation}>>(v[{i}] - <<shift(8, 1, 1)>>))",
             "v.append(<<{activation}>>(v[{i}] + <<shift_buffer(8, 1, 1)>>))",
@@ -130,7 +171,7 @@ WRITES = Kind(
             "v.append(torch.addcmul(<<frozen_shift(6)>>, v[{i}], <<scale(6)>>).sigmoid())",
             "v.append(F.gelu(torch.cat([v[{i}], <<shift(8, 1, 1)>>.expand(8, 8, 6, 6)], 1)[:, 4:12]))",
             "v.append(F.gelu(torch.stack([v[{i}], <<shift(6)>>.expand(8, 8, 6, 6)]).mean(0)))",
-            "v.append(v[{j}] + <<frozen_scale(8, 1, 1)>> * {norm_i})",
+            "v.append(v[{j}] + <<frozen_scale(8, 1, 1)>> * {norm_v})",
             "v.append(F.gelu(F.linear(v[{i}], <<matrix(6, 6)>>, <<frozen_shift(6)>>)))",
             "v.append(F.gelu(F.linear(v[{i}], <<matrix(6, 6)>>, <<shift_buffer(6)>>)))",
             "v.append(F.gelu(F.conv2d(v[{i}], <<matrix(8, 8, 1, 1)>>, <<frozen_shift(8)>>)))",
@@ -147,29 +188,31 @@ WRITES = Kind(
     ),
     between=(
         *SMALL_WRITES,
-        "with torch.no_grad(): {large}.mul_(0.9)" + LARGE,
-        "with torch.no_grad(): {large}.add_(torch.ones_like({large}), alpha=-0.01)" + LARGE,
-        "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + LARGE,
-        "outputs[0].detach().mul_(0.5)" + LARGE,
+        "with torch.no_grad(): {large}.mul_(0.9)" + MAY_BE_REFUSED,
+        "with torch.no_grad(): {large}.add_(torch.ones_like({large}), alpha=-0.01)" + MAY_BE_REFUSED,
+        "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + MAY_BE_REFUSED,
+        "outputs[0].detach().mul_(0.5)" + MAY_BE_REFUSED,
     ),
 )  # fmt: skip
 
-_FLAGS = (
+_GLOBAL_FLAGS = (
     "torch.backends.mkldnn.flags(enabled=False)", "matmul_precision('medium')", "deterministic()",
-    "torch.autocast('cpu', torch.bfloat16)", "torch.autocast('cpu', enabled=False)",
-    "torch.autocast('cpu', torch.bfloat16, cache_enabled=False)",
 )  # fmt: skip
+_AUTOCAST = "torch.autocast('cpu', torch.bfloat16)"
+_NO_AUTOCAST = "torch.autocast('cpu', enabled=False)"
+_AUTOCAST_WITHOUT_CACHE = "torch.autocast('cpu', torch.bfloat16, cache_enabled=False)"
+_FLAGS = (*_GLOBAL_FLAGS, _AUTOCAST, _NO_AUTOCAST, _AUTOCAST_WITHOUT_CACHE)
 FLAGS = Kind(
     lines=(
         "v.append(<<nn.Linear(12, 6)>>(F.gelu(<<nn.Linear(6, 12)>>(v[{i}]))))",
         "v.append(<<nn.Conv2d(8, 8, 3, padding=1)>>(F.gelu(<<nn.Conv2d(8, 8, 3, padding=1)>>(v[{i}]))))",
-        "v.append(F.gelu({norm_i}))",
+        "v.append(F.gelu({norm_v}))",
         "v.append((v[{i}].flatten(2) @ <<matrix(36, 36)>>).softmax(-1).view(8, 8, 6, 6))",
     ),
     around_lines=_FLAGS,
-    around_forward=(*_FLAGS[:4], _FLAGS[5]),
+    around_forward=(*_GLOBAL_FLAGS, _AUTOCAST, _AUTOCAST_WITHOUT_CACHE),
     around_backward=_FLAGS,
-    around_step=_FLAGS[:4],
+    around_step=(*_GLOBAL_FLAGS, _AUTOCAST),
 )  # fmt: skip
 
 STATISTICS = Kind(
@@ -209,11 +252,12 @@ STATISTICS = Kind(
 )  # fmt: skip
 
 LOSSES = Kind(
-    lines=("extra.append(v[{i}])", "extra.append(v[{i}] * v[{j}])", "extra.append(<<nn.Linear(6, "
+    lines=("extras.append(v[{i}])", "extras.append(v[{i}] * v[{j}])", "extras.append(<<nn.Linear(6, "
         "6)>>(v[{i}]))",
-           "v.append(F.gelu(v[{i}] - <<shift(8, 1, 1)>>)); extra.append(v[{i}] * <<scale(8, 1, 1)>>)"),
+           "v.append(F.gelu(v[{i}] - <<shift(8, 1, 1)>>)); extras.append(v[{i}] * <<scale(8, 1, 1)>>)"),
     between=(
-        "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + LARGE, "outputs[-1].detach().div_(2)" + LARGE,
+        "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + MAY_BE_REFUSED,
+        "outputs[-1].detach().div_(2)" + MAY_BE_REFUSED,
         "if len(losses) > 1: del outputs[-1], losses[-1]", "{small}.data.mul_(1.5)",
     ),
     backwards=(
@@ -221,24 +265,24 @@ LOSSES = Kind(
         "losses[0].backward()",
         "losses[-1].backward()",
         "for loss in losses: loss.backward(retain_graph=True)\nsum(losses).backward()",
-        "losses[0].backward(inputs=first, retain_graph=True); losses[-1].backward(inputs=last)",
-        "losses[-1].backward(inputs=first, retain_graph=True); sgd(first); "
-        "losses[-1].backward(inputs=last)" + LARGE,
-        "losses[0].backward(inputs=last, retain_graph=True); sgd(last); "
-        "losses[0].backward(inputs=first)" + LARGE,
-        "losses[0].backward(retain_graph=True); sgd([p for p in first if p.dim() < 2]); "
+        "losses[0].backward(inputs=first_half, retain_graph=True); losses[-1].backward(inputs=last_half)",
+        "losses[-1].backward(inputs=first_half, retain_graph=True); sgd(first_half); "
+        "losses[-1].backward(inputs=last_half)" + MAY_BE_REFUSED,
+        "losses[0].backward(inputs=last_half, retain_graph=True); sgd(last_half); "
+        "losses[0].backward(inputs=first_half)" + MAY_BE_REFUSED,
+        "losses[0].backward(retain_graph=True); sgd([p for p in first_half if p.dim() < 2]); "
         "losses[-1].backward()",
-        "(-losses[0]).backward(inputs=first[:4], retain_graph=True); sgd(first[:4]); "
-        "losses[0].backward(inputs=last)" + LARGE,
-        "for g in torch.autograd.grad(sum(losses), last, allow_unused=True): RUN.note(g is None or "
+        "(-losses[0]).backward(inputs=first_half[:4], retain_graph=True); sgd(first_half[:4]); "
+        "losses[0].backward(inputs=last_half)" + MAY_BE_REFUSED,
+        "for g in torch.autograd.grad(sum(losses), last_half, allow_unused=True): RUN.note(g is None or "
         "g.sum().item())",
-        "g, = torch.autograd.grad(losses[0], last[-1:], create_graph=True); (g.square().sum() + "
+        "g, = torch.autograd.grad(losses[0], last_half[-1:], create_graph=True); (g.square().sum() + "
         "sum(losses)).backward()",
     ),
 )  # fmt: skip
 
-# These hooks copy, as an offloader does. Under hooks that do not, autograd does not see writes to what it
-# saved, and a gradient from a written tensor is no result to compare with.
+# These hooks copy, as an offloader does. Under hooks that do not copy, autograd misses writes to saved
+# tensors, and a gradient of an overwritten tensor is no result to compare with.
 _HOOKS = ("copy_on_save()", "tuple_on_save()")
 HOOKS = Kind(
     lines=(
@@ -278,8 +322,8 @@ HOOKS = Kind(
     ),
 )  # fmt: skip
 
-_MODES = ("LargeEpsMode()", "DropoutNoise()", "AddedNumber()", "RUN.noted_mode()", "torch.device('cpu')",
-          "torch._C.DisableTorchFunctionSubclass()")  # fmt: skip
+_MODES = ("LargeEpsMode()", "DropoutNoise()", "AddedNumber()", "RUN.noted_mode()", "torch.device('cpu')")
+_WITHOUT_SUBCLASSES = "torch._C.DisableTorchFunctionSubclass()"
 SUBCLASSES = Kind(
     lines=(
         "v.append(v[{i}].as_subclass({subclass}))", "v.append(v[{i}].as_subclass(torch.Tensor))",
@@ -290,29 +334,29 @@ SUBCLASSES = Kind(
         "v.append(F.gelu(v[{i}] * <<scale_of({subclass}, 8, 1, 1)>>))", "v.append(<<nn.Linear(6, "
         "6)>>(F.silu(v[{i}])))",
     ),
-    around_lines=_MODES,
-    around_forward=_MODES,
+    around_lines=(*_MODES, _WITHOUT_SUBCLASSES),
+    around_forward=(*_MODES, _WITHOUT_SUBCLASSES),
     around_backward=("torch.device('cpu')", "RUN.noted_mode()"),
-    around_step=_MODES[:5],
+    around_step=_MODES,
     inputs=("x.as_subclass({subclass})",),
 )  # fmt: skip
 
-MASKED = Kind(
+MASKS = Kind(
     lines=(
-        "v.append(F.max_pool2d(<<{mask}>>(<<nn.Conv2d(8, 8, 1)>>(v[{i}])), 3, 1, 1))",
-        "v.append(F.max_pool2d(<<{mask}>>({norm_i}), 3, 1, 1))",
-        "v.append(<<freeze(nn.Conv2d(8, 8, 1))>>(<<{mask}>>(<<nn.Conv2d(8, 8, 1)>>(v[{i}]))))",
-        "v.append(<<freeze(nn.Conv2d(8, 8, 1))>>(<<{mask}>>({norm_i})))",
-        "v.append(<<freeze(nn.Linear(6, 6))>>(<<{mask}>>(<<nn.Linear(6, 6)>>(v[{i}]))))",
-        "v.append(<<freeze(nn.Linear(6, 6))>>(<<{mask}>>(v[{i}] * 1.0)))",
-        "v.append(<<{mask}>>(v[{i}] * 1.0)); v.append(F.max_pool2d(v[-1], 3, 1, 1))",
-        "v.append(<<{mask}>>(<<freeze(nn.Conv2d(8, 8, 1))>>(v[{i}])))",
+        "v.append(F.max_pool2d(<<{maskable}>>(<<nn.Conv2d(8, 8, 1)>>(v[{i}])), 3, 1, 1))",
+        "v.append(F.max_pool2d(<<{maskable}>>({norm_v}), 3, 1, 1))",
+        "v.append(<<freeze(nn.Conv2d(8, 8, 1))>>(<<{maskable}>>(<<nn.Conv2d(8, 8, 1)>>(v[{i}]))))",
+        "v.append(<<freeze(nn.Conv2d(8, 8, 1))>>(<<{maskable}>>({norm_v})))",
+        "v.append(<<freeze(nn.Linear(6, 6))>>(<<{maskable}>>(<<nn.Linear(6, 6)>>(v[{i}]))))",
+        "v.append(<<freeze(nn.Linear(6, 6))>>(<<{maskable}>>(v[{i}] * 1.0)))",
+        "v.append(<<{maskable}>>(v[{i}] * 1.0)); v.append(F.max_pool2d(v[-1], 3, 1, 1))",
+        "v.append(<<{maskable}>>(<<freeze(nn.Conv2d(8, 8, 1))>>(v[{i}])))",
         "v.append((v[{i}] * 10).round() / 10)",
         "v.append(torch.where(v[{i}] > 2, float('inf'), v[{i}]))",
-        "v.append(F.max_pool2d(<<{mask}>>(torch.where(v[{i}] > 2, float('nan'), v[{i}])), 3, 1, 1))",
-        "v.append(F.max_pool2d(<<{mask}>>(torch.where(v[{i}] > 2, -float('inf'), v[{i}])), 3, 1, 1))",
-        "t = <<{mask}>>(v[{i}] * 1.0); v.append(F.max_pool2d(t, 3, 1, 1)); t.data.clamp_(max=0.0)",
-        "v.append(F.avg_pool2d(<<{mask}>>(<<nn.Conv2d(8, 8, 1)>>(v[{i}])), 3, 1, 1))",
+        "v.append(F.max_pool2d(<<{maskable}>>(torch.where(v[{i}] > 2, float('nan'), v[{i}])), 3, 1, 1))",
+        "v.append(F.max_pool2d(<<{maskable}>>(torch.where(v[{i}] > 2, -float('inf'), v[{i}])), 3, 1, 1))",
+        "t = <<{maskable}>>(v[{i}] * 1.0); v.append(F.max_pool2d(t, 3, 1, 1)); t.data.clamp_(max=0.0)",
+        "v.append(F.avg_pool2d(<<{maskable}>>(<<nn.Conv2d(8, 8, 1)>>(v[{i}])), 3, 1, 1))",
     ),
     inputs=("poison(x)", "(x * 10).round() / 10"),
 )  # fmt: skip
@@ -326,12 +370,12 @@ FROZEN = Kind(
         "t = v[{i}].flatten(2); v.append(<<encoder(36)>>.eval()(t, src_key_padding_mask=padding(t))"
         ".to(v[{i}].dtype).view(8, 8, 6, 6))",
         *("v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<freeze(nn.Linear(6, 12))>>(v[{i}]))))",
-        "v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<freeze(nn.Linear(6, 12), 'bias')>>({norm_i}))))",
-        "v.append(<<freeze(nn.Linear(12, 6))>>(<<{activation}>>(<<freeze(nn.Linear(6, 12))>>({norm_i}))))",
+        "v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<freeze(nn.Linear(6, 12), 'bias')>>({norm_v}))))",
+        "v.append(<<freeze(nn.Linear(12, 6))>>(<<{activation}>>(<<freeze(nn.Linear(6, 12))>>({norm_v}))))",
         "v.append(<<freeze(nn.Linear(6, 6))>>(v[{i}]) + "
         "<<nn.Linear(2, 6, bias=False)>>(<<nn.Linear(6, 2, bias=False)>>(v[{i}])) * 0.5)",
         "v.append(F.gelu(<<freeze(nn.Conv2d(8, 8, 1), 'bias')>>(v[{i}])))",
-        "v.append(F.gelu(<<freeze(nn.Conv2d(8, 8, 1))>>({norm_i})))",
+        "v.append(F.gelu(<<freeze(nn.Conv2d(8, 8, 1))>>({norm_v})))",
         "v.append(<<{activation}>>(<<freeze(nn.BatchNorm2d(8), 'bias')>>(v[{i}])))",
         "v.append(<<{activation}>>(<<freeze(nn.GroupNorm(2, 8), 'bias')>>(v[{i}].contiguous())))",
         "v.append(<<{activation}>>(<<freeze(nn.LayerNorm(6), 'weight')>>(v[{i}])))",
@@ -348,7 +392,7 @@ LAYOUTS = Kind(
     lines=(
         "v.append(v[{i}].to(memory_format=torch.channels_last))", "v.append(v[{i}].contiguous())",
         "v.append(v[{i}].to(torch.bfloat16, memory_format=torch.channels_last).to(v[{i}].dtype))",
-        "t = {norm_i}.transpose(1, 2).to(torch.bfloat16, memory_format=torch.contiguous_format).view(8, -1); "
+        "t = {norm_v}.transpose(1, 2).to(torch.bfloat16, memory_format=torch.contiguous_format).view(8, -1); "
         "v.append(F.gelu(t + 1.0).view(8, 6, 8, 6).transpose(1, 2).to(v[{i}].dtype))",
         "t = v[{i}].mT.to(torch.float64, memory_format=torch.contiguous_format).view(-1); "
         "v.append(t.sigmoid().view(8, 8, 6, 6).to(v[{i}].dtype))",
@@ -356,13 +400,13 @@ LAYOUTS = Kind(
         "v.append(F.gelu(t).view(8, 6, 6, 8).transpose(1, 3))",
         "t = v[{i}] * 1.0; F.silu(t.flatten(1), inplace=True); v.append(t)",
         "t = <<nn.Linear(6, 6)>>(v[{i}]); F.silu(t.flatten(1), inplace=True); v.append(t)",
-        "t = {norm_i}; F.silu(t.flatten(1), inplace=True); v.append(t)",
+        "t = {norm_v}; F.silu(t.flatten(1), inplace=True); v.append(t)",
         "v.append(F.silu(<<nn.Linear(6, 6)>>(v[{i}]), inplace=True))",
         "v[{i}].flatten(2).relu_()", "v[{i}].transpose(1, 2).mul_(0.9)", "v[{i}][:, :2].relu_()",
         "v[{i}][..., 0] = 0", "v[{i}][:, 2:5] = v[{j}][:, 1:4]", "v[{i}].permute(0, 2, 3, 1)[..., "
         "0].sigmoid_()",
-        "t = {norm_i}; F.leaky_relu(t, 0.1, inplace=True); v.append(t)",
-        "t = {norm_i}; t.unsqueeze(0).relu_(); v.append(t)",
+        "t = {norm_v}; F.leaky_relu(t, 0.1, inplace=True); v.append(t)",
+        "t = {norm_v}; t.unsqueeze(0).relu_(); v.append(t)",
         "t = <<nn.GroupNorm(2, 8)>>(v[{i}].contiguous().transpose(2, 3)); "
         "t.relu_(); v.append(t.transpose(2, 3))",
         "v.append(v[{i}].mean(1, keepdim=True).expand(8, 8, 6, 6))", "v.append(v[{i}].flip(3))",
@@ -417,6 +461,6 @@ STATE = Kind(
 
 KINDS = {
     "plain": PLAIN, "writes": WRITES, "flags": FLAGS, "statistics": STATISTICS, "losses": LOSSES,
-    "hooks": HOOKS, "subclasses": SUBCLASSES, "masks": MASKED, "frozen": FROZEN, "layouts": LAYOUTS, 
+    "hooks": HOOKS, "subclasses": SUBCLASSES, "masks": MASKS, "frozen": FROZEN, "layouts": LAYOUTS, 
     "exceptions": EXCEPTIONS, "state": STATE,
 }  # fmt: skip

@@ -9,38 +9,40 @@ import textwrap
 from collections.abc import Sequence
 
 import torch
-from program_kinds import ACTIVATIONS, KINDS, MASKS, NORMS, SUMS, UNCOUNTED
+from program_kinds import ACTIVATIONS, KINDS, MASKABLE_ACTIVATIONS, NORMS, ONE_FORWARD_ONLY, SUMS
 
 OPTIONS = {  # arguments of convert
     "convert": {},
     "products": {"matmuls": True},
-    "weight_casts": {"recompute_weight_casts": True},
+    "recompute_weight_casts": {"recompute_weight_casts": True},
     "products, weight_casts": {"matmuls": True, "recompute_weight_casts": True},
-    "least": {},  # every op that has a rule, but what goes into blocks and comes out of them
+    "least": {},  # every op that has a rule, except that inputs and outputs of blocks are kept
     "some": {},  # a random part of the sites, at a random level
     "across": {},  # a random part of the sites, and across blocks
-    "planned": {"budget": "least"},  # planned in the first step
-    "share": {"budget": 0.6},  # planned in the first step
+    "planned": {"budget": "least"},  # the first step makes the plan
+    "share": {"budget": 0.6},  # the first step makes the plan
     "scope": None,  # recompute_scope() instead of convert
     "scope, products": None,
 }
-_SELDOM = ("share",)  # only where a kind asks for it
+_OPTIONS_ON_REQUEST = ("share",)  # drawn only if a kind has them in its options
 DTYPES = {
     "float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16,
     "float16": torch.float16, "bfloat16, norms in float32": torch.bfloat16,
 }  # fmt: skip
-_SHIFTS = r"(shift|frozen_shift|shift_buffer)\("
-_VECTORS = rf"{_SHIFTS}|(scale|frozen_scale|scale_of)\("
+_SHIFT_PATTERN = r"(shift|frozen_shift|shift_buffer)\("
+_VECTOR_PATTERN = rf"{_SHIFT_PATTERN}|(scale|frozen_scale|scale_of)\("
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
+    """The source of a program, and how it is run."""
+
     seed: int
     kinds: tuple[str, ...]
     option: str
     dtype: str
     is_training: bool
-    is_set_up_first: bool  # the program's hooks are there before the conversion
+    is_set_up_first: bool  # `set_up` runs before the conversion
     source: str
     steps: int = 2
 
@@ -75,8 +77,8 @@ class ForwardWriter:
             other = self.choose.randrange(-self.values, 0)
             start = self.draw("v = [<<nn.Conv2d(8, 8, 1)>>(x)]")
             last = f"<<nn.Conv2d(8, 8, 1)>>(v[-1]) + <<nn.Conv2d(8, 8, 1)>>(v[{other}])"
-            end = self.draw(f"return [{last}, *extra]")
-        forward = textwrap.indent("\n".join([start, "held, extra = [], []", *lines, end]), " " * 8)
+            end = self.draw(f"return [{last}, *extras]")
+        forward = textwrap.indent("\n".join([start, "aliases, extras = [], []", *lines, end]), " " * 8)
         made = "".join(f"        self.{name} = {expression}\n" for name, expression in self.modules.items())
         if name == "Program":
             parts = ", ".join(f"Part{i}()" for i in range(num_parts))
@@ -87,8 +89,8 @@ class ForwardWriter:
         )
 
     def draw(self, template: str) -> str | None:
-        """A line; None where it needs what the module does not have."""
-        if not self.has_one_forward and template.endswith(UNCOUNTED):
+        """Returns a line of source, or None if the module lacks an operand of the line."""
+        if not self.has_one_forward and template.endswith(ONE_FORWARD_ONLY):
             return None
         try:
             line = template.format_map(Fields(self))
@@ -99,7 +101,7 @@ class ForwardWriter:
         return line
 
     def add(self, expression: str) -> str:
-        """The name of a module that this expression makes, or has made."""
+        """Returns the name of a module that this expression makes, or has made before."""
         made = [name for name, other in self.modules.items() if other == expression]
         if made and self.choose.random() < 0.4:
             return f"self.{self.choose.choice(made)}"
@@ -118,7 +120,7 @@ class ForwardWriter:
 
 
 class Fields(dict):
-    """What stands for the names in a line; the same for each occurrence of a name."""
+    """Draws the text for each placeholder of a line once."""
 
     def __init__(self, writer: ForwardWriter):
         self.writer, self.choose = writer, writer.choose
@@ -132,9 +134,9 @@ class Fields(dict):
                 field = str(choose.randrange(values))
             case "number":
                 field = str(choose.randrange(10**9))
-            case "norm":
+            case "norm_t":
                 field = choose.choice(NORMS).format("t")
-            case "norm_i":
+            case "norm_v":
                 field = choose.choice(NORMS).format(f"v[{self['i']}]")
             case "sum":
                 field = choose.choice(SUMS).format(j=self["j"])
@@ -144,8 +146,8 @@ class Fields(dict):
                 field = choose.choice([a for a in ACTIVATIONS if "inplace" not in a])
             case "subclass":
                 field = self.writer.subclass
-            case "mask":
-                field = choose.choice(MASKS)
+            case "maskable":
+                field = choose.choice(MASKABLE_ACTIVATIONS)
             case _:
                 field = "self." + choose.choice(find_operands(self.writer.modules)[name])
         self[name] = field
@@ -153,12 +155,12 @@ class Fields(dict):
 
 
 def find_operands(modules: dict[str, str]) -> dict[str, list[str]]:
-    """The attributes of modules that a line may write to, by the names of program_kinds.py."""
+    """Returns the operands that a line may name, by their placeholder in program_kinds.py."""
     found: dict[str, list[str]] = {"small": [], "bias": [], "large": [], "batch_norm": []}
     for name, expression in modules.items():
-        if re.match(_VECTORS, expression):
+        if re.match(_VECTOR_PATTERN, expression):
             found["small"].append(name)
-            found["bias"] += [name] * bool(re.match(_SHIFTS, expression))
+            found["bias"] += [name] * bool(re.match(_SHIFT_PATTERN, expression))
         elif expression.startswith("matrix"):
             found["large"].append(name)
         elif kind := re.search(r"nn\.(Conv2d|Linear|\w+Norm\w*)\(", expression):
@@ -181,22 +183,22 @@ def find_operands(modules: dict[str, str]) -> dict[str, list[str]]:
 
 
 def draw_program(seed: int, kinds: Sequence[str] | None = None) -> Program:
-    """The program of a seed, which mixes `kinds`, or some that it draws."""
+    """Draws the program of a seed, which mixes `kinds`; without `kinds` it draws them too."""
     choose = random.Random(f"{seed} {kinds}")
     if kinds is None:
         kinds = choose.sample(list(KINDS), choose.choice([1, 2, 2, 3]))
     dtype = choose.choices(list(DTYPES), [55, 20, 10, 8, 7])[0]
     tables = [KINDS[kind] for kind in kinds]
 
-    def some(name: str, chance: float, most: int = 1) -> list[str]:
+    def draw_some(name: str, chance: float, most: int = 1) -> list[str]:
         entries = [table for kind in tables for table in getattr(kind, name)]
         if not entries or choose.random() > chance:
             return []
         return choose.sample(entries, min(len(entries), choose.randint(1, most)))
 
     subclass = choose.choice(["Image", "LargeEps", "RUN.noted_type"])  # torch does not mix them
-    forward = (some("forwards", 0.6) or ["outputs = model(x)"])[0]
-    between = some("between", 0.6, 2)
+    forward = (draw_some("forwards", 0.6) or ["outputs = model(x)"])[0]
+    between = draw_some("between", 0.6, 2)
     has_one_forward = (forward + "".join(between)).count("model(") == 1
     num_parts = choose.choice([0, 0, 1, 2])
     writers = [ForwardWriter(choose, kinds, subclass, has_one_forward) for _ in range(num_parts + 1)]
@@ -210,22 +212,24 @@ def draw_program(seed: int, kinds: Sequence[str] | None = None) -> Program:
     filled = {name: choose.choice(paths) for name, paths in operands.items() if paths}
     between = [line for line in between if set(re.findall(r"{(\w+)}", line)) <= filled.keys()]
     between = [line.format(**filled) for line in between]
-    around = ["torch.autocast('cpu', torch.bfloat16)"] * (dtype == "autocast") + some("around_forward", 0.5)
+    around = ["torch.autocast('cpu', torch.bfloat16)"] * (dtype == "autocast") + draw_some(
+        "around_forward", 0.5
+    )
     statements = {
-        "input": (some("inputs", 0.5) or ["x"])[0].replace("{subclass}", subclass),
+        "input": (draw_some("inputs", 0.5) or ["x"])[0].replace("{subclass}", subclass),
         "attempt": "fail_once" in "".join(classes),
         "forward": forward,
         "between": between,
-        "backward": (some("backwards", 0.7) or ["sum(losses).backward()"])[0],
+        "backward": (draw_some("backwards", 0.7) or ["sum(losses).backward()"])[0],
         "around_forward": around,
-        "around_backward": some("around_backward", 0.4),
-        "around_step": some("around_step", 0.2),
+        "around_backward": draw_some("around_backward", 0.4),
+        "around_step": draw_some("around_step", 0.2),
         "is_backward_inside": choose.random() < 0.15,
         "is_scope_outside": choose.random() < 0.3,
     }
-    set_up = "".join(f"    {line}\n" for line in some("set_up", 0.6, 2))
+    set_up = "".join(f"    {line}\n" for line in draw_some("set_up", 0.6, 2))
     source = "\n".join([*classes, f"def set_up(model):\n    pass\n{set_up}", _write_step(**statements)])
-    options = [name for name in OPTIONS if name not in _SELDOM]
+    options = [name for name in OPTIONS if name not in _OPTIONS_ON_REQUEST]
     wanted = [name for kind in tables for name in kind.options]
     option = choose.choice(wanted if wanted and choose.random() < 0.5 else options)
     return Program(seed, tuple(kinds), option, dtype, choose.random() < 0.8, choose.random() < 0.5, source)
@@ -235,25 +239,32 @@ def _write_step(
     *, input, attempt, forward, between, backward, around_forward, around_backward, around_step,
     is_backward_inside, is_scope_outside,
 ) -> str:  # fmt: skip
-    """The source of `step`."""
+    """Returns the source of the function `step(model, x)`."""
 
-    def inside(contexts: list[str], body: str) -> str:
+    def indent_in(contexts: list[str], body: str) -> str:
         return f"with {', '.join(contexts)}:\n{textwrap.indent(body, '    ')}" if contexts else body
 
     after = "\n".join(
-        ["losses = weigh(outputs)", *between, inside([] if is_backward_inside else around_backward, backward)]
+        [
+            "losses = weigh(outputs)",
+            *between,
+            indent_in([] if is_backward_inside else around_backward, backward),
+        ]
     )
     first = "RUN.attempt(model, x, SCOPE)\n" if attempt else ""
-    body = inside(["SCOPE()"], f"{forward}\n{after}" if is_backward_inside else forward)
+    body = indent_in(["SCOPE()"], f"{forward}\n{after}" if is_backward_inside else forward)
     if is_scope_outside and not attempt:
-        body = inside(["SCOPE()", *around_forward], f"{forward}\n{after}" if is_backward_inside else forward)
+        body = indent_in(
+            ["SCOPE()", *around_forward], f"{forward}\n{after}" if is_backward_inside else forward
+        )
     else:
-        body = inside(around_forward, first + body)
+        body = indent_in(around_forward, first + body)
     if not is_backward_inside:
         body = f"{body}\n{after}"
     begin = (
         "trainable = [p for p in model.parameters() if p.requires_grad]\n"
-        "first, last = trainable[: len(trainable) // 2], trainable[len(trainable) // 2 :]\n"
+        "half = len(trainable) // 2\n"
+        "first_half, last_half = trainable[:half], trainable[half:]\n"
     )
-    body = begin + inside(around_step, f"x = {input}\n{body}") + "\nreturn outputs"
+    body = begin + indent_in(around_step, f"x = {input}\n{body}") + "\nreturn outputs"
     return "def step(model, x):\n" + textwrap.indent(body, "    ") + "\n"

@@ -1,4 +1,4 @@
-"""What the source of a random program may name beside torch: leaves, subclasses, modes, flags, state."""
+"""The functions and classes that the source of a random program may name besides torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def matrix(*shape: int) -> nn.Parameter:
 
 
 def freeze(module: nn.Module, part: str = "") -> nn.Module:
-    """Freezes a module, or its parameters of one name."""
+    """Freezes the parameters of a module whose names contain `part`, and returns the module."""
     for name, parameter in module.named_parameters():
         if part in name:
             parameter.requires_grad_(False)
@@ -60,13 +60,13 @@ def freeze(module: nn.Module, part: str = "") -> nn.Module:
 
 
 def encoder(width: int) -> nn.Module:
-    """A frozen encoder, which takes torch's fast path in evaluation."""
+    """Returns a frozen encoder, which takes torch's fast path in evaluation."""
     layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 1).requires_grad_(False)
 
 
 def padding(tokens: Tensor) -> Tensor:
-    """A mask that is True at the last tokens of every second sequence."""
+    """Returns a mask that is True at the last three tokens of every second sequence."""
     mask = torch.zeros(tokens.shape[:2], dtype=torch.bool)
     mask[1::2, -3:] = True
     return mask
@@ -89,31 +89,31 @@ def train_second_half(model: nn.Module) -> None:
 
 
 def leaves(model: nn.Module, every: int = 1) -> list[nn.Module]:
-    """Every n-th of the modules that have no modules and do not work in place."""
+    """Returns every n-th of the modules that have no submodules and do not work in place."""
     found = [m for m in model.modules() if not any(m.children()) and not getattr(m, "inplace", False)]
     return found[::every]
 
 
 def single(outputs):
-    """The first output of a forward that may return several."""
+    """Returns the first output of a forward that may return a list."""
     return outputs[0] if isinstance(outputs, list) else outputs
 
 
 def poison(t: Tensor) -> Tensor:
-    """The same numbers with some that are not finite."""
+    """Returns a copy with NaN and infinities at three places."""
     t = t.clone()
     t[0, 0, 0, 0], t[1, 1, 1, 1], t[2, 2, 2, 2] = float("nan"), float("inf"), -float("inf")
     return t
 
 
 def weigh(outputs: list[Tensor]) -> list[Tensor]:
-    """A loss for each output."""
+    """Returns a loss for each output."""
     generator = torch.Generator().manual_seed(0)
     return [(o.float() * torch.randn(o.shape, generator=generator)).sum() for o in outputs]
 
 
 def sgd(parameters: list[nn.Parameter]) -> None:
-    """An optimizer's step."""
+    """Takes a step of SGD."""
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:
@@ -121,7 +121,7 @@ def sgd(parameters: list[nn.Parameter]) -> None:
 
 
 class Image(Tensor):
-    """A plain subclass."""
+    """A subclass that overrides nothing."""
 
 
 class LargeEps(Tensor):
@@ -183,28 +183,28 @@ def deterministic():
 
 
 def copy_on_save():
-    """Saved-tensor hooks of the program's own."""
+    """Returns saved-tensor hooks that pack a copy."""
     return torch.autograd.graph.saved_tensors_hooks(_copy_memory, lambda t: t)
 
 
 def tuple_on_save():
-    """Saved-tensor hooks that pack another object than a tensor."""
+    """Returns saved-tensor hooks that pack a tuple with a copy."""
     return torch.autograd.graph.saved_tensors_hooks(lambda t: (_copy_memory(t),), lambda packed: packed[0])
 
 
 def _copy_memory(t: Tensor) -> Tensor:
-    """A copy with the same strides, by which backward chooses its kernels, and unseen by modes."""
+    """Returns a copy with the same strides, which modes do not see. Backward chooses kernels by strides."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         memory = t.untyped_storage().clone()
         return torch.empty(0, dtype=t.dtype).set_(memory, t.storage_offset(), t.size(), t.stride())
 
 
 class Stop(BaseException):
-    """What ends a program from outside, as Ctrl-C does."""
+    """An exception that ends a program from outside, as Ctrl-C does."""
 
 
 class Failing(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks whose memory is full after some tensors."""
+    """Saved-tensor hooks that raise MemoryError after `number` tensors."""
 
     def __init__(self, number: int):
         left = itertools.count(number, -1)
@@ -225,24 +225,24 @@ class Run:
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
-        self.log: list = []  # what hooks and subclasses have written; compared
-        self.depth = 0  # calls of a module by itself
-        self.failed: set[int] = set()  # places that have raised
-        self.number = 1  # of the calls of next_number
+        self.log: list = []  # notes of hooks and subclasses, which are compared with eager's
+        self.depth = 0  # how many calls of a module by itself are open
+        self.failed: set[int] = set()  # the places where fail_once has raised
+        self.number = 1  # how often next_number was called, plus 1
         self.generator = torch.Generator().manual_seed(3)
 
     def cast(self, values: list[Tensor]) -> None:
-        """Gives values the dtype of the weights, on the way out of and into autocast."""
+        """Casts values to the dtype of the weights, before and after a line under autocast."""
         values[:] = [t.to(self.dtype) for t in values]
 
     def fail_once(self, place: int, error: type[BaseException]) -> None:
-        """Raises where the program is at this place for the first time."""
+        """Raises the error the first time that the program comes to this place."""
         if place not in self.failed:
             self.failed.add(place)
             raise error
 
     def attempt(self, model: nn.Module, x: Tensor, scope) -> None:
-        """Forwards, until none ends by `fail_once`."""
+        """Repeats the forward until `fail_once` does not end it."""
         for _ in range(9):
             try:
                 with scope():
@@ -251,7 +251,7 @@ class Run:
                 self.depth = 0
 
     def attempt_and_rewind(self, model: nn.Module, x: Tensor, scope, context) -> None:
-        """A forward that may end anywhere, after which all that it changed is as before."""
+        """Runs a forward that may end anywhere, and then restores all that it changed."""
         tensors = [*model.parameters(), *model.buffers(), x]
         before, state = [t.detach().clone() for t in tensors], torch.get_rng_state()
         modes = {module: (module.training, getattr(module, "calls", 0)) for module in model.modules()}

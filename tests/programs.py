@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import program_tools
 import torch
-from program_kinds import KINDS, LARGE, UNCOUNTED
+from program_kinds import KINDS, MAY_BE_REFUSED
 from program_source import DTYPES, OPTIONS, Program, draw_program
 from torch import Tensor, nn
 
@@ -39,24 +39,24 @@ _NORM_CLASSES = nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm
 
 
 class Outcome(enum.Enum):
-    """How a converted program ended, compared with eager."""
+    """The result of a converted program, compared with eager."""
 
     SAME = "same bits"
     BOTH_RAISED = "both raised"
     EAGER_RAISED = "eager raised"
-    REFUSED = "refused"  # an error that names a site and `skip`, for a write to a large tensor
-    NONDETERMINISTIC = "nondeterministic"  # eager differs from eager
-    CHANGED_BY_HOOKS = "changed by hooks"  # as by saved-tensor hooks of any kind, which lose subclasses
+    REFUSED = "refused"  # by an error that names a site and `skip`; the program writes to a large tensor
+    NONDETERMINISTIC = "nondeterministic"  # two runs of eager differ
+    CHANGED_BY_HOOKS = "changed by hooks"  # any saved-tensor hooks change it so, since they lose subclasses
     CRASHED = "crashed"
-    LEFT_OPEN = "left open"  # a scope, after the step
+    LEFT_OPEN = "left open"  # a scope is open after the step
     SILENT = "silent"
 
 
 FAULTS = Outcome.CRASHED, Outcome.LEFT_OPEN, Outcome.SILENT
 
 
-class SomeSites:
-    """Sites, drawn at random for a model."""
+class RandomSites:
+    """A random set of sites: each site is in it with the same probability."""
 
     def __init__(self, seed: int):
         self.seed, self.share = seed, random.Random(seed).choice([0.2, 0.5, 0.8, 1])
@@ -66,13 +66,13 @@ class SomeSites:
 
 
 def convert_program(model: nn.Module, option: str, seed: int) -> None:
-    """Converts the model of a program by an option of `OPTIONS`."""
+    """Converts the model of a program with an option of `OPTIONS`."""
     if OPTIONS[option] is None:
         return
     fastvit.convert(model, **OPTIONS[option])
     if option in ("least", "some", "across"):
         level = RecomputeLevel(seed % 3) if option == "some" else RecomputeLevel.EVERY_OP
-        sites = None if option == "least" else SomeSites(seed)
+        sites = None if option == "least" else RandomSites(seed)
         for module in model.modules():
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, ScopeHook):
@@ -112,13 +112,13 @@ class Execution:
         self.run.log.clear()
 
     def take_step(self, number: int) -> dict[str, object]:
-        """All that a step leaves."""
+        """Takes a step and returns all that it leaves, by name."""
         self.run.depth = 0
         torch.manual_seed(number)
         outputs = self.step(self.model, self.x)
         left: dict[str, object] = {f"output {i}": output for i, output in enumerate(outputs)}
         left["random numbers"], left["notes"] = torch.rand(2), list(self.run.log)
-        with torch._C.DisableTorchFunctionSubclass():  # subclasses note each look at them
+        with torch._C.DisableTorchFunctionSubclass():  # subclasses would note that the tensors are read
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers(), ("x", self.x)):
                 left[name], left[f"gradient of {name}"] = tensor, tensor.grad
         return left
@@ -130,7 +130,7 @@ def _compile(source: str):
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether two tensors have the same bits; any NaN is the same as any other."""
+    """Returns whether two objects are equal: tensors by their bits, but any NaN equals any other."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and one == other
     if type(one).__name__ != type(other).__name__:
@@ -148,19 +148,19 @@ def _is_same(one: object, other: object) -> bool:
         return torch.equal(one, other)
 
 
-def _differing(expected: dict, actual: dict) -> list[str]:
+def _find_differing(expected: dict, actual: dict) -> list[str]:
     names = expected.keys() | actual.keys()
     return sorted(name for name in names if not _is_same(expected.get(name), actual.get(name)))
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the engine's message names a site, as `skip` takes it, and `skip`."""
+    """Returns whether an error names `skip` and a site as `skip` takes it."""
     text = str(error)
     return "skip" in text and re.search(r"\(['\"][^'\"]*['\"], ['\"][^'\"]+['\"]\)", text) is not None
 
 
-def _close_left_open() -> bool:
-    """Takes hooks and modes that a step has left off the stacks of torch. Whether there were some."""
+def _pop_left_open() -> bool:
+    """Pops hooks and modes that a step has left on torch's stacks, and returns whether there were any."""
     is_left = False
     while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -171,17 +171,17 @@ def _close_left_open() -> bool:
     return is_left
 
 
-_MISTAKES = NameError, SyntaxError, AttributeError, LookupError  # of a table's source
+_SOURCE_ERRORS = NameError, SyntaxError, AttributeError, LookupError  # errors in the source of a table
 
 
 def run_program(program: Program, converted_execution: type[Execution] = Execution) -> tuple[Outcome, str]:
-    """Runs a program as it is and converted. The outcome, and what to know of it."""
+    """Runs a program as it is and converted, and returns the outcome and its details."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return _run_program(program, converted_execution)
         finally:
-            _close_left_open()
+            _pop_left_open()
 
 
 def _run_program(program: Program, converted_execution: type[Execution]) -> tuple[Outcome, str]:
@@ -191,7 +191,7 @@ def _run_program(program: Program, converted_execution: type[Execution]) -> tupl
         expected = error = actual = fault = None
         try:
             expected = eager.take_step(number)
-        except _MISTAKES as mistake:
+        except _SOURCE_ERRORS as mistake:
             raise AssertionError(f"{mistake!r} in\n{program}") from mistake
         except Exception as raised:
             error = raised
@@ -200,22 +200,22 @@ def _run_program(program: Program, converted_execution: type[Execution]) -> tupl
             actual = converted.take_step(number)
         except Exception as raised:
             fault = raised
-        is_left_open = _close_left_open()
+        is_left_open = _pop_left_open()
         if error is not None:
             outcome = Outcome.EAGER_RAISED if fault is None else Outcome.BOTH_RAISED
             return outcome, f"step {number}: {type(error).__name__}: {error}"
         if fault is not None:
-            is_allowed = is_refusal(fault) and any(m in program.source for m in (LARGE, UNCOUNTED))
+            is_allowed = is_refusal(fault) and MAY_BE_REFUSED in program.source
             outcome = Outcome.REFUSED if is_allowed else Outcome.CRASHED
             return outcome, f"step {number}: {type(fault).__name__}: {fault}"
         if is_left_open:
             return Outcome.LEFT_OPEN, f"step {number}"
         assert expected is not None and actual is not None
-        if wrong := _differing(expected, actual):
+        if wrong := _find_differing(expected, actual):
             outcome = Outcome.SILENT
-            if _differing(expected, _repeat_in_eager(program, number, contextlib.nullcontext())):
+            if _find_differing(expected, _repeat_in_eager(program, number, contextlib.nullcontext())):
                 outcome = Outcome.NONDETERMINISTIC
-            elif not _differing(actual, _repeat_in_eager(program, number, _IDENTITY_HOOKS)):
+            elif not _find_differing(actual, _repeat_in_eager(program, number, _IDENTITY_HOOKS)):
                 outcome = Outcome.CHANGED_BY_HOOKS
             return outcome, f"step {number}: {len(wrong)} of {len(expected)} differ: {', '.join(wrong)}"
     return Outcome.SAME, ""
@@ -225,21 +225,21 @@ _IDENTITY_HOOKS = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t
 
 
 def _repeat_in_eager(program: Program, number: int, context) -> dict[str, object]:
-    """What step `number` leaves where all steps run in `context`."""
+    """Returns what step `number` of eager leaves if all steps run in `context`."""
     eager = Execution(program, is_converted=False)
     with context:
         return [eager.take_step(n) for n in range(number + 1)][-1]
 
 
 def shrink_program(program: Program, outcome: Outcome) -> Program:
-    """A program with fewer statements that has the same outcome."""
+    """Returns a program with fewer statements and the same outcome."""
     lines, at = program.source.splitlines(), 0
     while at < len(lines):
         indent = re.match(" *", lines[at])[0]
         for instead in ([], [f"{indent}v.append(v[-1])"], [f"{indent}pass"]):
             fewer = [*lines[:at], *instead, *lines[at + 1 :]]
             smaller = dataclasses.replace(program, source="\n".join(fewer) + "\n")
-            if fewer != lines and _has_outcome(smaller, outcome):
+            if fewer != lines and _has_same_outcome(smaller, outcome):
                 lines = fewer
                 at -= not instead
                 break
@@ -247,16 +247,16 @@ def shrink_program(program: Program, outcome: Outcome) -> Program:
     return dataclasses.replace(program, source="\n".join(lines) + "\n")
 
 
-def _has_outcome(program: Program, outcome: Outcome) -> bool:
+def _has_same_outcome(program: Program, outcome: Outcome) -> bool:
     try:
         return run_program(program)[0] is outcome
-    except (AssertionError, *_MISTAKES):
+    except (AssertionError, *_SOURCE_ERRORS):
         return False
 
 
 @dataclasses.dataclass
 class Tally:
-    """Outcomes of programs."""
+    """The number of programs by outcome, and the faults."""
 
     counts: Counter[Outcome] = dataclasses.field(default_factory=Counter)
     faults: list[str] = dataclasses.field(default_factory=list)
@@ -271,7 +271,7 @@ class Tally:
 def run_programs(
     seeds: range, kinds: Sequence[str] | None = None, option: str | None = None, shrink: bool = False
 ) -> Tally:
-    """Runs the programs of some seeds, with the options that they draw, or with one."""
+    """Runs the programs of some seeds, each with the option that it draws, or all with `option`."""
     tally, start = Tally(), time.perf_counter()
     for seed in seeds:
         program = draw_program(seed, kinds)

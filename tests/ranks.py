@@ -1,6 +1,7 @@
-"""Several ranks over gloo for tests: a pool of processes, started once, that runs functions as a group.
+"""A pool of processes that runs functions as the ranks of a gloo group.
 
-Every wait is bounded: a rank that does not answer fails the test, and a new pool is started.
+The processes are started once for all tests. Every wait is bounded: a rank that does not answer fails the
+test, and the next test starts new processes.
 """
 
 import contextlib
@@ -16,15 +17,16 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-GROUP_TIMEOUT = 20
-both_ways = pytest.mark.parametrize("statistics", ["collective", "peer"])
+GROUP_TIMEOUT_SECONDS = 20
+START_SECONDS = 60
+with_each_backend = pytest.mark.parametrize("statistics", ["collective", "peer"])
 
 
-def _serve(connection) -> None:
-    import torch._dynamo  # noqa: F401, which DDP and optimizers import
+def _serve_jobs(connection) -> None:
+    import torch._dynamo  # noqa: F401  DDP and optimizers import it, outside of any test's time limit
 
     torch.set_num_threads(1)
-    gc.freeze()  # a collection after each job looks at what the job has left alone
+    gc.freeze()  # the collection after each job skips the objects of imports
     connection.send("ready")
     while True:
         job = connection.recv()
@@ -48,42 +50,49 @@ def _serve(connection) -> None:
 
 
 class Ranks:
-    """`run(world, function, *arguments)` calls `function(rank, world, *arguments)` in `world` processes."""
+    """The pool: `run(world, function, *arguments)` calls `function(rank, world, *arguments)` on each rank."""
 
     def __init__(self):
         self.workers = []
 
-    def _grow(self, world: int) -> None:
+    def _start_workers(self, world: int) -> None:
         context, new = mp.get_context("spawn"), []
         for rank in range(world):
             if rank < len(self.workers) and self.workers[rank][0].is_alive():
                 continue
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve_jobs, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self.workers[rank : rank + 1] = [(process, ours)]
             new.append(ours)
-        for connection in new:  # a group's timeout begins when all can come
-            if not connection.poll(60) or connection.recv() != "ready":
-                raise AssertionError("a rank's process did not start within 60 s")
+        for connection in new:  # the group's timeout begins when all processes run
+            if not connection.poll(START_SECONDS) or connection.recv() != "ready":
+                raise AssertionError(f"a rank's process did not start within {START_SECONDS} s")
 
     def run(
         self,
         world: int,
         function,
         *arguments,
-        group_timeout: float = GROUP_TIMEOUT,
+        group_timeout: float = GROUP_TIMEOUT_SECONDS,
         limit: float = 60,
         statistics: str = "auto",
         breaks: bool = False,
     ) -> list:
         """Returns the results by rank. A rank's exception or death fails the test with all tracebacks.
 
-        `statistics` is FASTVIT_STATISTICS: auto and peer take shared memory here. With `breaks` the group is
-        of no use afterwards, and a rank may die, which gives None.
+        Args:
+            world: The number of ranks.
+            function: It is called with the rank, `world` and `arguments`.
+            arguments: They are pickled, as the function is.
+            group_timeout: The time limit of the group's collectives in seconds.
+            limit: The seconds in which all ranks must have answered.
+            statistics: FASTVIT_STATISTICS; auto and peer use shared memory on one host.
+            breaks: The function leaves the group unusable. The ranks do not meet at its end, and the result
+                of a rank that dies is None.
         """
-        self._grow(world)
+        self._start_workers(world)
         with tempfile.TemporaryDirectory() as folder:
             store = Path(folder) / "store"
             for rank, (_, connection) in enumerate(self.workers[:world]):

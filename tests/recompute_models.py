@@ -1,6 +1,8 @@
-"""Models with layers whose outputs are recomputed, steps through them, and a count of recomputations."""
+"""Models whose layers recompute their outputs, steps of them, and a counter of recomputations."""
 
 import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -10,18 +12,18 @@ from fastvit import BatchNormAct, ops, recompute_scope
 from fastvit.memory import live_bytes
 
 
-class CountRecomputations:
-    """Counts the outputs that are recomputed."""
+class RecomputationCounter:
+    """Counts in `count` how many outputs are recomputed."""
 
     def __enter__(self):
         self.count = 0
         original = ops.bn_apply
 
-        def counted(*arguments, **options):
+        def count_and_apply(*arguments, **options):
             self.count += 1
             return original(*arguments, **options)
 
-        self.patch = mock.patch.object(ops, "bn_apply", counted)
+        self.patch = mock.patch.object(ops, "bn_apply", count_and_apply)
         self.patch.start()
         return self
 
@@ -29,8 +31,8 @@ class CountRecomputations:
         self.patch.stop()
 
 
-class Net(nn.Module):
-    """conv, BatchNormAct, and a reader of its output."""
+class ReaderModel(nn.Module):
+    """A model of a convolution, a BatchNormAct and a reader of its output."""
 
     def __init__(self, read, memory, **options):
         super().__init__()
@@ -46,29 +48,40 @@ class Net(nn.Module):
         return self.read(self, self.norm(self.first(x)))
 
 
-READERS = {  # name -> (reader of y, number of recomputations)
-    "conv": (lambda net, y: net.a(y), 1),
-    "two convs": (lambda net, y: net.a(y) + net.b(y), 1),
-    "twice in one op": (lambda net, y: y * y, 1),
-    "max_pool": (lambda net, y: nn.functional.max_pool2d(y, 2), 0),
-    "linear": (lambda net, y: net.linear(y.flatten(2).transpose(1, 2)), None),
-    "tokens": (lambda net, y: y.flatten(2).transpose(1, 2).square(), 1),
-    "slice": (lambda net, y: y[1:, ::2, 1:-1, ::3].square(), 1),
-    "halves": (lambda net, y: torch.add(*(t.square() for t in y.chunk(2, 1))), 1),
-    "unfold": (lambda net, y: y.unfold(2, 3, 1).square(), 1),
-    "detached": (lambda net, y: net.a(y) * net.b(y.detach()), 1),
-    "residual": (lambda net, y: y + y.square(), 1),
-    "nothing": (lambda net, y: y.sum((2, 3)), 0),
-    "a number": (lambda net, y: y + 1, 1),
-    "complex": (lambda net, y: (torch.view_as_complex(y[..., :2].contiguous()).conj() * 2j).abs(), None),
-    "other dtype": (lambda net, y: y.view(torch.int32).view(torch.float32) * net.linear.weight.sum() + y, 0),
-    "in place before": (lambda net, y: net.a(y.mul_(2)), 1),
-    "in place on a view before": (lambda net, y: (y[:, 0].zero_(), net.a(y))[1], 0),
-    "relu_ over it": (lambda net, y: net.a(torch.relu_(y)), 1),
+class Reader(NamedTuple):
+    """A function that reads the output of a ReaderModel's norm, and how often the output is recomputed."""
+
+    read: Callable[[ReaderModel, torch.Tensor], torch.Tensor]
+    num_recomputations: int | None
+
+
+READERS = {
+    "conv": Reader(lambda net, y: net.a(y), 1),
+    "two convs": Reader(lambda net, y: net.a(y) + net.b(y), 1),
+    "twice in one op": Reader(lambda net, y: y * y, 1),
+    "max_pool": Reader(lambda net, y: nn.functional.max_pool2d(y, 2), 0),
+    "linear": Reader(lambda net, y: net.linear(y.flatten(2).transpose(1, 2)), None),
+    "tokens": Reader(lambda net, y: y.flatten(2).transpose(1, 2).square(), 1),
+    "slice": Reader(lambda net, y: y[1:, ::2, 1:-1, ::3].square(), 1),
+    "halves": Reader(lambda net, y: torch.add(*(t.square() for t in y.chunk(2, 1))), 1),
+    "unfold": Reader(lambda net, y: y.unfold(2, 3, 1).square(), 1),
+    "detached": Reader(lambda net, y: net.a(y) * net.b(y.detach()), 1),
+    "residual": Reader(lambda net, y: y + y.square(), 1),
+    "nothing": Reader(lambda net, y: y.sum((2, 3)), 0),
+    "a number": Reader(lambda net, y: y + 1, 1),
+    "complex": Reader(
+        lambda net, y: (torch.view_as_complex(y[..., :2].contiguous()).conj() * 2j).abs(), None
+    ),
+    "other dtype": Reader(
+        lambda net, y: y.view(torch.int32).view(torch.float32) * net.linear.weight.sum() + y, 0
+    ),
+    "in place before": Reader(lambda net, y: net.a(y.mul_(2)), 1),
+    "in place on a view before": Reader(lambda net, y: (y[:, 0].zero_(), net.a(y))[1], 0),
+    "relu_ over it": Reader(lambda net, y: net.a(torch.relu_(y)), 1),
 }
 
 
-def run(net, x, scope=recompute_scope):
+def run_step(net, x, scope=recompute_scope):
     net.zero_grad()
     leaf = x.clone().requires_grad_()
     with scope():
@@ -78,12 +91,15 @@ def run(net, x, scope=recompute_scope):
     return [y.detach().clone(), leaf.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
 
 
-def same_bits(got, want):
-    assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+def assert_same_bits(actual, expected):
+    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
-def freed(forward, wanted, scope=recompute_scope, measures=True):
-    """Bytes that a scope round `forward()` frees. Its result and the gradients of `wanted` are eager's."""
+def compare_and_measure_freed(forward, wanted, scope=recompute_scope, measures=True):
+    """Raises unless `forward()` has the same bits in a scope; returns the bytes that the scope frees.
+
+    Compares the result and the gradients of `wanted`. Without `measures` nothing is measured.
+    """
     sizes, results, devices = [], [], {one.device for one in wanted}
     for context in (contextlib.nullcontext, scope):
 
@@ -96,11 +112,11 @@ def freed(forward, wanted, scope=recompute_scope, measures=True):
         gradients = torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)
         sizes.append(size)
         results.append([y.detach(), *(t for t in gradients if t is not None)])
-    same_bits(*results)
+    assert_same_bits(*results)
     return sizes[0] - sizes[1]
 
 
-def stack(kind, depth=4):
+def make_conv_stack(kind, depth=4):
     torch.manual_seed(0)
 
     def norm():
@@ -112,13 +128,13 @@ def stack(kind, depth=4):
     return nn.Sequential(*(m for conv in convs for m in (conv, norm())), nn.Conv2d(8, 1, 1))
 
 
-def forward_leaves(net, x, scope=recompute_scope):
-    """Activations that a forward leaves allocated, and its result."""
+def measure_forward(net, x, scope=recompute_scope):
+    """Returns how many tensors of the size of x a forward leaves allocated, and the sum of its output."""
 
     def forward():
         with scope():
             return net(x).sum()
 
     forward()
-    count, result = live_bytes(forward, x.device)
-    return count / x.nbytes, result
+    nbytes, result = live_bytes(forward, x.device)
+    return nbytes / x.nbytes, result

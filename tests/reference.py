@@ -18,26 +18,26 @@ def pack_count(count: float) -> tuple[float, float]:
 
 
 def unpack_count(packed: Tensor) -> Tensor:
-    """The count in the last two numbers of a packed tensor, as a float64 scalar (or one per row)."""
+    """Returns the count in the last two numbers of a packed tensor, in float64, of each row."""
     return packed[..., -2].double() * RADIX + packed[..., -1].double()
 
 
 def channels_first(x: Tensor, channel_dim: int) -> Tensor:
-    """x as (C, values) in float64."""
+    """Returns x as `(C, values)` in float64."""
     return x.double().movedim(channel_dim, 0).reshape(x.shape[channel_dim], -1)
 
 
 def along_channels(
     vector: Tensor | None, x: Tensor, channel_dim: int, default: float = 0.0
 ) -> Tensor | float:
-    """A `(C,)` vector in float64, shaped to be broadcast to x; `default` where it is None."""
+    """Returns a `(C,)` vector in float64, shaped to be broadcast to x, or `default` for None."""
     if vector is None:
         return default
     return vector.double().reshape([-1 if d == channel_dim else 1 for d in range(x.dim())])
 
 
 def invertible_gamma(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor | None:
-    """The weight with the floor that lets y be inverted."""
+    """Returns the weight with the floor that makes y invertible."""
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)
     return None if weight is None else effective_gamma(weight, bias, x.dtype)
@@ -71,7 +71,7 @@ def bn_stats(x, channel_dim=1):
 
 
 def merge_moments(moments: Tensor) -> Tensor:
-    """(ranks, 2C + 2) to the moments over all ranks, one row (Chan et al., in rank order)."""
+    """Merges the moments of each rank, `(ranks, 2C + 2)`, in rank order (Chan et al.); returns one row."""
     rows = moments.double()
     channels = (rows.shape[1] - 2) // 2
     count = rows.new_zeros(())
@@ -168,7 +168,7 @@ def bn_apply(
 
 
 def _before_activation(input, dy, saved, tail, from_output):
-    """(dv, xhat) of a backward step in float64: v is the value before the activation, dv its gradient."""
+    """Returns dv and xhat of a backward in float64; v is the value before the activation, dv its gradient."""
     weight, bias, residual, activation, param, channel_dim = tail
     channels = input.shape[channel_dim]
     if not from_output:
@@ -235,7 +235,7 @@ def bn_backward(
 
 
 def _per_row(saved, x):
-    """mean and invstd of layer_norm_forward, as columns."""
+    """Returns mean and invstd of layer_norm_forward as columns."""
     return (part.double().reshape(*x.shape[:-1], 1) for part in saved.chunk(2))
 
 

@@ -1,4 +1,4 @@
-"""A small ViT whose layers are the block's own, for the tests of `report`, `verify` and budgets."""
+"""A small ViT for the tests of `report`, `verify` and budgets, without a library's classes of its parts."""
 
 import copy
 
@@ -11,7 +11,7 @@ from fastvit.memory import peak_bytes
 WIDTH = 64
 
 
-class Block(nn.Module):
+class SmallViTBlock(nn.Module):
     def __init__(self, drop=0.0, width=WIDTH):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -28,10 +28,10 @@ class Block(nn.Module):
         return F.gelu(x)
 
 
-class Net(nn.Module):
+class SmallViT(nn.Module):
     def __init__(self, blocks=4, drop=0.0):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(drop) for _ in range(blocks))
+        self.blocks = nn.ModuleList(SmallViTBlock(drop) for _ in range(blocks))
 
     def forward(self, x, mask=None):
         for block in self.blocks:
@@ -39,22 +39,22 @@ class Net(nn.Module):
         return x if mask is None else x * mask
 
 
-def holding(model, x):
-    """A model that holds a tensor of a graph, which cannot be copied."""
+def hold_graph_tensor(model, x):
+    """Makes a model hold a tensor of a graph, so that it cannot be copied, and returns the model."""
     model.last = model(x)
     return model
 
 
-def peak(model, x):
-    """The peak of a step of a copy. Gradients of weights are freed at once."""
+def measure_step_peak(model, x):
+    """Returns the peak bytes of a step of a copy of the model. Gradients of weights are freed at once."""
     copied = copy.deepcopy(model)
     for parameter in copied.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
-    def step():
+    def run_step():
         y = copied(x)
         y.backward(torch.ones_like(y))
 
-    step()
-    step()
-    return peak_bytes(step)
+    run_step()
+    run_step()
+    return peak_bytes(run_step)

@@ -1,4 +1,4 @@
-"""Tiny models from configurations, data from generators, and what a run of a trainer leaves."""
+"""Tiny models of other libraries, data for them, and comparisons of runs with docs/in-your-trainer.md."""
 
 import contextlib
 import re
@@ -14,32 +14,34 @@ import fastvit
 from fastvit.memory import live_bytes
 
 with contextlib.suppress(ImportError):
-    import_torchvision()  # the frameworks import it, and no model here needs an operator of its
+    import_torchvision()  # the frameworks import torchvision; no model here needs its operators
 
-PAGE = Path(__file__).parents[1] / "docs/in-your-trainer.md"
+TRAINER_PAGE = Path(__file__).parents[1] / "docs/in-your-trainer.md"
 IMAGES = torch.randn(24, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(24) % 4
 TOKENS = torch.randint(97, (24, 32), generator=torch.Generator().manual_seed(0))
 
 
-def lines(title: str, **names: object) -> dict[str, object]:
-    """Runs the block under a title of docs/in-your-trainer.md with `names`; returns all names."""
-    block = re.search(rf"^## {re.escape(title)}\n.*?^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+def run_page_block(title: str, **names: object) -> dict[str, object]:
+    """Runs the code under a title of docs/in-your-trainer.md with `names`, and returns all its names."""
+    block = re.search(
+        rf"^## {re.escape(title)}\n.*?^```python\n(.*?)^```$", TRAINER_PAGE.read_text(), re.M | re.S
+    )
     names |= {"fastvit": fastvit}
     exec(compile(block[1], title, "exec"), names)
     return names
 
 
 @contextlib.contextmanager
-def without_convert(adapter: object = None):
-    """Inside, `fastvit.convert` and that of an adapter return the model as it is."""
+def disable_convert(adapter: object = None):
+    """Makes `fastvit.convert` and the `convert` of an adapter return the model unchanged."""
     with pytest.MonkeyPatch.context() as patch:
         for module in filter(None, (fastvit, adapter)):
             patch.setattr(module, "convert", lambda model, **options: model)
         yield
 
 
-def vit(**options) -> nn.Module:
+def make_transformers_vit(**options) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
@@ -48,7 +50,7 @@ def vit(**options) -> nn.Module:
     return transformers.ViTForImageClassification(config)
 
 
-def gpt2() -> nn.Module:
+def make_gpt2() -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
@@ -57,7 +59,7 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def timm_vit() -> nn.Module:
+def make_timm_vit() -> nn.Module:
     import timm
 
     torch.manual_seed(0)
@@ -65,17 +67,19 @@ def timm_vit() -> nn.Module:
     return timm.create_model("vit_tiny_patch16_224", num_classes=4, **sizes)
 
 
-def batches(n: int = 4):
-    """Pairs of images and labels."""
+def make_batches(n: int = 4):
+    """Returns an iterator of pairs of images and labels."""
     return zip(IMAGES.split(n), LABELS.split(n), strict=True)
 
 
-def trained(model, optimizer=None, loss=F.cross_entropy, backward=torch.Tensor.backward) -> list[float]:
-    """Losses of a plain loop."""
+def train_in_plain_loop(
+    model, optimizer=None, loss=F.cross_entropy, backward=torch.Tensor.backward
+) -> list[float]:
+    """Trains a model in a loop of torch alone, and returns the losses."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-2)
     torch.manual_seed(1)
     losses = []
-    for images, labels in batches():
+    for images, labels in make_batches():
         value = loss(model(images), labels)
         backward(value)
         optimizer.step()
@@ -84,24 +88,25 @@ def trained(model, optimizer=None, loss=F.cross_entropy, backward=torch.Tensor.b
     return losses
 
 
-def kept(model, *inputs, **named) -> int:
-    """KiB that a training forward leaves allocated."""
+def measure_kept_kib(model, *inputs, **named) -> int:
+    """Returns how many KiB a training forward leaves allocated."""
     model.train()
     for _ in range(2):
-        count, _ = live_bytes(lambda: model(*inputs, **named))
-    return count // 1024
+        nbytes, _ = live_bytes(lambda: model(*inputs, **named))
+    return nbytes // 1024
 
 
-def same(want: tuple[list, nn.Module], got: tuple[list, nn.Module]) -> None:
-    """Losses, parameters and buffers with the same bits."""
-    assert want[0] == got[0] and len(want[0]) > 1
-    state, other = want[1].state_dict(), got[1].state_dict()
-    assert state.keys() == other.keys()
-    assert not [name for name in state if not torch.equal(state[name], other[name])]
+def assert_same_training(expected: tuple[list, nn.Module], actual: tuple[list, nn.Module]) -> None:
+    """Raises unless two pairs of losses and a model have the same bits."""
+    (expected_losses, expected_model), (actual_losses, actual_model) = expected, actual
+    assert expected_losses == actual_losses and len(expected_losses) > 1
+    expected_state, actual_state = expected_model.state_dict(), actual_model.state_dict()
+    assert expected_state.keys() == actual_state.keys()
+    assert not [name for name, t in expected_state.items() if not torch.equal(t, actual_state[name])]
 
 
-def table(stack: str, before: int, after: int) -> None:
-    """The row of docs/in-your-trainer.md is what was measured, within a twentieth."""
-    row = re.search(rf"^\| {re.escape(stack)} \| (\d+) KiB \| (\d+) KiB \|", PAGE.read_text(), re.M)
+def assert_row_of_page(stack: str, before: int, after: int) -> None:
+    """Raises unless the row of docs/in-your-trainer.md is within a twentieth of the measured KiB."""
+    row = re.search(rf"^\| {re.escape(stack)} \| (\d+) KiB \| (\d+) KiB \|", TRAINER_PAGE.read_text(), re.M)
     assert after < before and row, f"| {stack} | {before} KiB | {after} KiB |"
     assert [int(n) for n in row.groups()] == pytest.approx([before, after], rel=0.05), (before, after)

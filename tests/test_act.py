@@ -4,7 +4,16 @@ import itertools
 
 import pytest
 import torch
-from cases import ACTIVATIONS, DTYPES, LAYOUTS, PARAM, Case, agree, check_threads, generator
+from cases import (
+    ACTIVATION_PARAM,
+    ACTIVATIONS,
+    DTYPES,
+    LAYOUTS,
+    LayerInputs,
+    assert_matches_reference,
+    assert_repeats_bits,
+    make_generator,
+)
 
 from fastvit import functional, ops
 
@@ -18,18 +27,18 @@ from fastvit import functional, ops
         for a in (ACTIVATIONS if layout == "tokens" else ["gelu_tanh", "silu"])
     ],
 )
-def test_ops(layout, activation, dtype, device):
-    case = Case(layout, dtype, device)
+def test_activation_ops_match_the_reference(layout, activation, dtype, device):
+    case = LayerInputs(layout, dtype, device)
     x, dy = case.x - 3, case.dy
     for gate in (None, case.residual):
-        (y,), _ = agree("act_forward", x, gate, activation, PARAM)
-        (dx, dgate), _ = agree("act_backward", x, dy, gate, activation, PARAM)
+        (y,) = assert_matches_reference("act_forward", x, gate, activation, ACTIVATION_PARAM)
+        dx, dgate = assert_matches_reference("act_backward", x, dy, gate, activation, ACTIVATION_PARAM)
         assert y.stride() == dx.stride() == torch.empty_like(x).stride()
         assert dgate.stride() == ((1,) if gate is None else torch.empty_like(gate).stride())
 
 
 def views():
-    g = generator()
+    g = make_generator()
     packed = torch.randn(6, 7, 48, generator=g)
     return {
         "halves": packed.chunk(2, -1),
@@ -54,8 +63,8 @@ def test_operands_that_lie_otherwise(name, device):
     a, b = (t.to(device) for t in views()[name])
     for dy in (b, a.flip(0) if a.dim() else a, b.new_ones(()).expand_as(b)):
         for gate, activation in ((None, "silu"), (b, "gelu")):
-            agree("act_forward", a, gate, activation)
-            agree("act_backward", a, dy, gate, activation)
+            assert_matches_reference("act_forward", a, gate, activation)
+            assert_matches_reference("act_backward", a, dy, gate, activation)
 
 
 def test_repeats_and_threads_give_the_same_bits(device):
@@ -65,14 +74,16 @@ def test_repeats_and_threads_give_the_same_bits(device):
         both_ways = ((ops.act_forward(a, gate), *ops.act_backward(a, dy, gate)) for gate in (None, b))
         return list(itertools.chain(*both_ways))
 
-    check_threads(run)
+    assert_repeats_bits(run)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradcheck(activation, device):
     a, b = (torch.randn(5, 3, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda a: functional.act(a, activation, PARAM), a)
-    assert torch.autograd.gradcheck(lambda a, b: functional.gated_act(a, b, activation, PARAM), (a, b))
+    assert torch.autograd.gradcheck(lambda a: functional.act(a, activation, ACTIVATION_PARAM), a)
+    assert torch.autograd.gradcheck(
+        lambda a, b: functional.gated_act(a, b, activation, ACTIVATION_PARAM), (a, b)
+    )
 
 
 @pytest.mark.parametrize("b", [torch.randn(4, 3), torch.randn(5, 3).half()], ids=["shape", "dtype"])

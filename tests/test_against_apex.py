@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from packages import apex, package
+from packages import import_apex_or_skip, import_or_skip
 from training_runs import COMMON, error_of_run, rows_of, torchrun, train_on_rank, weights_of
 
 import fastvit
@@ -40,7 +40,7 @@ def steps(layer, inputs):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("activation, slope", [("leaky_relu", 0.01), ("elu", 0.7), ("identity", 0.0)])
 def test_every_output_and_gradient_is_that_of_mapillary(activation, slope, shape, dtype):
-    peer = package("inplace_abn")
+    peer = import_or_skip("inplace_abn")
     options = {"activation": activation, "activation_param": slope, "momentum": 0.3}
     theirs, ours = (layer(5, **options).to(dtype) for layer in (peer.InPlaceABN, fastvit.InPlaceABN))
     with torch.no_grad():
@@ -88,7 +88,7 @@ def _compare(rank, world, shape, dtype, options):
     ("dtype", "statistics"), [(torch.float32, "collective"), (torch.float64, "peer")], ids=str
 )
 def test_every_output_and_gradient_is_that_of_apex(ranks, dtype, statistics):
-    apex("parallel")
+    import_apex_or_skip("parallel")
     for shape in SHAPES.values():
         for options in ({}, {"momentum": 0.3, "eps": 1e-3, "affine": False}):
             means = ranks.run(2, _compare, shape, dtype, options, statistics=statistics)
@@ -160,7 +160,7 @@ def test_the_look_alike_is_not_apex(no_apex):
 
 def test_two_ranks_train_with_the_layer_of_apex(ranks, tmp_path):
     """From equal weights and batches the results agree with fastvit's up to rounding of the statistics."""
-    apex("parallel")
+    import_apex_or_skip("parallel")
     recipe = ["--epochs", "1", "--batch-size", "180", "--warmup-epochs", "0", "--lr", "1e-4"]
     status, out, err = torchrun(tmp_path, *COMMON, *recipe, "--norm", "apex-sync", "--out", "apex")
     assert status == 0, out + err

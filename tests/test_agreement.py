@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from loopback import consensuses, describe
+from loopback import describe_tag, make_consensuses
 
 from fastvit.sync import process_watch, shared_memory, waiting
 from fastvit.sync.collective import wait_interruptibly
@@ -39,7 +39,7 @@ def interrupted_ask(one, question, answer):
 
 
 def test_a_rank_that_leaves_is_not_waited_for():
-    one, two = consensuses(2)
+    one, two = make_consensuses(2)
     interrupted_ask(one, "a question", "yes")
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1: a question: rank 0 raised KeyboardInterrupt"):
@@ -54,7 +54,7 @@ def test_a_rank_that_leaves_is_not_waited_for():
 @pytest.fixture
 def pair():
     segment = torch.zeros(2 * ops.arena_bytes(2, CAPACITY), dtype=torch.uint8)
-    return [SharedMemoryBackend(segment, CAPACITY, one, describe) for one in consensuses(2, 10.0)]
+    return [SharedMemoryBackend(segment, CAPACITY, one, describe_tag) for one in make_consensuses(2, 10.0)]
 
 
 def test_a_rank_that_sends_and_ends_has_sent(pair):
@@ -97,7 +97,7 @@ class Killed(Exception):
 @pytest.mark.parametrize("after", ["add", "compare_set"])
 def test_a_rank_that_ends_in_the_midst_of_its_answer(after, monkeypatch):
     """It has come last, and may have been counted: the others do not wait for its "all"."""
-    one, two = consensuses(2, timeout=20.0)
+    one, two = make_consensuses(2, timeout=20.0)
     done: list[str] = []
 
     class Store:  # of the rank that is killed after its call of `after`
@@ -137,7 +137,7 @@ class NeverEnds:
 
 
 def test_a_collective_that_misses_the_end_of_a_rank(monkeypatch):
-    one, _ = consensuses(2)
+    one, _ = make_consensuses(2)
     one.process_watch.read_registrations()
     monkeypatch.setattr(one.process_watch, "has_ended", lambda rank: rank == 1)
     begin = time.monotonic()
@@ -181,7 +181,7 @@ def test_a_store_that_is_frozen_or_has_ended(by, why):
 
 def test_how_often_a_waiting_rank_looks(monkeypatch):
     """Pauses begin short, for a low latency, and grow, so that waiting takes little CPU time."""
-    (one,) = consensuses(1)
+    (one,) = make_consensuses(1)
     pauses = []
 
     def sleep(seconds):

@@ -10,9 +10,9 @@ from inspect import Parameter, signature
 import pytest
 import reference
 import torch
-from cases import CORE_LAYOUTS, Case, fresh
-from conftest import TARGET
-from loopback import exchange_of_one_rank
+from cases import CORE_LAYOUTS, LayerInputs, clone_with_strides
+from conftest import TEST_DEVICE
+from loopback import make_exchange_of_one_rank
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import ops
@@ -27,7 +27,7 @@ def every_call(case):
     (sums,) = ops.bn_reduce(x, dy, saved, w, b, channel_dim=d)
     _, rows = ops.layer_norm_forward(x)
     columns = torch.ones(x.shape[-1], device=x.device)
-    mean, var, tracked = case.buffers().values()
+    mean, var, tracked = case.copy_buffers().values()
     identity, relu = (None, None, None, "identity", 0.0, d), (w, b, residual, "relu", 0.0, d)
     leaky = w, b, None, "leaky_relu", 0.1, d
     return [
@@ -37,9 +37,9 @@ def every_call(case):
         ("bn_forward", (x, *leaky, moments, mean, var, tracked, 0.1, 1e-5, True, True)),
         ("bn_forward", (x, *relu, None, mean, var, tracked, None, 1e-5)),
         ("bn_forward", (x, *identity)),
-        ("bn_forward_inplace", (fresh(x), *leaky, moments, mean, var, tracked, 0.1, 1e-5)),
-        ("bn_forward_inplace", (fresh(x), *leaky, None, mean, var, tracked, 0.1, 1e-5)),
-        ("bn_forward_inplace", (fresh(x), *identity, None, mean, var, None, 0.1, 1e-5, False)),
+        ("bn_forward_inplace", (clone_with_strides(x), *leaky, moments, mean, var, tracked, 0.1, 1e-5)),
+        ("bn_forward_inplace", (clone_with_strides(x), *leaky, None, mean, var, tracked, 0.1, 1e-5)),
+        ("bn_forward_inplace", (clone_with_strides(x), *identity, None, mean, var, None, 0.1, 1e-5, False)),
         ("bn_apply", (x, saved, w, b, residual, "gelu", 0.0, d)),
         ("bn_reduce", (x, dy, saved, *relu)),
         ("bn_reduce", (y, dy, saved, w, b, None, "elu", 1.0, d, True)),
@@ -85,7 +85,7 @@ def every_tensor(case):
 
 
 def test_the_reference_takes_the_arguments_of_the_ops():
-    names = {op for op, _ in every_call(Case("nchw", torch.float32, "cpu"))}
+    names = {op for op, _ in every_call(LayerInputs("nchw", torch.float32, "cpu"))}
     assert names == set(ops.__all__)
     for name in sorted(names):
         theirs = [(n, p.default) for n, p in signature(getattr(reference, name)).parameters.items()]
@@ -264,14 +264,14 @@ class MallocInfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
-@pytest.mark.skipif(TARGET == "cuda_host", reason="a call takes the model of CUDA 10 ms")
+@pytest.mark.skipif(TEST_DEVICE == "cuda_host", reason="a call takes the model of CUDA 10 ms")
 def test_a_call_frees_what_it_takes(device):
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         pytest.skip("glibc 2.33 counts allocated bytes")
     mallinfo.restype = MallocInfo
-    case = Case("nchw", torch.float32, device)
-    exchange, _arena = exchange_of_one_rank(device)
+    case = LayerInputs("nchw", torch.float32, device)
+    exchange, _arena = make_exchange_of_one_rank(device)
     wrong = ("act_forward", (case.x, None, "an activation of more than 15 characters"))
     gc.collect()
     for op, arguments in (*every_call(case), *calls_with_exchange(case, exchange.with_tag(Tag(0, 1))), wrong):
@@ -287,8 +287,8 @@ def test_a_call_frees_what_it_takes(device):
 
 @pytest.mark.parametrize("layout", CORE_LAYOUTS)
 def test_opcheck(layout, device):
-    case = Case(layout, torch.float32, device)
-    exchange, _arena = exchange_of_one_rank(device)
+    case = LayerInputs(layout, torch.float32, device)
+    exchange, _arena = make_exchange_of_one_rank(device)
     for op, arguments in (*every_call(case), *calls_with_exchange(case, exchange.with_tag(Tag(0, 1)))):
         torch.library.opcheck(
             getattr(ops, op),
@@ -301,7 +301,7 @@ def test_opcheck(layout, device):
 def test_an_argument_on_meta_beside_others_is_refused(traced, device):
     """torch calls the fake when one tensor is on meta, and its result would be uninitialised memory."""
     mode = FakeTensorMode()
-    for op, arguments, at, name in every_tensor(Case("nchw", torch.float32, device)):
+    for op, arguments, at, name in every_tensor(LayerInputs("nchw", torch.float32, device)):
         here, first = arguments[0].device, arguments[0]
         if len(tensors(arguments)) == 1:
             continue
@@ -318,7 +318,7 @@ def test_an_argument_on_meta_beside_others_is_refused(traced, device):
 
 
 def test_all_on_meta_gives_shapes(device):
-    for op, arguments in every_call(Case("nhwc_c13", torch.float32, device)):
+    for op, arguments in every_call(LayerInputs("nhwc_c13", torch.float32, device)):
         moved = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]
         got, want = getattr(ops, op)(*moved), getattr(ops, op)(*arguments)
         got, want = (value if isinstance(value, tuple) else (value,) for value in (got, want))
@@ -329,7 +329,7 @@ def test_all_on_meta_gives_shapes(device):
 @pytest.mark.parametrize("layout", ["nchw", "cropped"])
 @pytest.mark.parametrize("left", ["nothing", "all but a byte"])
 def test_freed_and_shrunk_storage_is_refused(left, layout, device):
-    for op, arguments, at, name in every_tensor(Case(layout, torch.float32, device)):
+    for op, arguments, at, name in every_tensor(LayerInputs(layout, torch.float32, device)):
         t = arguments[at]
         others = [(a, a.clone()) for a in tensors(arguments) if a is not t]
         arguments[at] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import ACTIVATIONS, DTYPES, INVERTIBLE, PARAM, Case, step
-from tolerances import check
+from cases import ACTIVATION_PARAM, ACTIVATIONS, DTYPES, INVERTIBLE, LayerInputs, run_layer_step
+from tolerances import assert_close_enough
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,13 +14,13 @@ from fastvit._formulas import apply_activation
 
 @pytest.mark.parametrize("activation", INVERTIBLE)
 def test_in_place_is_in_place_abn(activation, device):
-    case = Case("nchw", torch.float32, device)
-    options = {"activation": activation, "activation_param": PARAM, "device": device}
+    case = LayerInputs("nchw", torch.float32, device)
+    options = {"activation": activation, "activation_param": ACTIVATION_PARAM, "device": device}
     one, other = BatchNormAct(5, **options, memory="inplace"), fastvit.InPlaceABN(5, **options)
     with torch.no_grad():
         one.weight.copy_(case.weight), one.bias.copy_(case.bias)
     other.load_state_dict(one.state_dict())
-    assert all(map(torch.equal, step(one, case.x, case.dy), step(other, case.x, case.dy)))
+    assert all(map(torch.equal, run_layer_step(one, case.x, case.dy), run_layer_step(other, case.x, case.dy)))
     assert one(x := case.x.clone()) is x
 
 
@@ -80,7 +80,9 @@ def test_default_parameters_are_torchs():
     x = torch.randn(5, 3)
     for slope in (0.0, -0.5):  # neither can be inverted, and nothing here is
         layer = BatchNormAct(3, activation="leaky_relu", activation_param=slope)
-        check("layer", layer(x), F.leaky_relu(F.batch_norm(x, None, None, training=True), slope))
+        assert_close_enough(
+            layer(x), F.leaky_relu(F.batch_norm(x, None, None, training=True), slope), row="layer"
+        )
 
 
 def eager_and_compiled(layer, backend, x, *residual):
@@ -89,7 +91,9 @@ def eager_and_compiled(layer, backend, x, *residual):
     results = []
     for run in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
         layer.reset_running_stats()
-        results.append([*step(run, x, x.sin(), *residual), *(b.clone().float() for b in layer.buffers())])
+        results.append(
+            [*run_layer_step(run, x, x.sin(), *residual), *(b.clone().float() for b in layer.buffers())]
+        )
     return zip(*results, strict=True)
 
 
@@ -105,7 +109,7 @@ def test_traced_as_plain_ops(memory, channel_last, residual):
 
     x = torch.randn(4, 5, 6) if channel_last else torch.randn(4, 6, 5)
     for eager, compiled in eager_and_compiled(layer, backend, x, *([torch.randn_like(x)] * residual)):
-        check("layer", compiled, eager, least_scale=1.0)
+        assert_close_enough(compiled, eager, row="layer", least_scale=1.0)
     text = " ".join(targets)
     assert "batch_norm" in text and "gelu" in text
     assert "fastvit" not in text and "BatchNormFunction" not in text
@@ -116,7 +120,7 @@ def test_what_torch_cannot_trace_is_traced_as_ours(options, dtype):
     """A cumulative average, and parameters of another dtype."""
     x = torch.randn(4, 6, 5, dtype=dtype)
     for eager, compiled in eager_and_compiled(BatchNormAct(6, **options), "aot_eager", x):
-        check("layer", compiled, eager)
+        assert_close_enough(compiled, eager, row="layer")
 
 
 def test_exported_as_plain_batch_norm():
@@ -125,7 +129,7 @@ def test_exported_as_plain_batch_norm():
     exported = torch.export.export(model, (x,))
     calls = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
     assert calls == ["aten.conv2d.default", "aten.batch_norm.default", "aten.hardswish.default"]
-    check("layer", exported.module()(x), model(x))
+    assert_close_enough(exported.module()(x), model(x), row="layer")
 
 
 @pytest.mark.parametrize(
@@ -145,4 +149,4 @@ def test_tokens_keep_their_strides_where_they_are_traced(x):
     for run in (layer, torch.compile(layer, backend="eager"), exported):
         y = run(x)
         assert y.stride() == x.stride()
-        check("layer", y, layer(x))
+        assert_close_enough(y, layer(x), row="layer")

@@ -9,10 +9,10 @@ import warnings
 import pytest
 import torch
 from convert_models import convert_at
-from report_models import WIDTH, Block, Net, holding, peak
+from report_models import WIDTH, SmallViT, SmallViTBlock, hold_graph_tensor, measure_step_peak
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from vit_models import kept
+from vit_models import measure_kept_bytes
 
 import fastvit
 from fastvit.conversion.budget import StepPlans, make_recording_policy
@@ -72,36 +72,36 @@ def random_net(seed):
         def forward(self, x):
             return x + self.parts(x)
 
-    kinds = [Block, Residual]
+    kinds = [SmallViTBlock, Residual]
     return nn.Sequential(*(draw.choice(kinds)() for _ in range(draw.randint(5, 9))), nn.LayerNorm(WIDTH))
 
 
 @pytest.mark.parametrize("budget", [0.9, 0.7, 0.5, 0.4, 0.3])
 def test_the_peak_that_remains(budget, x):
-    model = Net(BLOCKS)
-    whole = peak(model, x)
+    model = SmallViT(BLOCKS)
+    whole = measure_step_peak(model, x)
     assert fastvit.convert(model, budget=budget, example_inputs=x) is model
-    assert budget - 0.09 < peak(model, x) / whole <= budget
+    assert budget - 0.09 < measure_step_peak(model, x) / whole <= budget
     assert fastvit.verify(model, x, dtype=None)
 
 
 @pytest.mark.parametrize(
     ("make", "difference"),
     [
-        pytest.param(lambda: Net(BLOCKS), 0.05, id="transformer"),
+        pytest.param(lambda: SmallViT(BLOCKS), 0.05, id="transformer"),
         pytest.param(conv_net, 0.13, id="convolutions"),
     ],
 )
 def test_the_peak_on_paper_is_that_of_a_step(make, difference, x):
     """oneDNN's copies in the backward of a convolution depend on its sizes."""
     model = make()
-    given = x if isinstance(model, Net) else torch.randn(4, 3, 32, 32)
+    given = x if isinstance(model, SmallViT) else torch.randn(4, 3, 32, 32)
     plans = StepPlans(record(model, given), torch.device("cpu")).plans
     for plan in plans[:: max(1, len(plans) // 6)]:
         planned = Policy(plan.level, only_sites=plan.sites)
         copied = add_scope_hooks(copy.deepcopy(model), planned)
-        assert peak(copied, given) == pytest.approx(plan.peak_bytes, rel=difference)
-        assert kept(copied, given) == pytest.approx(plan.kept_bytes, rel=difference)
+        assert measure_step_peak(copied, given) == pytest.approx(plan.peak_bytes, rel=difference)
+        assert measure_kept_bytes(copied, given) == pytest.approx(plan.kept_bytes, rel=difference)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -116,13 +116,13 @@ def test_plans_have_ever_smaller_peaks_for_ever_more_work(seed, x):
 def test_a_smaller_budget_has_no_larger_peak(seed, x):
     """Measured; and each budget is met."""
     model, peaks = random_net(seed), []
-    whole = peak(model, x)
+    whole = measure_step_peak(model, x)
     for budget in (1.0, 0.8, 0.6, 0.5, 0.45, 0.4, "least"):
         try:
             fastvit.convert(model, budget=budget, example_inputs=x)
         except ValueError:
             continue
-        peaks.append(peak(model, x))
+        peaks.append(measure_step_peak(model, x))
         assert budget == "least" or peaks[-1] <= budget * whole
     assert all(after <= 1.005 * before for before, after in itertools.pairwise(peaks))
 
@@ -140,7 +140,7 @@ def test_no_budget_takes_more_work_than_the_mix_of_two_others(seed, x):
 
 
 def test_products_are_rebuilt_last_and_early_blocks_first(x):
-    model = fastvit.convert(Net(BLOCKS), budget=0.6, example_inputs=x)
+    model = fastvit.convert(SmallViT(BLOCKS), budget=0.6, example_inputs=x)
     sites = policy(model).only_sites
     products = [site for site in sites if site[1] == "AddmmBackward0"]
     cheap = [site for site in sites if site[1] in ("NativeLayerNormBackward0", "GeluBackward0")]
@@ -150,12 +150,12 @@ def test_products_are_rebuilt_last_and_early_blocks_first(x):
 
 
 def test_a_budget_that_is_met_by_few_sites(x):
-    model = fastvit.convert(Net(BLOCKS), budget=0.985, example_inputs=x)
+    model = fastvit.convert(SmallViT(BLOCKS), budget=0.985, example_inputs=x)
     assert len(policy(model).only_sites) <= 2 and policy(model).level == RecomputeLevel.CHEAP
 
 
 def test_a_budget_that_cannot_be_met_says_the_least_and_what_holds_it(x):
-    model = Net(BLOCKS)
+    model = SmallViT(BLOCKS)
     message = (
         r"a budget of 0.01 cannot be met; the least peak of a step is \d+ bytes, .* at that peak there are"
     )
@@ -165,7 +165,7 @@ def test_a_budget_that_cannot_be_met_says_the_least_and_what_holds_it(x):
     assert "gradients of activations and the result: " in said and " in blocks." in said
     least = int(said.split(" bytes")[0].rsplit(" ", 1)[1])
     fastvit.convert(model, budget=least, example_inputs=x)
-    assert peak(model, x) == pytest.approx(least, rel=0.05)
+    assert measure_step_peak(model, x) == pytest.approx(least, rel=0.05)
     assert fastvit.verify(model, x, dtype=None)
 
 
@@ -174,7 +174,7 @@ def test_several_blocks_are_made_from_one_input_where_that_has_a_smaller_peak():
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Thin() for _ in range(64))), torch.randn(64, 64)
     fastvit.convert(model, budget="least", example_inputs=x)
-    assert peak(model, x) < 0.7 * 64 * x.nbytes
+    assert measure_step_peak(model, x) < 0.7 * 64 * x.nbytes
     inputs = {block for block, name, _ in policy(model).only_sites if name == "AddBackward0"}
     assert 16 < len(inputs) < 64
     assert fastvit.verify(model, x, dtype=None)
@@ -189,9 +189,9 @@ class Thin(nn.Module):
         return x + self.linear(self.norm(x)).tanh()
 
 
-def test_bytes(x):
-    model = Net(BLOCKS)
-    whole = peak(model, x)
+def test_a_budget_in_bytes_is_met(x):
+    model = SmallViT(BLOCKS)
+    whole = measure_step_peak(model, x)
     for budget, share in (
         (whole // 2, 0.5),
         (f"{0.5 * whole / 2**20:.4f} MiB", 0.5),
@@ -200,11 +200,11 @@ def test_bytes(x):
         ("1 GB", 1.0),
     ):
         fastvit.convert(model, budget=budget, example_inputs=x)
-        assert share - 0.09 < peak(model, x) / whole <= share
+        assert share - 0.09 < measure_step_peak(model, x) / whole <= share
 
 
 def test_attention_by_hand_and_linears_that_narrow(x):
-    class ByHand(Block):
+    class ByHand(SmallViTBlock):
         def __init__(self):
             super().__init__()
             self.narrow, self.wide = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH // 2, WIDTH)
@@ -215,8 +215,8 @@ def test_attention_by_hand_and_linears_that_narrow(x):
             return x + self.wide(self.narrow(self.norm2(x)).sigmoid())
 
     model = nn.Sequential(*(ByHand() for _ in range(BLOCKS)))
-    whole = kept(model, x)
-    assert kept(convert_at("least", model), x) < 0.15 * whole
+    whole = measure_kept_bytes(model, x)
+    assert measure_kept_bytes(convert_at("least", model), x) < 0.15 * whole
     assert fastvit.verify(model, x, dtype=None)
 
 
@@ -224,7 +224,7 @@ def test_attention_by_hand_and_linears_that_narrow(x):
 def test_attention_with_a_mask(mask, x):
     """Masks without gradient are operands like others, and so are indices into a table of biases."""
 
-    class Masked(Block):
+    class Masked(SmallViTBlock):
         def __init__(self):
             super().__init__()
             self.table = nn.Parameter(torch.randn(50, 4))
@@ -245,15 +245,15 @@ def test_attention_with_a_mask(mask, x):
 
     torch.manual_seed(0)
     model = nn.Sequential(*(Masked() for _ in range(4)))
-    whole = kept(model, x)
-    assert kept(convert_at("least", model), x) < 0.2 * whole
+    whole = measure_kept_bytes(model, x)
+    assert measure_kept_bytes(convert_at("least", model), x) < 0.2 * whole
     assert fastvit.verify(model, x, dtype=None)
 
 
 def test_constants_that_recipes_hold_are_on_paper(x):
     """A constant that a forward makes, and adds, lives as long as the recipe of the sum."""
 
-    class AddsNoise(Block):
+    class AddsNoise(SmallViTBlock):
         def forward(self, x):
             with torch.no_grad():
                 noise = torch.randn(x.shape[0] // 2, *x.shape[1:]).repeat(1, 1, 1)
@@ -264,11 +264,11 @@ def test_constants_that_recipes_hold_are_on_paper(x):
     model = nn.Sequential(*(AddsNoise() for _ in range(4)))
     for plan in StepPlans(record(model, x), torch.device("cpu")).plans[::12]:
         copied = add_scope_hooks(copy.deepcopy(model), Policy(plan.level, only_sites=plan.sites))
-        assert peak(copied, x) == pytest.approx(plan.peak_bytes, rel=0.06)
+        assert measure_step_peak(copied, x) == pytest.approx(plan.peak_bytes, rel=0.06)
 
 
 def test_a_plan_holds_nothing_of_the_step_that_it_was_made_from(x):
-    model = fastvit.convert(Net(4), budget="least")
+    model = fastvit.convert(SmallViT(4), budget="least")
     gc.collect()
     gc.disable()
     try:
@@ -288,7 +288,7 @@ def live_bytes_of_step(model, x):
 
 
 def test_a_forward_that_returns_nothing_plans(x):
-    class Keeps(Net):
+    class Keeps(SmallViT):
         def forward(self, x):
             self.loss = super().forward(x).square().mean()
 
@@ -300,21 +300,21 @@ def test_a_forward_that_returns_nothing_plans(x):
 
 
 def test_a_model_with_a_scripted_part(x):
-    model = Net(2)
+    model = SmallViT(2)
     model.blocks[0].act = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
     assert fastvit.report(model, x).peak_before > 0
 
 
 def test_under_autocast(x):
-    model = Net(BLOCKS)
+    model = SmallViT(BLOCKS)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        whole = peak(model, x)
+        whole = measure_step_peak(model, x)
         fastvit.convert(model, budget=0.6, example_inputs=(x,))
-        assert 0.5 < peak(model, x) / whole <= 0.6
+        assert 0.5 < measure_step_peak(model, x) / whole <= 0.6
 
 
 def test_the_model_does_not_change(x):
-    class Counts(Net):
+    class Counts(SmallViT):
         def forward(self, x, scale=1.0):
             self.calls += 1
             return super().forward(x)
@@ -330,7 +330,7 @@ def test_the_model_does_not_change(x):
 
 def test_what_is_skipped_stays_so(x):
     skip = [(f"blocks.{i}", "gelu") for i in range(BLOCKS)]
-    model = fastvit.convert(Net(BLOCKS), budget=0.6, example_inputs=x, skip=skip)
+    model = fastvit.convert(SmallViT(BLOCKS), budget=0.6, example_inputs=x, skip=skip)
     assert not any(name == "GeluBackward0" for _, name, _ in policy(model).only_sites)
 
 
@@ -338,7 +338,7 @@ def test_a_shared_block_counts_in_each_call(x):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList([Block()])
+            self.blocks = nn.ModuleList([SmallViTBlock()])
 
         def forward(self, x):
             for _ in range(4):
@@ -346,9 +346,9 @@ def test_a_shared_block_counts_in_each_call(x):
             return x
 
     model = Twice()
-    whole = peak(model, x)
+    whole = measure_step_peak(model, x)
     fastvit.convert(model, budget=0.75, example_inputs=x)
-    assert 0.5 < peak(model, x) / whole <= 0.75
+    assert 0.5 < measure_step_peak(model, x) / whole <= 0.75
 
 
 def test_each_op_is_repeated_at_most_once_at_any_depth():
@@ -360,7 +360,7 @@ def test_each_op_is_repeated_at_most_once_at_any_depth():
             return func(*args, **kwargs or {})
 
     model, x = conv_net(depth=40, width=8), torch.randn(2, 3, 16, 16)
-    whole, given = peak(model, x), []
+    whole, given = measure_step_peak(model, x), []
     for _ in range(2):
         model.zero_grad()
         with Count() as count:
@@ -370,7 +370,7 @@ def test_each_op_is_repeated_at_most_once_at_any_depth():
     assert all(map(torch.equal, *given))
     with Count() as count:
         model(x).square().mean().backward()
-    assert 60 < count.convolutions <= 82 and peak(model, x) < 0.5 * whole
+    assert 60 < count.convolutions <= 82 and measure_step_peak(model, x) < 0.5 * whole
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_a_budget_that_is_neither_a_share_nor_bytes(budget, x):
     """A float above 1 is no number of bytes."""
     takes = "a fraction above 0 and at most 1, or bytes as an int or as '2 GiB', or 'least'"
     with pytest.raises(ValueError) as error:
-        fastvit.convert(Net(1), budget=budget, example_inputs=x)
+        fastvit.convert(SmallViT(1), budget=budget, example_inputs=x)
     assert str(error.value) == f"convert: budget must be {takes}, got {budget!r}"
 
 
@@ -405,7 +405,7 @@ def test_a_budget_that_is_neither_a_share_nor_bytes(budget, x):
 @pytest.mark.parametrize("option", ["matmuls", "recompute_weight_casts"])
 def test_an_option_that_is_no_bool(option, value):
     with pytest.raises(ValueError, match=f"convert: {option} is .*; True or False expected"):
-        fastvit.convert(Net(1), **{option: value})
+        fastvit.convert(SmallViT(1), **{option: value})
 
 
 @pytest.mark.parametrize(
@@ -413,8 +413,8 @@ def test_an_option_that_is_no_bool(option, value):
 )
 def test_older_names_of_options_warn(old, new):
     with pytest.warns(DeprecationWarning, match=rf"convert\({old}=\) is convert\({new}=\) now"):
-        converted = fastvit.convert(Net(1), **{old: True})
-    assert policy(converted) == policy(fastvit.convert(Net(1), **{new: True}))
+        converted = fastvit.convert(SmallViT(1), **{old: True})
+    assert policy(converted) == policy(fastvit.convert(SmallViT(1), **{new: True}))
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_what_is_skipped_must_be_pairs_of_names(skip):
     with pytest.raises(
         ValueError, match="convert: skip must have pairs of a block's name and an op's name, "
     ):
-        fastvit.convert(Net(1), skip=skip)
+        fastvit.convert(SmallViT(1), skip=skip)
 
 
 @pytest.mark.parametrize(
@@ -437,11 +437,11 @@ def test_what_is_skipped_must_be_pairs_of_names(skip):
 )  # fmt: skip
 def test_example_inputs_that_are_wrong(given, error, message):
     with pytest.raises(error, match=f"convert: {message}"):
-        fastvit.convert(Net(1), **given)
+        fastvit.convert(SmallViT(1), **given)
 
 
 def test_a_model_that_cannot_be_copied(x):
-    model = holding(Net(1), x)
+    model = hold_graph_tensor(SmallViT(1), x)
     with pytest.raises(ValueError, match=r"convert: a copy of the model is run, and copy.deepcopy\(model\)"):
         fastvit.convert(model, budget=0.5, example_inputs=x)
     assert fastvit.convert(model) is model

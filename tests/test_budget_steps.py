@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from report_models import WIDTH, Net
+from report_models import WIDTH, SmallViT
 from torch import nn
 
 import fastvit
@@ -45,7 +45,7 @@ def peak(model, x):
 
 @pytest.mark.parametrize("budget", [0.9, 0.7, 0.5, 0.3])
 def test_the_second_step_meets_the_budget(budget, x):
-    model = Net(6)
+    model = SmallViT(6)
     whole = peak(model, x)
     fastvit.convert(model, budget=budget)
     assert 0.95 * budget < peak(model, x) / whole < 1.05 * budget
@@ -53,12 +53,12 @@ def test_the_second_step_meets_the_budget(budget, x):
 
 
 def test_a_peak_does_not_depend_on_earlier_measurements(x):
-    model = Net(6)
+    model = SmallViT(6)
     assert len({peak(model, x) for _ in range(3)}) == 1
 
 
 def test_the_first_step_keeps_the_least(x):
-    model, least = (fastvit.convert(Net(6), budget=budget) for budget in (0.9, "least"))
+    model, least = (fastvit.convert(SmallViT(6), budget=budget) for budget in (0.9, "least"))
     assert live_bytes(lambda: model(x))[0] == pytest.approx(live_bytes(lambda: least(x))[0], abs=2**15)
 
 
@@ -99,8 +99,8 @@ def test_a_model_may_overwrite_an_input_that_requires_a_gradient():
 
 
 def test_larger_inputs_plan_again(x):
-    budget = int(0.6 * peak(Net(6), x))
-    model = fastvit.convert(Net(6), budget=budget)
+    budget = int(0.6 * peak(SmallViT(6), x))
+    model = fastvit.convert(SmallViT(6), budget=budget)
     model(x[:1]).sum().backward()
     assert policy(model).only_sites == frozenset()
     model(x).sum().backward()
@@ -111,7 +111,7 @@ def test_larger_inputs_plan_again(x):
 
 
 def test_a_first_batch_of_tensors_that_are_too_small_warns_once(x):
-    model = fastvit.convert(Net(6), budget=0.5)
+    model = fastvit.convert(SmallViT(6), budget=0.5)
     assert x[:1, :2].nbytes < MIN_RECOMPUTE_BYTES
     with pytest.warns(
         UserWarning,
@@ -123,11 +123,11 @@ def test_a_first_batch_of_tensors_that_are_too_small_warns_once(x):
         model(x[:2, :2]).sum().backward()
         model(x[:2, :2]).sum().backward()
     model(x).sum().backward()
-    assert peak(model, x) < 0.51 * peak(Net(6), x)
+    assert peak(model, x) < 0.51 * peak(SmallViT(6), x)
 
 
 def test_an_exception_in_the_first_step_leaves_the_plan_to_the_next(x):
-    model = fastvit.convert(Net(3), budget=0.5)
+    model = fastvit.convert(SmallViT(3), budget=0.5)
     handle = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(x)
@@ -138,20 +138,20 @@ def test_an_exception_in_the_first_step_leaves_the_plan_to_the_next(x):
 
 
 def test_a_budget_in_a_converted_model_and_models_without_gradients(x):
-    inner = fastvit.convert(Net(3), budget=0.5)
+    inner = fastvit.convert(SmallViT(3), budget=0.5)
     outer = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner)
     with fastvit.recompute_scope():
         outer(x).sum().backward()
     assert policy(inner).only_sites is None
     outer(x).sum().backward()
     assert policy(inner).only_sites
-    frozen = fastvit.convert(Net(2).requires_grad_(False), budget=0.5)
+    frozen = fastvit.convert(SmallViT(2).requires_grad_(False), budget=0.5)
     with warnings.catch_warnings(action="error"):
         frozen(x)
 
 
 def test_a_part_with_options_of_its_own_keeps_them(x):
-    model = fastvit.convert(Net(3), budget=0.8)
+    model = fastvit.convert(SmallViT(3), budget=0.8)
     fastvit.convert(model.blocks[1], matmuls=True)
     model(x).sum().backward()
     assert (
@@ -162,7 +162,7 @@ def test_a_part_with_options_of_its_own_keeps_them(x):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_have_the_plan(copied, x):
-    model = fastvit.convert(Net(3), budget=0.5)
+    model = fastvit.convert(SmallViT(3), budget=0.5)
     model(x).sum().backward()
     other = copied(model)
     other(x).sum().backward()
@@ -175,14 +175,14 @@ def test_a_budget_that_is_met_adds_no_hook(x):
         {"budget": "1 GiB", "example_inputs": x},
         {"budget": 1.0, "example_inputs": x},
     ):
-        model = fastvit.convert(Net(2), **given)
+        model = fastvit.convert(SmallViT(2), **given)
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-        assert set(vars(model)) == set(vars(Net(2)))
+        assert set(vars(model)) == set(vars(SmallViT(2)))
 
 
 def test_compiled_code_is_left_to_the_partitioner(x):
     torch._dynamo.reset()
-    model = fastvit.convert(Net(2), budget=0.3)
+    model = fastvit.convert(SmallViT(2), budget=0.3)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="convert: ")
         compiled = torch.compile(model, backend="aot_eager")
@@ -191,12 +191,12 @@ def test_compiled_code_is_left_to_the_partitioner(x):
 
 
 def test_reports_show_the_plan(x):
-    report = fastvit.report(fastvit.convert(Net(6), budget=0.5), x)
+    report = fastvit.report(fastvit.convert(SmallViT(6), budget=0.5), x)
     assert report.kept_after <= 0.52 * report.kept_before + x.nbytes
     assert any(row.reason == "the budget is met without it" for row in report.tensors)
 
 
 def test_an_empty_batch_plans_nothing(x):
-    model = fastvit.convert(Net(2), budget="1 MiB")
+    model = fastvit.convert(SmallViT(2), budget="1 MiB")
     model(x[:0]).sum().backward()
     model(x).sum().backward()

@@ -47,7 +47,7 @@ def floating(module, output=None) -> set[torch.dtype]:
         ("O3", {"keep_batchnorm_fp32": True}, HALF, F32, HALF),
     ],
 )
-def test_dtypes(level, options, conv, norm, inside):
+def test_each_level_uses_its_dtypes(level, options, conv, norm, inside):
     model, optimizer = initialized(level, **options)
     layers, flat = [record_forwards(layer, floating) for layer in model], record_forwards(model[4])
     assert model(data()[0]).dtype == options.get("cast_model_outputs", F32) and flat == [inside]
@@ -122,7 +122,7 @@ def test_half_weights_on_arrival(level):
         assert not torch.equal(before, flat_parameters(model))
 
 
-def test_disabled():
+def test_amp_that_is_disabled_changes_nothing():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     assert amp.initialize(model, optimizer, enabled=False) == (model, optimizer)
@@ -152,7 +152,7 @@ def test_a_backward_that_fails_leaves_earlier_gradients_alone(level, fails):
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, "2.0"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_static_scales(level, scale):
+def test_a_static_scale_multiplies_the_loss_alone(level, scale):
     """A loss is multiplied by any scale but 1, in float32, and the gradients are those without it."""
     other, its_optimizer = initialized(level, loss_scale=1.0)
     backward(other, its_optimizer)

@@ -42,7 +42,7 @@ def test_recurrent_networks(kind, level):
     ("wrap", "inside"),
     [(amp.half_function, HALF), (amp.float_function, torch.float32), (amp.promote_function, torch.float32)],
 )
-def test_functions(wrap, inside):
+def test_decorated_functions_run_in_their_dtype(wrap, inside):
     @wrap
     def own(x, weight):
         """Documented."""

@@ -164,7 +164,7 @@ def test_scripts_follow_those_without_amp(script, scale, losses, shared, make):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_levels(level):
+def test_each_level_unscales_the_gradients_of_one_optimizer(level):
     results = []
     for options in ({"enabled": False}, {"level": level}):
         model, p, q = begin(**options)

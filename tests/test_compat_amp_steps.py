@@ -77,7 +77,7 @@ def overflows(scaler) -> bool:
     return scaler.update_scale()
 
 
-def test_schedule():
+def test_the_loss_scale_doubles_after_2000_steps_and_halves_on_overflow():
     scaler = amp.scaler.LossScaler("dynamic")
     assert scaler.loss_scale() == 2.0**16
     for _ in range(1999):
@@ -144,7 +144,7 @@ def test_several_models_optimizers_and_losses(level, losses, where):
 
 @pytest.mark.parametrize("delays", [(), (0, 1), (1, 2)])
 @pytest.mark.parametrize("level", LEVELS)
-def test_accumulation(level, delays):
+def test_accumulated_gradients_equal_those_of_the_summed_loss(level, delays):
     """Backwards, some of whose gradients are left scaled, give the step of their sum; exact for float32
     gradients. What the model has zeroed does not come back.
     """
@@ -339,7 +339,7 @@ def test_checkpoint_restores_exactly(level, make):
 
 @pytest.mark.parametrize(("inside", "delay"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("level", LEVELS)
-def test_larc(level, inside, delay):
+def test_larc_takes_its_rates_from_unscaled_gradients(level, inside, delay):
     """Its rates are of unscaled gradients, whether amp was given LARC or the optimizer inside."""
 
     def trained(level, **options):

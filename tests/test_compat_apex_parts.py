@@ -107,7 +107,7 @@ def test_fp16_optimizer_names_what_it_has_instead_of_lists():
 
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
-def test_norms(weight, given):
+def test_norms_give_torchs_results(weight, given):
     x = torch.randn(3, 5, 8, dtype=given)
     for ours, theirs, result in (
         (normalization.FusedLayerNorm, nn.LayerNorm, given),
@@ -211,7 +211,7 @@ def tensors(*dtypes, seed=0):
     return [torch.randn(n, 7, generator=draw).to(d) for n, d in zip((3, 1, 40_000), dtypes, strict=False)]
 
 
-def test_scale(flag):
+def test_amp_c_scale_scales_and_flags_overflow(flag):
     values = tensors(torch.float32, torch.float16, torch.bfloat16)
     outputs = [torch.empty_like(v, dtype=torch.float16) for v in values]
     multi_tensor_applier(amp_C.multi_tensor_scale, flag, [values, outputs], 0.5)
@@ -230,7 +230,7 @@ def test_scale(flag):
 @pytest.mark.parametrize(
     ("check", "bad", "flagged"), [(-1, 0, 1), (-1, 1, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)]
 )
-def test_axpby(flag, check, bad, flagged):
+def test_amp_c_axpby_adds_and_flags_overflow(flag, check, bad, flagged):
     x, y = tensors(*HALF), tensors(torch.float32, torch.float32, seed=1)
     outputs = [torch.empty_like(t) for t in y]
     amp_C.multi_tensor_axpby(65536, flag, [x, y, outputs], 2.0, -0.5, check)
@@ -242,7 +242,7 @@ def test_axpby(flag, check, bad, flagged):
     assert flag.item() == flagged
 
 
-def test_l2norm(flag):
+def test_amp_c_l2norm_does_not_overflow_in_half(flag):
     values = tensors(torch.float32, torch.float16, torch.bfloat16)
     values[1] *= 10000  # the square is beyond half
     wanted = torch.stack([v.double().norm() for v in values])
@@ -258,7 +258,7 @@ def test_l2norm(flag):
 
 @pytest.mark.parametrize("most", [0.0, 1.0])
 @pytest.mark.parametrize("nvlamb", [False, True])
-def test_lamb(flag, nvlamb, most):
+def test_amp_c_lamb_follows_fused_lamb(flag, nvlamb, most):
     """As a copy of FusedLAMB in a script calls it."""
     parameters = tensors(torch.float32, torch.float32)
     wanted = [nn.Parameter(p.clone()) for p in parameters]

@@ -371,7 +371,7 @@ def by_reducer(rank, world):
     return local, weights, grads, given
 
 
-def test_reducer(ranks):
+def test_a_reducer_averages_weights_and_gradients(ranks):
     (local, weights, grads, given), other = ranks.run(2, by_reducer)
     assert local == [[1.0, 1.0]] and other[0] == [[2.0, 2.0]] and weights == other[1]
     assert grads == other[2] == [[[1.5, 1.5]], [1.0], [[1.0, 1.0]], [0.5], None, None, [[0.0], [0.5]]]

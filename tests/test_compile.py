@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tolerances import check
+from tolerances import assert_close_enough
 from torch import nn
 
 import fastvit
@@ -73,9 +73,9 @@ def test_fullgraph(name, backend, training, device):
         if channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         for got, want in zip(results(model, compiled, x), results(model, model, x), strict=True):
-            check("in_place_layer", got.double(), want.double(), torch.float32)
+            assert_close_enough(got.double(), want.double(), row="in_place_layer", dtype=torch.float32)
     with torch.no_grad():
-        check("layer", compiled(x), model(x))
+        assert_close_enough(compiled(x), model(x), row="layer")
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -99,7 +99,7 @@ def test_functions_in_one_graph(call, shape, autocast, backend, device):
         made.append([y, *torch.autograd.grad(y.float().square().sum(), leaves, materialize_grads=True)])
     for got, want in zip(*made, strict=True):
         assert got.dtype == want.dtype
-        check("layer", got, want, torch.bfloat16 if autocast else torch.float32)
+        assert_close_enough(got, want, row="layer", dtype=torch.bfloat16 if autocast else torch.float32)
 
 
 @pytest.mark.parametrize("name", ["abn", "tokens"])
@@ -112,7 +112,7 @@ def test_a_layer_compiled_alone(name, device):
     first, layer, last = model
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for got, want in zip(results(model, lambda x: last(compiled(first(x))), x), eager, strict=True):
-        check("in_place_layer", got.double(), want.double(), torch.float32)
+        assert_close_enough(got.double(), want.double(), row="in_place_layer", dtype=torch.float32)
 
 
 def test_the_input_is_overwritten_when_compiled_too(device):
@@ -122,5 +122,5 @@ def test_the_input_is_overwritten_when_compiled_too(device):
         x = torch.randn(4, 6, 5, device=device, requires_grad=requires_grad).clone()
         want = layer(x.clone())
         y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-        check("layer", y, want)
-        check("layer", x, want)
+        assert_close_enough(y, want, row="layer")
+        assert_close_enough(x, want, row="layer")

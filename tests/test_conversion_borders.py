@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from vit_models import kept
+from vit_models import measure_kept_bytes
 
 import fastvit
 from fastvit.conversion.blocks import find_blocks
@@ -124,7 +124,7 @@ def test_a_module_round_a_lone_normalisation_is_no_block():
     model, x = nn.Sequential(*parts, nn.Conv2d(16, 4, 1)), torch.randn(4, 3, 24, 24)
     assert find_blocks(model) == []
     default, least = (fastvit.convert(copy.deepcopy(model), **how) for how in ({}, {"budget": "least"}))
-    assert kept(default, x) < kept(model, x)
+    assert measure_kept_bytes(default, x) < measure_kept_bytes(model, x)
     assert peak(least, x) <= peak(default, x) < peak(model, x)
 
 
@@ -195,7 +195,7 @@ def test_an_exception_in_evaluation_reveals_the_hooks():
 
 def test_an_encoder_in_training_recomputes():
     model, x = encoder(4), torch.randn(32, 64, 32)
-    assert kept(fastvit.convert(copy.deepcopy(model)), x) < 0.8 * kept(model, x)
+    assert measure_kept_bytes(fastvit.convert(copy.deepcopy(model)), x) < 0.8 * measure_kept_bytes(model, x)
 
 
 # --- TorchScript, pickles, revert
@@ -241,7 +241,7 @@ def test_pickles_name_the_hook_of_an_older_module():
     hook_class = pickle.loads(b"cfastvit.conversion.convert\nScopeHook\n.")
     assert callable(fastvit.conversion.convert) and fastvit.conversion.convert is fastvit.convert
     model, x = Model(Layer), torch.randn(8, 64, WIDTH)
-    whole = kept(model, x)
+    whole = measure_kept_bytes(model, x)
     for module in (model, *model.blocks):  # as these pickles have it: without keyword arguments
         hook = hook_class(fastvit.recompute.Policy(), "")
         module.register_forward_pre_hook(hook)
@@ -250,8 +250,8 @@ def test_pickles_name_the_hook_of_an_older_module():
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    assert kept(loaded, x) < 0.7 * whole
-    assert kept(fastvit.revert(loaded), x) == whole
+    assert measure_kept_bytes(loaded, x) < 0.7 * whole
+    assert measure_kept_bytes(fastvit.revert(loaded), x) == whole
 
 
 def stub_module(monkeypatch, name, **names):
@@ -341,7 +341,7 @@ def test_the_type_of_the_dictionary_is_what_dynamo_guards_on():
         for model in (plain, converted):
             compiled = torch.compile(model, backend="aot_eager")
             compiled(x).sum().backward()
-            counts.append(kept(compiled, x))
+            counts.append(measure_kept_bytes(compiled, x))
     assert counts[1] < 0.7 * counts[0] and counts[3] == counts[2]
 
 

@@ -11,10 +11,19 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from convert_models import LEVELS, Program, assert_eager_bits, make_step
-from recompute_models import freed
+from convert_models import LEVELS, FunctionModel, assert_eager_bits, make_step
+from recompute_models import compare_and_measure_freed
 from torch import nn
-from vit_models import Block, Model, autocast, compared, differing, kept, patches, step
+from vit_models import (
+    Block,
+    BlockModel,
+    compare_and_measure_kept,
+    find_differing,
+    make_autocast,
+    make_patches,
+    measure_kept_bytes,
+    run_step,
+)
 
 import fastvit
 from fastvit.fusion import unfuse
@@ -105,17 +114,17 @@ NORMS = {
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("name", NORMS)
-def test_norms(name, layout):
+def test_a_model_with_each_norm_keeps_less_with_the_same_bits(name, layout):
     eager, x = Stage(NORMS[name]).to(memory_format=layout), images(8).to(memory_format=layout)
-    before, after = compared(eager, x)
+    before, after = compare_and_measure_kept(eager, x)
     assert after < before - 2.9 * x.nbytes, (before - after) / x.nbytes
 
 
 @pytest.mark.parametrize("precision", "float64 bfloat16 float16 autocast-bfloat16 autocast-float16".split())
-def test_precisions(precision):
+def test_a_model_in_each_precision_keeps_less_with_the_same_bits(precision):
     mixed, dtype = precision.startswith("autocast"), getattr(torch, precision.split("-")[-1])
     eager, x = (one if mixed else one.to(dtype) for one in (Stage(batch_norm()), images(8)))
-    before, after = compared(eager, x, autocast(dtype, enabled=mixed))
+    before, after = compare_and_measure_kept(eager, x, make_autocast(dtype, enabled=mixed))
     assert after < before
 
 
@@ -131,7 +140,7 @@ def test_batch_norm_of_any_layout_has_the_bits_of_torch(shape, cut):
     def forward():
         return norm((x * 1.5)[:: 2 if cut else 1]) @ weight
 
-    assert freed(forward, [x, weight, norm.weight, norm.bias]) > 0
+    assert compare_and_measure_freed(forward, [x, weight, norm.weight, norm.bias]) > 0
 
 
 IN_PLACE = {
@@ -152,7 +161,7 @@ IN_PLACE = {
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_activations_in_place(name):
     x = images(8)
-    before, after = compared(Stage(batch_norm(), IN_PLACE[name]), x)
+    before, after = compare_and_measure_kept(Stage(batch_norm(), IN_PLACE[name]), x)
     assert after < before - 2.9 * x.nbytes
 
 
@@ -173,19 +182,23 @@ class Bottleneck(nn.Module):
 def test_a_residual_that_is_added_in_place():
     eager = nn.Sequential(conv(), nn.BatchNorm2d(C), nn.ReLU(), *(Bottleneck() for _ in range(3)), conv())
     x = images(8)
-    before, after = compared(eager, x)
+    before, after = compare_and_measure_kept(eager, x)
     # of each block two inputs of BatchNorm are kept, and no result; the last activation
     assert after < before - 6 * x.nbytes
 
 
 def test_two_forwards_before_a_backward():
-    compared(Stage(batch_norm(), nn.SiLU), images(), call=lambda m: lambda x: m(x).square() + m(x + 1).cos())
+    compare_and_measure_kept(
+        Stage(batch_norm(), nn.SiLU), images(), call=lambda m: lambda x: m(x).square() + m(x + 1).cos()
+    )
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, ceil_mode=True), nn.AvgPool2d(2)])
-def test_pools(pool):
+def test_a_model_with_each_pool_keeps_less_with_the_same_bits(pool):
     x = images(8)
-    before, after = compared(nn.Sequential(conv(), nn.BatchNorm2d(C), nn.ReLU(inplace=True), pool, conv()), x)
+    before, after = compare_and_measure_kept(
+        nn.Sequential(conv(), nn.BatchNorm2d(C), nn.ReLU(inplace=True), pool, conv()), x
+    )
     assert after < before - 0.9 * x.nbytes
 
 
@@ -230,7 +243,7 @@ def test_torchs_synchronised_norm(request):
     weight, bias = nn.Parameter(torch.randn(C)), nn.Parameter(torch.randn(C))
     x = images(32)  # large beside three vectors that are copied, into 512 bytes each on a GPU
     norm = Call(lambda x: SyncBatchNorm.apply(x, weight, bias))
-    before, after = compared(nn.Sequential(conv(), norm, conv()), x)
+    before, after = compare_and_measure_kept(nn.Sequential(conv(), norm, conv()), x)
     assert after == pytest.approx(before - x.nbytes, rel=0.01)
 
 
@@ -249,7 +262,7 @@ def test_a_type_checker_knows_the_class_of_the_model_that_is_returned(function):
 
 
 def test_nothing_is_replaced():
-    model = Model()
+    model = BlockModel()
     types, modules = [type(m) for m in model.modules()], list(model.modules())
     state, attributes = model.state_dict(), [set(vars(m)) for m in modules]
     assert fastvit.convert(model) is model
@@ -263,7 +276,7 @@ def test_nothing_is_replaced():
 
 
 def test_it_takes_milliseconds():
-    model = Model(lambda: Block(), depth=48)
+    model = BlockModel(lambda: Block(), depth=48)
     start = time.thread_time()
     fastvit.convert(model)
     assert time.thread_time() - start < 0.1
@@ -279,20 +292,22 @@ def saved_and_loaded(model):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded, copy.copy]
 )
-def test_copies(copied):
+def test_copies_of_a_converted_model_are_converted(copied):
     eager, x = Stage(batch_norm()), images()
     model = fastvit.convert(copy.deepcopy(eager))
     other = copied(model)
-    assert not differing(step(other, x), step(eager, x))  # first, since a shallow copy shares its buffers
-    assert kept(other, x) == kept(model, x) < kept(eager, x)
+    assert not find_differing(
+        run_step(other, x), run_step(eager, x)
+    )  # first, since a shallow copy shares its buffers
+    assert measure_kept_bytes(other, x) == measure_kept_bytes(model, x) < measure_kept_bytes(eager, x)
 
 
 def test_a_model_is_freed_at_once():
-    model = fastvit.convert(Model(depth=1))
+    model = fastvit.convert(BlockModel(depth=1))
     reference = weakref.ref(model)
     gc.disable()
     try:
-        model(patches()).sum().backward()
+        model(make_patches()).sum().backward()
         del model
         assert reference() is None
     finally:
@@ -306,11 +321,11 @@ def test_scripted_traced_and_exported():
     traced = torch.jit.trace(model, x), torch.export.export(model, (x,)).module()
     for made in (torch.jit.script(model), *traced):
         torch.testing.assert_close(made(x), eager(x))
-    assert kept(model, x) < kept(eager, x), "it is still converted"
+    assert measure_kept_bytes(model, x) < measure_kept_bytes(eager, x), "it is still converted"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_quantisation():
+def test_a_converted_model_is_quantised_like_the_original():
     quantization = pytest.importorskip("torch.ao.quantization")
     results = []
     for change in (lambda m: m, fastvit.convert):
@@ -319,23 +334,23 @@ def test_quantisation():
         quantization.fuse_modules_qat(model, [["0", "1", "2"]], inplace=True)
         model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
         quantization.prepare_qat(model, inplace=True)
-        results.append(step(model, images()))
-    assert not differing(*results)
+        results.append(run_step(model, images()))
+    assert not find_differing(*results)
 
 
 def test_a_converted_model_in_another_keeps_its_own_options():
     torch.manual_seed(0)
-    teacher, student, x = Model(depth=2), Model(depth=2), torch.randn(16, 50, 64)
+    teacher, student, x = BlockModel(depth=2), BlockModel(depth=2), torch.randn(16, 50, 64)
     inner = fastvit.convert(copy.deepcopy(teacher.blocks[0]), matmuls=True)
     both = nn.Sequential(inner, student.blocks[1])
     fastvit.convert(both)
     fastvit.convert(both[0], matmuls=True)
     plain = nn.Sequential(teacher.blocks[0], copy.deepcopy(student.blocks[1]))
-    assert not differing(step(both, x), step(plain, x))
+    assert not find_differing(run_step(both, x), run_step(plain, x))
     without = fastvit.convert(copy.deepcopy(fastvit.revert(both)))
     fastvit.convert(both)
     fastvit.convert(both[0], matmuls=True)
-    assert kept(both, x) < 0.8 * kept(without, x)
+    assert measure_kept_bytes(both, x) < 0.8 * measure_kept_bytes(without, x)
 
 
 class Raises(nn.Module):
@@ -351,20 +366,20 @@ class Raises(nn.Module):
 
 @pytest.mark.parametrize("error", [ValueError("in a forward"), KeyboardInterrupt()])
 def test_an_exception_in_a_forward(error):
-    model, x = Model(depth=2), patches()
-    want = step(model, x)
+    model, x = BlockModel(depth=2), make_patches()
+    want = run_step(model, x)
     model.blocks.insert(1, Raises(error))
     fastvit.convert(model)
     with pytest.raises(type(error)):
         model(x)
     model.blocks[1].eval()
-    got = step(model, x)
+    got = run_step(model, x)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not differing({name.replace("blocks.2", "blocks.1"): t for name, t in got.items()}, want)
+    assert not find_differing({name.replace("blocks.2", "blocks.1"): t for name, t in got.items()}, want)
 
 
 def test_a_pre_hook_that_raises():
-    model, x = fastvit.convert(Model(depth=1)), patches()
+    model, x = fastvit.convert(BlockModel(depth=1)), make_patches()
 
     def refuse(module, args):
         raise ValueError("not now")
@@ -380,13 +395,13 @@ def test_a_pre_hook_that_raises():
 
 
 def test_without_gradients_no_scope_is_opened():
-    model, seen = Model(depth=1), []
+    model, seen = BlockModel(depth=1), []
     model.blocks[0].register_forward_hook(
         lambda *_: seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
     )
     fastvit.convert(model)
     with torch.no_grad():
-        model(patches())
+        model(make_patches())
     assert seen == [None]
 
 
@@ -394,7 +409,7 @@ def test_without_gradients_no_scope_is_opened():
 def test_a_container_that_is_never_called(container):
     nets = [Stage(batch_norm()) for _ in range(2)]
     fastvit.convert(container([nets[0]]))
-    assert kept(nets[0], images()) < 0.8 * kept(nets[1], images())
+    assert measure_kept_bytes(nets[0], images()) < 0.8 * measure_kept_bytes(nets[1], images())
 
 
 def test_blocks_of_a_list_can_be_skipped():
@@ -417,5 +432,5 @@ def test_calls_that_an_observer_must_leave_alone(level):
         y = y + torch.eye(3).to_sparse()
         return torch.add(2, y)
 
-    step = make_step(lambda: Program(function, a=nn.Linear(3, 3)), torch.randn(3, 3))
+    step = make_step(lambda: FunctionModel(function, a=nn.Linear(3, 3)), torch.randn(3, 3))
     assert_eager_bits(step, **LEVELS[level])

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from convert_models import D, gradients, same_bits, tokens
+from convert_models import DIM, assert_same_bits, list_gradients, make_tokens
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -41,7 +41,9 @@ def undone():
 
 def mlp(*last):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(D, 2 * D), nn.LayerNorm(2 * D), nn.GELU(), nn.Linear(2 * D, D), *last)
+    return nn.Sequential(
+        nn.Linear(DIM, 2 * DIM), nn.LayerNorm(2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM), *last
+    )
 
 
 class Raises(nn.Module):
@@ -60,13 +62,13 @@ class Raises(nn.Module):
 # --- what is called next
 
 NEXT = {
-    "the model": lambda model: (mend(model), model(tokens()).sum().backward()),
-    "another model": lambda model: fastvit.convert(mlp())(tokens()).sum().backward(),
-    "a model that is not converted": lambda model: mlp()(tokens()).sum().backward(),
-    "report": lambda model: fastvit.report(mlp(), tokens()),
-    "report of the model": lambda model: (mend(model), fastvit.report(model, tokens())),
-    "verify": lambda model: fastvit.verify(mlp(), tokens()),
-    "a budget": lambda model: fastvit.convert(mlp(), budget=0.95, example_inputs=tokens()),
+    "the model": lambda model: (mend(model), model(make_tokens()).sum().backward()),
+    "another model": lambda model: fastvit.convert(mlp())(make_tokens()).sum().backward(),
+    "a model that is not converted": lambda model: mlp()(make_tokens()).sum().backward(),
+    "report": lambda model: fastvit.report(mlp(), make_tokens()),
+    "report of the model": lambda model: (mend(model), fastvit.report(model, make_tokens())),
+    "verify": lambda model: fastvit.verify(mlp(), make_tokens()),
+    "a budget": lambda model: fastvit.convert(mlp(), budget=0.95, example_inputs=make_tokens()),
     "scope": lambda model: in_scope(),
 }
 ERRORS = [KeyboardInterrupt, SystemExit, GeneratorExit, ValueError, RecursionError, torch.OutOfMemoryError]
@@ -80,7 +82,7 @@ def mend(model):
 
 def in_scope():
     with fastvit.recompute_scope():
-        mlp()(tokens()).sum().backward()
+        mlp()(make_tokens()).sum().backward()
 
 
 @pytest.mark.parametrize("then", NEXT)
@@ -88,7 +90,7 @@ def in_scope():
 def test_an_exception_in_a_forward(error, then):
     model = fastvit.convert(mlp(Raises(error())))
     with pytest.raises(error):
-        model(tokens())
+        model(make_tokens())
     assert is_closed() or not issubclass(error, Exception)
     NEXT[then](model)
     assert is_closed(then)
@@ -104,7 +106,7 @@ def test_an_exception_in_a_hook_of_the_user(error, then):
         model = fastvit.convert(mlp())
         handle = getattr(model[1], register)(hook)
         with pytest.raises(error):
-            model(tokens())
+            model(make_tokens())
         handle.remove()
         NEXT[then](model)
         assert is_closed(then)
@@ -113,11 +115,11 @@ def test_an_exception_in_a_hook_of_the_user(error, then):
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_exception_in_a_block_of_blocks(error):
     blocks = nn.Sequential(*(nn.Sequential(mlp(), mlp(Raises(None))) for _ in range(2)))
-    model = fastvit.convert(nn.Sequential(blocks, nn.LayerNorm(D)))
+    model = fastvit.convert(nn.Sequential(blocks, nn.LayerNorm(DIM)))
     blocks[1][1][-1].error = error()
     with pytest.raises(error):
-        model(tokens())
-    fastvit.report(mlp(), tokens())
+        model(make_tokens())
+    fastvit.report(mlp(), make_tokens())
     assert is_closed()
 
 
@@ -136,7 +138,7 @@ class Full:
 
     def pack(self, tensor):
         if self.n == "large":
-            full = tensor.numel() > tokens().numel()
+            full = tensor.numel() > make_tokens().numel()
         else:
             self.n -= 1
             full = self.n == 0
@@ -158,7 +160,7 @@ def test_an_exception_in_the_hooks_around(n, error, then):
     """As of memory or a disk that is full; at the last decision, when the block ends, or before."""
     model = fastvit.convert(mlp(Raises(None)))
     with contextlib.suppress(error), Full(n, error()).around():
-        model(tokens())
+        model(make_tokens())
     assert is_closed() or not issubclass(error, Exception)
     NEXT[then](model)
     assert is_closed(then)
@@ -169,7 +171,7 @@ def test_an_exception_in_the_hooks_around(n, error, then):
 def test_an_exception_in_the_hooks_around_a_scope(n, error):
     model = mlp()
     with contextlib.suppress(error), Full(n, error()).around(), fastvit.recompute_scope():
-        y = model(tokens())  # held, since a scope decides on what is still saved
+        y = model(make_tokens())  # held, since a scope decides on what is still saved
         assert y.grad_fn is not None
     assert is_closed()
 
@@ -181,10 +183,10 @@ def test_hooks_of_the_user_survive(where):
     model = fastvit.convert(mlp(Raises(MemoryError() if where == "forward" else None)))
     with full.around():
         with pytest.raises(MemoryError):
-            model(tokens())
+            model(make_tokens())
         assert hooks() == (full.pack, full.unpack) and torch._C._len_torch_function_stack() == 0
         full.n = 0
-        mlp()(tokens())
+        mlp()(make_tokens())
         assert full.n < 0 and hooks() == (full.pack, full.unpack)
     assert is_closed()
 
@@ -194,7 +196,7 @@ def test_an_interrupt_inside_of_hooks_of_the_user(then):
     """The end of their block takes off what is on top."""
     model, full = fastvit.convert(mlp(Raises(KeyboardInterrupt()))), Full(0, None)
     with contextlib.suppress(KeyboardInterrupt), full.around():
-        model(tokens())
+        model(make_tokens())
     NEXT[then](model)
     assert is_closed(then)
 
@@ -202,14 +204,14 @@ def test_an_interrupt_inside_of_hooks_of_the_user(then):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, MemoryError])
 def test_what_was_saved_before_an_exception_is_freed(error):
     model = fastvit.convert(mlp(Raises(None)))
-    x = tokens().requires_grad_()
+    x = make_tokens().requires_grad_()
     leaf = weakref.ref(x)
     model[-1].error = error()
     with contextlib.suppress(error):
         model(x)
     model[-1].error = None
     del x
-    fastvit.convert(mlp())(tokens())
+    fastvit.convert(mlp())(make_tokens())
     gc.collect()
     assert leaf() is None
 
@@ -218,11 +220,11 @@ def test_what_was_saved_before_an_exception_is_freed(error):
 def test_steps_after_an_exception_are_as_before(error):
     model, eager = fastvit.convert(mlp(Raises(error()))), mlp()
     with pytest.raises(error):
-        model(tokens())
+        model(make_tokens())
     mend(model)
     for one in (model, eager):
-        one(tokens()).square().sum().backward()
-    same_bits(gradients(model), gradients(eager))
+        one(make_tokens()).square().sum().backward()
+    assert_same_bits(list_gradients(model), list_gradients(eager))
     assert is_closed()
 
 
@@ -235,7 +237,12 @@ class Tree(nn.Module):
     def __init__(self, error=None):
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.a, self.b, self.error = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D), error
+        self.norm, self.a, self.b, self.error = (
+            nn.LayerNorm(DIM),
+            nn.Linear(DIM, DIM),
+            nn.Linear(DIM, DIM),
+            error,
+        )
 
     def forward(self, x, depth=3):
         if depth:
@@ -249,15 +256,15 @@ class Tree(nn.Module):
 @pytest.mark.parametrize("inner", [False, True], ids=["", "in a model"])
 def test_a_module_that_calls_itself(error, inner):
     tree = Tree(None if error is None else error())
-    model = fastvit.convert(nn.Sequential(tree, nn.Linear(D, D)) if inner else tree)
+    model = fastvit.convert(nn.Sequential(tree, nn.Linear(DIM, DIM)) if inner else tree)
     with contextlib.nullcontext() if error is None else pytest.raises(error):
-        model(tokens())
+        model(make_tokens())
     tree.error = None
-    model(tokens()).square().sum().backward()
+    model(make_tokens()).square().sum().backward()
     assert is_closed()
     expected = Tree()
     torch.manual_seed(0)
     whole = nn.Sequential(expected, model[1]) if inner else expected
     before = [p.grad for p in tree.parameters()]
-    whole(tokens()).square().sum().backward()
-    same_bits(before, [p.grad for p in expected.parameters()])
+    whole(make_tokens()).square().sum().backward()
+    assert_same_bits(before, [p.grad for p in expected.parameters()])

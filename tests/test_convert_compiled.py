@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from report_models import Block
+from report_models import SmallViTBlock
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -15,14 +15,14 @@ from fastvit import convert, revert
 from fastvit.memory import live_bytes
 
 
-class Breaks(Block):
+class Breaks(SmallViTBlock):
     def act(self, x):
         torch._dynamo.graph_break()
         return super().act(x)
 
 
 class Net(nn.Module):
-    def __init__(self, make=Block, blocks: int = 2):
+    def __init__(self, make=SmallViTBlock, blocks: int = 2):
         super().__init__()
         self.blocks = nn.Sequential(*[make() for _ in range(blocks)])
         self.norm = nn.LayerNorm(64)
@@ -143,7 +143,7 @@ def test_keeps_less_with_the_same_values(how, make, options, batch, most):
 
 @pytest.mark.slow
 def test_inductor_and_its_caches():
-    make, x = lambda: Net(lambda: Block(0.1), 1), torch.randn(4, 64, 64)
+    make, x = lambda: Net(lambda: SmallViTBlock(0.1), 1), torch.randn(4, 64, 64)
     for _ in range(2):  # the second time from the caches
         assert both(make, as_module, x, fullgraph=True) <= 0.7
 
@@ -161,7 +161,7 @@ def test_dynamic_shapes():
     assert both(Net, as_module, torch.randn(4, 64, 64), backend="aot_eager", dynamic=True) <= 0.66
 
 
-def test_budget():
+def test_compiled_code_keeps_the_share_of_a_budget():
     """Of a plan, compiled code gets the share of the bytes that it keeps."""
     torch._dynamo.reset()
     x, model = torch.randn(4, 64, 64), Net()

@@ -1,18 +1,29 @@
 """What must be freed: bytes that a training forward keeps, in models of forms that are in use."""
 
+from functools import partial
+
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from convert_models import LEVELS, D, Program, assert_eager_bits, convert_at, images, make_step, tokens
+from convert_models import (
+    DIM,
+    LEVELS,
+    FunctionModel,
+    assert_eager_bits,
+    convert_at,
+    make_images,
+    make_step,
+    make_tokens,
+)
 from torch import nn
-from vit_models import kept
+from vit_models import measure_kept_bytes
 
 
 def share_kept(make, x, level="default"):
     """The bytes that a converted model keeps, as a share of those of the model. Its bits are eager's."""
     assert_eager_bits(make_step(make, x), **LEVELS[level])
-    return kept(convert_at(level, make()), x) / kept(make(), x)
+    return measure_kept_bytes(convert_at(level, make()), x) / measure_kept_bytes(make(), x)
 
 
 # --- in place, as out of place
@@ -30,7 +41,7 @@ def volumes():
 
 
 def squares():
-    return images(size=24)
+    return make_images(size=24)
 
 
 INSTANCE_NORMS = {
@@ -58,19 +69,17 @@ ACTIVATIONS = {
 def test_an_activation_in_place_after_an_instance_norm(norm, activation, level):
     make_norm, dimensions, inputs = INSTANCE_NORMS[norm]
     inside, outside = (
-        share_kept(
-            lambda: norm_and_activation(make_norm, lambda: ACTIVATIONS[activation](inplace), dimensions),  # noqa: B023
-            inputs(),
-            level,
+        share_kept(make, inputs(), level) * measure_kept_bytes(make(), inputs())
+        for make in (
+            partial(norm_and_activation, make_norm, partial(ACTIVATIONS[activation], inplace), dimensions)
+            for inplace in (True, False)
         )
-        * kept(norm_and_activation(make_norm, lambda: ACTIVATIONS[activation](inplace), dimensions), inputs())  # noqa: B023
-        for inplace in (True, False)
     )
     assert inside <= 1.02 * outside + 4096
 
 
 VIEWS = {  # a view of a result, an op in place on it, and what is the same out of place
-    "view": lambda h: h.unflatten(-1, (8, D // 8)),
+    "view": lambda h: h.unflatten(-1, (8, DIM // 8)),
     "unsqueeze": lambda h: h.unsqueeze(1),
     "transpose": lambda h: h.transpose(1, 2),
     "permute": lambda h: h.permute(2, 0, 1),
@@ -91,22 +100,25 @@ def test_a_write_to_a_view_of_a_result(norm, write, view):
             for i in range(3):
                 h = m.linears[i](x)
                 h = m.norms[i](h) if norm == "layer_norm" else m.norms[i](h.transpose(1, 2)).transpose(1, 2)
-                x = write(VIEWS[view](h)).reshape(-1).view(8, 16, D)
+                x = write(VIEWS[view](h)).reshape(-1).view(8, 16, DIM)
             return m.head(x)
 
-        norms = [nn.LayerNorm(D) if norm == "layer_norm" else nn.GroupNorm(8, D) for _ in range(3)]
-        linears = [nn.Linear(D, D) for _ in range(3)]
-        return Program(
-            function, norms=nn.ModuleList(norms), linears=nn.ModuleList(linears), head=nn.Linear(D, D)
+        norms = [nn.LayerNorm(DIM) if norm == "layer_norm" else nn.GroupNorm(8, DIM) for _ in range(3)]
+        linears = [nn.Linear(DIM, DIM) for _ in range(3)]
+        return FunctionModel(
+            function, norms=nn.ModuleList(norms), linears=nn.ModuleList(linears), head=nn.Linear(DIM, DIM)
         )
 
-    inside, outside = (share_kept(lambda: make(one), tokens()) for one in IN_PLACE[write])  # noqa: B023
-    before = [kept(make(one), tokens()) for one in IN_PLACE[write]]
+    inside, outside = (share_kept(lambda: make(one), make_tokens()) for one in IN_PLACE[write])  # noqa: B023
+    before = [measure_kept_bytes(make(one), make_tokens()) for one in IN_PLACE[write]]
     assert inside * before[0] <= 1.02 * outside * before[1] + 4096
 
 
 def mlp(activation, depth=3):
-    parts = [(nn.LayerNorm(D), nn.Linear(D, 4 * D), activation(), nn.Linear(4 * D, D)) for _ in range(depth)]
+    parts = [
+        (nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), activation(), nn.Linear(4 * DIM, DIM))
+        for _ in range(depth)
+    ]
     return nn.Sequential(*(nn.Sequential(*part) for part in parts))
 
 
@@ -120,10 +132,10 @@ def test_an_activation_in_place_after_a_linear_of_tokens(activation, level):
     sizes = []
     for inplace in (True, False):
         make = lambda: mlp(lambda: ACTIVATIONS[activation](inplace))  # noqa: B023, E731
-        sizes.append(share_kept(make, tokens(), level) * kept(make(), tokens()))
+        sizes.append(share_kept(make, make_tokens(), level) * measure_kept_bytes(make(), make_tokens()))
     assert sizes[0] <= 1.02 * sizes[1] + 4096
     if activation == "silu":
-        assert sizes[0] <= BOUNDS[level] * kept(make(), tokens())
+        assert sizes[0] <= BOUNDS[level] * measure_kept_bytes(make(), make_tokens())
 
 
 # --- hooks
@@ -163,7 +175,7 @@ HOOKS = {
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_that_change_nothing(name, level):
-    share = share_kept(lambda: hooked(lambda: mlp(nn.GELU), HOOKS[name]), tokens(), level)
+    share = share_kept(lambda: hooked(lambda: mlp(nn.GELU), HOOKS[name]), make_tokens(), level)
     assert share <= BOUNDS[level] + 0.01
 
 
@@ -182,10 +194,10 @@ def test_a_read_after_the_blocks_have_ended(read, level):
                 READS[read](y)
             return outputs[-1]
 
-        return Program(function, blocks=nn.ModuleList(mlp(nn.GELU) for _ in range(3)))
+        return FunctionModel(function, blocks=nn.ModuleList(mlp(nn.GELU) for _ in range(3)))
 
-    without = share_kept(lambda: make(False), tokens(), level)
-    assert share_kept(lambda: make(True), tokens(), level) <= without + 0.001
+    without = share_kept(lambda: make(False), make_tokens(), level)
+    assert share_kept(lambda: make(True), make_tokens(), level) <= without + 0.001
 
 
 @pytest.mark.parametrize("kind", ["full backward", "full backward pre"])
@@ -212,10 +224,10 @@ def test_a_name_of_a_write_is_not_a_write(name):
             NAMES[name](h)
             return m.head(F.gelu(h))
 
-        parts = {"first": nn.Linear(D, D), "norm": nn.LayerNorm(D), "head": nn.Linear(D, D)}
-        return Program(function, **parts)
+        parts = {"first": nn.Linear(DIM, DIM), "norm": nn.LayerNorm(DIM), "head": nn.Linear(DIM, DIM)}
+        return FunctionModel(function, **parts)
 
-    assert share_kept(make, tokens()) <= 0.6
+    assert share_kept(make, make_tokens()) <= 0.6
 
 
 # --- structures
@@ -226,7 +238,7 @@ class Tree(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.a, self.b = nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        self.norm, self.a, self.b = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
 
     def forward(self, x, depth=2):
         if depth:
@@ -241,10 +253,10 @@ class Tree(nn.Module):
 def test_a_module_that_calls_itself(place, level):
     makes = {
         "the model": Tree,
-        "in a model": lambda: nn.Sequential(Tree(), nn.Linear(D, 4)),
-        "a block": lambda: nn.Sequential(nn.Sequential(Tree(), Tree()), nn.Linear(D, 4)),
+        "in a model": lambda: nn.Sequential(Tree(), nn.Linear(DIM, 4)),
+        "a block": lambda: nn.Sequential(nn.Sequential(Tree(), Tree()), nn.Linear(DIM, 4)),
     }
-    assert share_kept(makes[place], tokens(), level) <= BOUNDS[level] + 0.1
+    assert share_kept(makes[place], make_tokens(), level) <= BOUNDS[level] + 0.1
 
 
 class Split(nn.Module):

@@ -6,7 +6,16 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from convert_models import LEVELS, D, Program, assert_eager_bits, gradients, images, make_step, tokens
+from convert_models import (
+    DIM,
+    LEVELS,
+    FunctionModel,
+    assert_eager_bits,
+    list_gradients,
+    make_images,
+    make_step,
+    make_tokens,
+)
 from program_tools import matmul_precision
 from torch import nn
 
@@ -61,8 +70,8 @@ class Adapted(nn.Module):
 
 
 def mlp(linear, n=2):
-    parts = [[nn.LayerNorm(D), linear(D, 2 * D), nn.GELU(), linear(2 * D, D)] for _ in range(n)]
-    return nn.Sequential(*sum(parts, []), nn.Linear(D, 4))
+    parts = [[nn.LayerNorm(DIM), linear(DIM, 2 * DIM), nn.GELU(), linear(2 * DIM, DIM)] for _ in range(n)]
+    return nn.Sequential(*sum(parts, []), nn.Linear(DIM, 4))
 
 
 def make_frozen(freeze, linear=nn.Linear):
@@ -85,13 +94,13 @@ FROZEN = {
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_frozen_parameters_under_autocast(frozen, precision, level):
-    assert_eager_bits(make_step(FROZEN[frozen], tokens(), PRECISIONS[precision]), **LEVELS[level])
+    assert_eager_bits(make_step(FROZEN[frozen], make_tokens(), PRECISIONS[precision]), **LEVELS[level])
 
 
 NORMS = {  # with a bias without gradient, which autocast gives the op in a dtype that the graph lacks
     "group_norm": lambda m, h: F.group_norm(h.flatten(0, 1), 8, m.w, m.b),
     "batch_norm": lambda m, h: F.batch_norm(h.flatten(0, 1), None, None, m.w, m.b, True),
-    "layer_norm": lambda m, h: F.layer_norm(h, (D,), m.w, m.b),
+    "layer_norm": lambda m, h: F.layer_norm(h, (DIM,), m.w, m.b),
     "instance_norm": lambda m, h: F.instance_norm(h.mT, None, None, m.w, m.b).mT,
 }
 
@@ -104,10 +113,10 @@ def test_a_norm_with_a_frozen_bias_under_autocast(norm, precision, level):
         def function(m, x):
             return m.head(F.gelu(NORMS[norm](m, m.first(x))))
 
-        parts = {"first": nn.Linear(D, D), "head": nn.Linear(D, 3), "b": torch.randn(D)}
-        return Program(function, **parts, w=nn.Parameter(torch.ones(D)))
+        parts = {"first": nn.Linear(DIM, DIM), "head": nn.Linear(DIM, 3), "b": torch.randn(DIM)}
+        return FunctionModel(function, **parts, w=nn.Parameter(torch.ones(DIM)))
 
-    assert_eager_bits(make_step(make, tokens(), PRECISIONS[precision]), **LEVELS[level])
+    assert_eager_bits(make_step(make, make_tokens(), PRECISIONS[precision]), **LEVELS[level])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -118,10 +127,10 @@ def test_a_backward_under_another_autocast(forward, backward, level):
         torch.manual_seed(0)
         model = convert(mlp(nn.Linear))
         with PRECISIONS[forward]():
-            y = model(tokens())
+            y = model(make_tokens())
         with PRECISIONS[backward]():
             (y.float() ** 2).sum().backward()
-        return gradients(model)
+        return list_gradients(model)
 
     assert_eager_bits(run, **LEVELS[level])
 
@@ -158,17 +167,17 @@ FLAGS = {
 
 
 def convolutions(*between):
-    parts = nn.Conv2d(3, D, 3), *between, nn.GELU(), nn.Conv2d(D, 4, 1), nn.SiLU()
+    parts = nn.Conv2d(3, DIM, 3), *between, nn.GELU(), nn.Conv2d(DIM, 4, 1), nn.SiLU()
     return nn.Sequential(*parts)
 
 
 MODELS = {
-    "gelu": (lambda: nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)), tokens),
-    "convolutions": (lambda: convolutions(nn.BatchNorm2d(D)), images),
-    "half": (lambda: mlp(nn.Linear).bfloat16(), lambda: tokens().bfloat16()),
+    "gelu": (lambda: nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)), make_tokens),
+    "convolutions": (lambda: convolutions(nn.BatchNorm2d(DIM)), make_images),
+    "half": (lambda: mlp(nn.Linear).bfloat16(), lambda: make_tokens().bfloat16()),
     "half convolutions": (
-        lambda: convolutions(nn.ReLU(), nn.Conv2d(D, D, 3)).bfloat16(),
-        lambda: images().bfloat16(),
+        lambda: convolutions(nn.ReLU(), nn.Conv2d(DIM, DIM, 3)).bfloat16(),
+        lambda: make_images().bfloat16(),
     ),
 }
 
@@ -193,7 +202,7 @@ def test_flags_are_those_of_the_forward(name, flag, place, level):
             y = model(x)
         with inside["backward"]():
             (y * y).sum().backward()
-        return [y, *gradients(model)]
+        return [y, *list_gradients(model)]
 
     assert_eager_bits(run, **LEVELS[level])
 
@@ -248,8 +257,8 @@ CASTS["channels_last"] = channels_last
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("cast", CASTS)
 def test_a_cast_has_the_strides_that_were_asked_for(cast, level):
-    make = partial(Program, CASTS[cast])
-    step = make_step(lambda: make(first=nn.Linear(D, D), norm=nn.LayerNorm(D)), tokens())
+    make = partial(FunctionModel, CASTS[cast])
+    step = make_step(lambda: make(first=nn.Linear(DIM, DIM), norm=nn.LayerNorm(DIM)), make_tokens())
     assert_eager_bits(step, **LEVELS[level])
 
 
@@ -270,15 +279,17 @@ def test_a_batch_norm_of_any_strides_and_dtype(layout, tracks, affine, kind, tra
     dtype = {"autocast": torch.float32}.get(kind) or getattr(torch, kind)
 
     def make():
-        norm = nn.BatchNorm1d(D, affine=affine, track_running_stats=tracks)
+        norm = nn.BatchNorm1d(DIM, affine=affine, track_running_stats=tracks)
 
         def function(m, x):
             y = m.norm(LAYOUTS[layout](m.first(x)))
             return m.head(y if y.dim() == 2 else y.transpose(1, 2))
 
-        model = Program(function, first=nn.Linear(D, D), norm=norm, head=nn.Linear(D, D)).to(dtype)
+        model = FunctionModel(function, first=nn.Linear(DIM, DIM), norm=norm, head=nn.Linear(DIM, DIM)).to(
+            dtype
+        )
         norm.float() if kind == "float16" else None  # as of models whose norms are in float32
         return model.train(training)
 
     context = PRECISIONS["bfloat16" if kind == "autocast" else "float32"]
-    assert_eager_bits(make_step(make, tokens().to(dtype), context))
+    assert_eager_bits(make_step(make, make_tokens().to(dtype), context))

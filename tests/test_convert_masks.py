@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from convert_models import Program, assert_eager_bits, images, make_step, tokens
+from convert_models import FunctionModel, assert_eager_bits, make_images, make_step, make_tokens
 from torch import nn
-from vit_models import kept
+from vit_models import measure_kept_bytes
 
 import fastvit
 
@@ -37,7 +37,7 @@ def test_bounds_in_every_dtype(dtype, bounds, reader, inplace):
     def make():
         return nn.Sequential(nn.Conv2d(3, C, 3), nn.Hardtanh(*bounds, inplace), READERS[reader]()).to(dtype)
 
-    assert_eager_bits(make_step(make, images().to(dtype)))
+    assert_eager_bits(make_step(make, make_images().to(dtype)))
 
 
 @pytest.mark.parametrize("bounds", BOUNDS[:2], ids=str)
@@ -46,7 +46,7 @@ def test_bounds_under_autocast(dtype, bounds):
     def make():
         return nn.Sequential(nn.Conv2d(3, C, 3), nn.Hardtanh(*bounds), nn.MaxPool2d(2), nn.Conv2d(C, 4, 1))
 
-    assert_eager_bits(make_step(make, images(), lambda: torch.autocast("cpu", dtype)))
+    assert_eager_bits(make_step(make, make_images(), lambda: torch.autocast("cpu", dtype)))
 
 
 ACTIVATIONS = {
@@ -76,7 +76,7 @@ def test_numbers_beside_the_bounds(dtype, activation, bounds):
     def run(convert):
         leaf = x.clone().requires_grad_()
         model = convert(
-            Program(lambda m, x: m.frozen(ACTIVATIONS[activation](x * 1, *bounds)), frozen=frozen)
+            FunctionModel(lambda m, x: m.frozen(ACTIVATIONS[activation](x * 1, *bounds)), frozen=frozen)
         )
         y = model(leaf)
         return torch.autograd.grad(y, leaf, torch.ones_like(y))
@@ -100,7 +100,7 @@ def test_a_mask_that_is_skipped(name):
     activation, ops = SKIPS[name]
     make = lambda: nn.Sequential(nn.Conv2d(3, C, 3), activation(), nn.MaxPool2d(2))  # noqa: E731
     before, masked, skipped = (
-        kept(convert(make()), images())
+        measure_kept_bytes(convert(make()), make_images())
         for convert in (
             lambda model: model,
             fastvit.convert,
@@ -108,13 +108,13 @@ def test_a_mask_that_is_skipped(name):
         )
     )
     assert masked < skipped <= before
-    assert_eager_bits(make_step(make, images()), skip=[("", op) for op in ops])
+    assert_eager_bits(make_step(make, make_images()), skip=[("", op) for op in ops])
 
 
 def test_a_mask_of_dropout_that_is_skipped():
     make = lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3))  # noqa: E731
     before, masked, skipped = (
-        kept(convert(make()), tokens())
+        measure_kept_bytes(convert(make()), make_tokens())
         for convert in (
             lambda model: model,
             fastvit.convert,
@@ -149,6 +149,6 @@ def test_an_activation_that_is_written_to_after_its_mask(write, reader):
 
     def make():
         parts = {"reader": READERS[reader](), "head": nn.Conv2d(C, 4, 1)}
-        return Program(function, first=nn.Conv2d(3, C, 3), **parts)
+        return FunctionModel(function, first=nn.Conv2d(3, C, 3), **parts)
 
-    assert_eager_bits(make_step(make, images()))
+    assert_eager_bits(make_step(make, make_images()))

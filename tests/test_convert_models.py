@@ -5,8 +5,8 @@ import copy
 
 import pytest
 import torch
-from packages import package
-from vit_models import differing, kept, step
+from packages import import_or_skip
+from vit_models import find_differing, measure_kept_bytes, run_step
 
 import fastvit
 
@@ -49,7 +49,7 @@ GOALS = {  # name -> the least share of the kept bytes that is rebuilt instead
 
 def created(name):
     for needed in ("timm", "torchvision", "transformers"):
-        package(needed)
+        import_or_skip(needed)
     from real_models import create_model, random_inputs
 
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def bf16():
 def test_the_same_bits_and_the_share(name):
     eager, x = created(name)
     model = fastvit.convert(copy.deepcopy(eager))
-    saved = 1 - kept(model, x) / kept(eager, x)
+    saved = 1 - measure_kept_bytes(model, x) / measure_kept_bytes(eager, x)
     assert saved >= GOALS[name], f"{saved:.1%}"
     for context in (contextlib.nullcontext, bf16):
-        assert not differing(step(model, x, context), step(eager, x, context))
+        assert not find_differing(run_step(model, x, context), run_step(eager, x, context))

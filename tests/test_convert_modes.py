@@ -6,20 +6,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from convert_models import (
+    DIM,
     LEVELS,
-    D,
-    Program,
+    FunctionModel,
     assert_eager_bits,
-    gradients,
-    images,
+    assert_same_bits,
+    list_gradients,
+    make_images,
     make_step,
-    same_bits,
-    tokens,
+    make_tokens,
 )
 from torch import nn
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.overrides import TorchFunctionMode, is_tensor_like
-from vit_models import kept
+from vit_models import measure_kept_bytes
 
 import fastvit
 
@@ -31,15 +31,15 @@ PADDED = torch.tensor([[0] * 16, [0] * 9 + [1] * 7]).bool()
 
 
 def layer():
-    return nn.TransformerEncoderLayer(D, 4, 2 * D, batch_first=True)
+    return nn.TransformerEncoderLayer(DIM, 4, 2 * DIM, batch_first=True)
 
 
 ENCODERS = {  # in evaluation, under no_grad or frozen
     "encoder": lambda: nn.TransformerEncoder(layer(), 1),
     "two layers": lambda: nn.TransformerEncoder(layer(), 2),
     "layer": layer,
-    "attention": lambda: nn.MultiheadAttention(D, 4, batch_first=True),
-    "transformer": lambda: nn.Transformer(D, 4, 1, 1, 2 * D, batch_first=True),
+    "attention": lambda: nn.MultiheadAttention(DIM, 4, batch_first=True),
+    "transformer": lambda: nn.Transformer(DIM, 4, 1, 1, 2 * DIM, batch_first=True),
 }
 
 
@@ -61,16 +61,16 @@ def test_the_fast_path_of_a_frozen_encoder(name, kind):
 
     def make():
         encoder = ENCODERS[name]().eval().requires_grad_(False)
-        return Program(function, encoder=encoder, norm=nn.LayerNorm(D), head=nn.Linear(D, 2))
+        return FunctionModel(function, encoder=encoder, norm=nn.LayerNorm(DIM), head=nn.Linear(DIM, 2))
 
-    step = make_step(make, tokens(2))
+    step = make_step(make, make_tokens(2))
     if kind == "scope":
         with fastvit.recompute_scope():
             actual = step(lambda model: model)
-        same_bits(actual, step(lambda model: model))
+        assert_same_bits(actual, step(lambda model: model))
     elif kind == "frozen, with others":  # a block of its own, between blocks that are trained
         step = make_step(
-            lambda: nn.Sequential(nn.Sequential(make(), nn.LayerNorm(2)), nn.Linear(2, 2)), tokens(2)
+            lambda: nn.Sequential(nn.Sequential(make(), nn.LayerNorm(2)), nn.Linear(2, 2)), make_tokens(2)
         )
         assert_eager_bits(step)
     else:
@@ -97,12 +97,14 @@ def test_a_view_of_what_a_hook_returns_is_written_to_without_gradients(level):
         return m.head(F.gelu(y))
 
     def make():
-        norm = nn.LayerNorm(D)
+        norm = nn.LayerNorm(DIM)
         norm.register_full_backward_pre_hook(lambda module, gradients: None)
-        frozen = nn.Linear(D, D).requires_grad_(False)
-        return Program(function, first=nn.Linear(D, D), norm=norm, frozen=frozen, head=nn.Linear(D, 3))
+        frozen = nn.Linear(DIM, DIM).requires_grad_(False)
+        return FunctionModel(
+            function, first=nn.Linear(DIM, DIM), norm=norm, frozen=frozen, head=nn.Linear(DIM, 3)
+        )
 
-    assert_eager_bits(make_step(make, tokens()), **LEVELS[level])
+    assert_eager_bits(make_step(make, make_tokens()), **LEVELS[level])
 
 
 @pytest.mark.parametrize("ask", ASKS)
@@ -112,9 +114,11 @@ def test_a_forward_that_asks_for_modes(ask):
         return m.head(y.sin() if ASKS[ask](y) else F.gelu(y))
 
     def make():
-        return Program(function, first=nn.Linear(D, D), norm=nn.LayerNorm(D), head=nn.Linear(D, 2))
+        return FunctionModel(
+            function, first=nn.Linear(DIM, DIM), norm=nn.LayerNorm(DIM), head=nn.Linear(DIM, 2)
+        )
 
-    assert_eager_bits(make_step(make, tokens()))
+    assert_eager_bits(make_step(make, make_tokens()))
 
 
 # --- modes outside and inside that change a call
@@ -131,7 +135,7 @@ class Changes(TorchFunctionMode):
         return self.change(func, args, dict(kwargs or {}))
 
 
-NOISE = torch.rand(8, 16, D, generator=torch.Generator().manual_seed(3))
+NOISE = torch.rand(8, 16, DIM, generator=torch.Generator().manual_seed(3))
 
 
 def norm_operands(input, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -176,17 +180,17 @@ CHANGES = [another_eps, another_eps_of_groups, another_number, another_dropout, 
 
 
 def changed(m, x):
-    h = F.layer_norm(m.first(x) * 0.1, (D,), m.w, m.b, 1e-5)
+    h = F.layer_norm(m.first(x) * 0.1, (DIM,), m.w, m.b, 1e-5)
     h = F.gelu(F.group_norm(h.flatten(0, 1), 8, m.w, m.b, 1e-5)).view(h.shape)
     h = F.dropout(F.gelu(torch.add(m.second(h), 1.0)), 0.3)
     return m.head(h)
 
 
 def make_changed(frozen=False):
-    parts = {name: nn.Linear(D, D) for name in ("first", "second", "head")}
+    parts = {name: nn.Linear(DIM, DIM) for name in ("first", "second", "head")}
     parts["second"].bias.requires_grad_(not frozen)
-    b = torch.randn(D) if frozen else nn.Parameter(torch.randn(D))
-    return Program(changed, **parts, w=nn.Parameter(torch.ones(D)), b=b)
+    b = torch.randn(DIM) if frozen else nn.Parameter(torch.randn(DIM))
+    return FunctionModel(changed, **parts, w=nn.Parameter(torch.ones(DIM)), b=b)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -194,7 +198,7 @@ def make_changed(frozen=False):
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_mode_outside_that_changes_calls(change, frozen, level):
     assert_eager_bits(
-        make_step(lambda: make_changed(frozen), tokens(), lambda: Changes(change)), **LEVELS[level]
+        make_step(lambda: make_changed(frozen), make_tokens(), lambda: Changes(change)), **LEVELS[level]
     )
 
 
@@ -212,7 +216,7 @@ def test_a_mode_inside_that_changes_calls(change, frozen, level):
         model.function = function
         return model
 
-    assert_eager_bits(make_step(make, tokens()), **LEVELS[level])
+    assert_eager_bits(make_step(make, make_tokens()), **LEVELS[level])
 
 
 # --- subclasses of tensors
@@ -252,10 +256,10 @@ def conv_net():
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("subclass", [Image, Counts])
 def test_an_input_that_is_a_subclass(subclass, level):
-    x = images(size=32).as_subclass(subclass)
+    x = make_images(size=32).as_subclass(subclass)
     assert_eager_bits(make_step(conv_net, x), **LEVELS[level])
     eager, model = conv_net(), fastvit.convert(conv_net(), **LEVELS[level])
-    assert kept(model, x) <= 0.55 * kept(eager, x)
+    assert measure_kept_bytes(model, x) <= 0.55 * measure_kept_bytes(eager, x)
     assert type(model(x)) is subclass
 
 
@@ -269,7 +273,7 @@ def test_a_converted_model_calls_a_subclass_as_often(level):
                 name, nn.Parameter(getattr(model.second, name).detach().as_subclass(Counts))
             )
         Counts.calls = 0
-        y = model(tokens())
+        y = model(make_tokens())
         counts.append(Counts.calls)
         y.as_subclass(torch.Tensor).sum().backward()
     assert counts[0] == counts[1] > 0
@@ -278,21 +282,24 @@ def test_a_converted_model_calls_a_subclass_as_often(level):
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 def test_a_weight_with_a_norm_of_its_own(frozen):
     def function(m, x):
-        return m.head(F.gelu(F.layer_norm(m.first(x), (D,), m.w, m.b, 0.5)))
+        return m.head(F.gelu(F.layer_norm(m.first(x), (DIM,), m.w, m.b, 0.5)))
 
     def make():
-        w = nn.Parameter(torch.randn(D).as_subclass(OwnNorm))
-        b = torch.randn(D) if frozen else nn.Parameter(torch.randn(D))
-        return Program(function, first=nn.Linear(D, D), head=nn.Linear(D, 3), w=w, b=b)
+        w = nn.Parameter(torch.randn(DIM).as_subclass(OwnNorm))
+        b = torch.randn(DIM) if frozen else nn.Parameter(torch.randn(DIM))
+        return FunctionModel(function, first=nn.Linear(DIM, DIM), head=nn.Linear(DIM, 3), w=w, b=b)
 
-    assert_eager_bits(make_step(make, tokens()))
+    assert_eager_bits(make_step(make, make_tokens()))
 
 
 EXPANDED = {
-    "linear": (lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 4)), tokens),
-    "conv": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 4, 1)), images),
-    "norms": (lambda: nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.GELU(), nn.Linear(D, 4)), tokens),
-    "groups": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU()), images),
+    "linear": (lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 4)), make_tokens),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 4, 1)), make_images),
+    "norms": (
+        lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.GELU(), nn.Linear(DIM, 4)),
+        make_tokens,
+    ),
+    "groups": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU()), make_images),
 }
 
 
@@ -307,22 +314,22 @@ def test_gradients_of_each_sample(name, level):
         model = convert(make())
         y = call_for_per_sample_grads(model)(inputs())
         y.square().sum().backward()
-        return [y.detach(), *(p.grad_sample for p in model.parameters()), *gradients(model)]
+        return [y.detach(), *(p.grad_sample for p in model.parameters()), *list_gradients(model)]
 
     assert_eager_bits(run, **LEVELS[level])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_jagged_tensors(level):
-    parts = [torch.randn(40, D), torch.randn(20, D)]
+    parts = [torch.randn(40, DIM), torch.randn(20, DIM)]
 
     def run(convert):
         torch.manual_seed(0)
         model = convert(
-            nn.Sequential(nn.Linear(D, 2 * D), nn.LayerNorm(2 * D), nn.GELU(), nn.Linear(2 * D, D))
+            nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.LayerNorm(2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
         )
         y = model(torch.nested.nested_tensor(parts, layout=torch.jagged))
         y.values().square().sum().backward()
-        return [y.values().detach(), *gradients(model)]
+        return [y.values().detach(), *list_gradients(model)]
 
     assert_eager_bits(run, **LEVELS[level])

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from convert_models import (
+    DIM,
     LEVELS,
-    D,
-    Program,
+    FunctionModel,
     assert_eager_bits,
     assert_eager_bits_or_named_error,
-    gradients,
-    images,
+    list_gradients,
+    make_images,
     make_step,
-    tokens,
+    make_tokens,
 )
 from torch import nn
 
@@ -31,9 +31,9 @@ USES = {  # of the vector `c`, by ops whose results other ops save
     "multiply": lambda m, h: h * m.c,
     "addcmul": lambda m, h: torch.addcmul(m.c, h, h, value=0.1),
     "concatenate": lambda m, h: torch.cat([h, m.c.expand_as(h)], 1),
-    "bias of layer_norm": lambda m, h: F.layer_norm(h, (D,), m.w, m.c),
-    "weight of layer_norm": lambda m, h: F.layer_norm(h, (D,), m.c, m.w),
-    "weight of rms_norm": lambda m, h: F.rms_norm(h, (D,), m.c),
+    "bias of layer_norm": lambda m, h: F.layer_norm(h, (DIM,), m.w, m.c),
+    "weight of layer_norm": lambda m, h: F.layer_norm(h, (DIM,), m.c, m.w),
+    "weight of rms_norm": lambda m, h: F.rms_norm(h, (DIM,), m.c),
     "bias of group_norm": lambda m, h: F.group_norm(h.flatten(0, 1), 8, m.w, m.c),
     "weight of group_norm": lambda m, h: F.group_norm(h.flatten(0, 1), 8, m.c, m.w),
     "bias of batch_norm": lambda m, h: F.batch_norm(h.flatten(0, 1), None, None, m.w, m.c, True),
@@ -65,7 +65,7 @@ PLACES = ["in the forward", "after the forward"]
 
 
 def vector(frozen):
-    c = torch.randn(D, generator=torch.Generator().manual_seed(4)) + 2
+    c = torch.randn(DIM, generator=torch.Generator().manual_seed(4)) + 2
     return c if frozen else nn.Parameter(c)
 
 
@@ -79,12 +79,12 @@ def program_of(use, write, place, frozen):
         return m.head(y)
 
     def make():
-        return Program(
+        return FunctionModel(
             function,
-            first=nn.Linear(D, D),
-            head=nn.Linear(D, 3),
+            first=nn.Linear(DIM, DIM),
+            head=nn.Linear(DIM, 3),
             c=vector(frozen),
-            w=nn.Parameter(torch.ones(D)),
+            w=nn.Parameter(torch.ones(DIM)),
         )
 
     return make, (lambda model: WRITES[write](model.c) if place == "after the forward" else None)
@@ -96,7 +96,7 @@ def program_of(use, write, place, frozen):
 @pytest.mark.parametrize("use", USES)
 def test_a_small_operand_is_as_its_op_read_it(use, write, place, frozen):
     make, between = program_of(use, write, place, frozen)
-    assert_eager_bits(make_step(make, tokens(), between=between), matmuls=use == "bias of linear")
+    assert_eager_bits(make_step(make, make_tokens(), between=between), matmuls=use == "bias of linear")
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["parameter", "buffer"])
@@ -104,7 +104,7 @@ def test_a_small_operand_is_as_its_op_read_it(use, write, place, frozen):
 @pytest.mark.parametrize("write", ["mul_", "data"])
 def test_the_cast_of_a_bias_is_of_the_bias_that_the_op_read(write, place, frozen):
     make, between = program_of("bias of linear", write, place, frozen)
-    step = make_step(make, tokens(), lambda: torch.autocast("cpu", torch.bfloat16), between)
+    step = make_step(make, make_tokens(), lambda: torch.autocast("cpu", torch.bfloat16), between)
     assert_eager_bits(step, matmuls=True)
 
 
@@ -121,9 +121,9 @@ def test_the_cast_of_a_bias_is_of_an_earlier_op(level, write, grad):
         return m.head(F.gelu(F.linear(x, m.first.weight, m.c)) + y)
 
     def make():
-        return Program(function, first=nn.Linear(D, D), head=nn.Linear(D, 3), c=vector(False))
+        return FunctionModel(function, first=nn.Linear(DIM, DIM), head=nn.Linear(DIM, 3), c=vector(False))
 
-    step = make_step(make, tokens(), lambda: torch.autocast("cpu", torch.bfloat16))
+    step = make_step(make, make_tokens(), lambda: torch.autocast("cpu", torch.bfloat16))
     assert_eager_bits(step, **LEVELS[level])
 
 
@@ -139,10 +139,10 @@ def test_a_running_centre(level):
         return m.head(y)
 
     def make():
-        centre = nn.Parameter(torch.ones(D))
-        return Program(function, norm=nn.LayerNorm(D), centre=centre, head=nn.Linear(D, D))
+        centre = nn.Parameter(torch.ones(DIM))
+        return FunctionModel(function, norm=nn.LayerNorm(DIM), centre=centre, head=nn.Linear(DIM, DIM))
 
-    assert_eager_bits(make_step(make, tokens()), **LEVELS[level])
+    assert_eager_bits(make_step(make, make_tokens()), **LEVELS[level])
 
 
 # --- running statistics
@@ -182,10 +182,10 @@ def test_running_statistics_are_those_of_the_pass(norm, second):
     def run(convert):
         torch.manual_seed(0)
         model = convert(nn.Sequential(nn.Conv2d(3, 16, 3), NORMS[norm](), nn.SiLU(), nn.Conv2d(16, 8, 3)))
-        x = images()
+        x = make_images()
         first = model.eval()(x)
         (first.mean() + second(model, x).square().mean()).backward()
-        return gradients(model)
+        return list_gradients(model)
 
     assert_eager_bits(run)
 
@@ -194,17 +194,19 @@ def test_running_statistics_are_those_of_the_pass(norm, second):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("last", [lambda: nn.LayerNorm(D), nn.GELU], ids=["norm", "activation"])
+@pytest.mark.parametrize("last", [lambda: nn.LayerNorm(DIM), nn.GELU], ids=["norm", "activation"])
 def test_a_critic_after_a_step_of_the_generator(last, level):
     def run(convert):
         torch.manual_seed(0)
-        generator = convert(nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D), last()))
-        critic = convert(nn.Sequential(nn.Linear(D, D), nn.SiLU(), nn.Linear(D, 1)))
-        score = critic(generator(tokens())).mean()
+        generator = convert(
+            nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM), last())
+        )
+        critic = convert(nn.Sequential(nn.Linear(DIM, DIM), nn.SiLU(), nn.Linear(DIM, 1)))
+        score = critic(generator(make_tokens())).mean()
         (-score).backward(inputs=list(generator.parameters()), retain_graph=True)
         torch.optim.SGD(generator.parameters(), 0.1).step()
         score.backward(inputs=list(critic.parameters()))
-        return gradients(critic)
+        return list_gradients(critic)
 
     (assert_eager_bits if level == "default" else assert_eager_bits_or_named_error)(run, **LEVELS[level])
 
@@ -215,17 +217,20 @@ def test_a_head_after_a_step_of_the_trunk(level):
 
     def run(convert):
         torch.manual_seed(0)
-        trunk = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.GELU())
+        trunk = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.GELU())
         model = convert(
-            Program(
-                lambda m, x: (m.a(h := m.trunk(x)), m.b(h)), trunk=trunk, a=nn.Linear(D, 3), b=nn.Linear(D, 3)
+            FunctionModel(
+                lambda m, x: (m.a(h := m.trunk(x)), m.b(h)),
+                trunk=trunk,
+                a=nn.Linear(DIM, 3),
+                b=nn.Linear(DIM, 3),
             )
         )
-        first, second = model(tokens())
+        first, second = model(make_tokens())
         first.square().sum().backward(inputs=list(trunk.parameters()), retain_graph=True)
         torch.optim.Adam(trunk.parameters(), 0.1).step()
         second.square().sum().backward(inputs=list(model.b.parameters()))
-        return gradients(model)
+        return list_gradients(model)
 
     (assert_eager_bits if level == "default" else assert_eager_bits_or_named_error)(run, **LEVELS[level])
 
@@ -239,8 +244,8 @@ def test_a_norm_whose_weights_are_exchanged_without_a_version(write, weights):
     between = lambda m: [WRITES[write](one) for one in weights(m)]  # noqa: E731
     assert_eager_bits(
         make_step(
-            lambda: nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)),
-            tokens(),
+            lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, DIM)),
+            make_tokens(),
             between=between,
         )
     )
@@ -259,8 +264,8 @@ def test_a_weight_that_is_cast_again(place):
         return y
 
     step = make_step(
-        lambda: Program(function, a=nn.Linear(D, D), b=nn.Linear(D, D)),
-        tokens(),
+        lambda: FunctionModel(function, a=nn.Linear(DIM, DIM), b=nn.Linear(DIM, DIM)),
+        make_tokens(),
         lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
         write if place == "after the forward" else lambda model: None,
     )

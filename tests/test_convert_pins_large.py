@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from convert_models import (
+    DIM,
     LEVELS,
-    D,
-    Program,
+    FunctionModel,
     assert_eager_bits,
     assert_eager_bits_or_named_error,
-    gradients,
+    assert_same_bits,
+    extend_options_as_asked,
+    list_gradients,
     make_step,
-    options_that_keep,
-    same_bits,
-    tokens,
+    make_tokens,
 )
 from test_convert_pins import no_grad
 from torch import nn
@@ -65,9 +65,9 @@ ALIASES = {
 @pytest.mark.parametrize("alias", ALIASES)
 def test_what_an_alias_writes_in_the_forward(alias):
     def make():
-        return Program(ALIASES[alias], norm=nn.LayerNorm(D), head=nn.Linear(D, D))
+        return FunctionModel(ALIASES[alias], norm=nn.LayerNorm(DIM), head=nn.Linear(DIM, DIM))
 
-    assert_eager_bits(make_step(make, tokens()))
+    assert_eager_bits(make_step(make, make_tokens()))
 
 
 # --- large tensors that eager's backward does not read, written to after the forward
@@ -78,7 +78,7 @@ class Outputs(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 8)
+        self.a, self.b, self.c = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 8)
 
     def forward(self, x):
         h = self.a(x)
@@ -102,7 +102,7 @@ def outputs(write):
     def run(convert):
         torch.manual_seed(0)
         model = convert(Outputs())
-        h, _, y = model(tokens().flatten(0, 1))
+        h, _, y = model(make_tokens().flatten(0, 1))
         write(h)
         return list(torch.autograd.grad(y.sum(), list(model.c.parameters())))
 
@@ -123,14 +123,16 @@ def test_a_result_whose_reader_is_not_in_the_loss(level):
 
     def run(convert):
         torch.manual_seed(0)
-        parts = {"norm": nn.LayerNorm(D), "a": nn.Linear(D, D), "head": nn.Linear(D, 3)}
+        parts = {"norm": nn.LayerNorm(DIM), "a": nn.Linear(DIM, DIM), "head": nn.Linear(DIM, 3)}
         model = convert(
-            Program(function, **parts, c=nn.Parameter(torch.randn(D)), w=nn.Parameter(torch.randn(D)))
+            FunctionModel(
+                function, **parts, c=nn.Parameter(torch.randn(DIM)), w=nn.Parameter(torch.randn(DIM))
+            )
         )
-        y, _product, t = model(tokens())
+        y, _product, t = model(make_tokens())
         y.detach().div_(2)
         t.sum().backward()
-        return gradients(model)
+        return list_gradients(model)
 
     assert_eager_bits_or_named_error(run, **LEVELS[level])
 
@@ -157,7 +159,9 @@ def test_a_backward_that_writes_over_what_it_saved(level):
         y = h + 1
         return m.b(y * y) + WritesGradient.apply(h)
 
-    step = make_step(lambda: Program(function, a=nn.Linear(D, D), b=nn.Linear(D, D)), tokens())
+    step = make_step(
+        lambda: FunctionModel(function, a=nn.Linear(DIM, DIM), b=nn.Linear(DIM, DIM)), make_tokens()
+    )
     assert_eager_bits_or_named_error(step, **LEVELS[level])
 
 
@@ -166,9 +170,9 @@ def free_a_result(level):
     run, options = outputs(free), LEVELS[level]
     expected = run(lambda model: model)
     try:
-        same_bits(run(lambda model: fastvit.convert(model, **options)), expected)
+        assert_same_bits(run(lambda model: fastvit.convert(model, **options)), expected)
     except RuntimeError as error:
-        options_that_keep(str(error), options)
+        extend_options_as_asked(str(error), options)
     print("right")
 
 

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from cases import TimmBatchNorm, shape_of
-from packages import package
+from cases import TimmBatchNorm, describe_model
+from packages import import_or_skip
 from torch import nn
 
 import fastvit
@@ -58,9 +58,9 @@ def test_keeps_everything_but_the_class_which_revert_gives_back(net):
     net.rest["bn"].momentum = None
     calls = []
     net.first.register_forward_hook(lambda *_: calls.append(1))
-    before, eager = shape_of(net), copy.deepcopy(net)
+    before, eager = describe_model(net), copy.deepcopy(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    assert convert(net) is net and shape_of(net)[1:4] == before[1:4]
+    assert convert(net) is net and describe_model(net)[1:4] == before[1:4]
     changed = {name for name, module in net.named_modules() if type(module) is SyncBatchNorm}
     assert changed == {"first", "rest.bn", "head.2"} and not net.head[2].training
     copied, x = copy.deepcopy(net), torch.randn(2, 3, 6, 6)
@@ -70,8 +70,8 @@ def test_keeps_everything_but_the_class_which_revert_gives_back(net):
     y.sum().backward()
     optimizer.step()
     assert net.first.weight.grad is None and net.first.bias.grad is not None
-    assert shape_of(revert_syncbn_model(net)) == before
-    assert shape_of(revert_syncbn_model(copied))[0] == before[0]
+    assert describe_model(revert_syncbn_model(net)) == before
+    assert describe_model(revert_syncbn_model(copied))[0] == before[0]
 
 
 def test_revert_of_layers_built_as_such():
@@ -126,12 +126,12 @@ def test_lazy_layers_are_left_until_they_are_real():
 )
 def test_other_layers_become_synchronised_ones_and_back(layer, synchronised, attribute):
     model = nn.Sequential(layer, synchronised(3))
-    before = shape_of(model)
+    before = describe_model(model)
     convert_syncbn_model(model, process_group="a group")
-    assert [type(m) for m in model] == [synchronised] * 2 and shape_of(model)[1:4] == before[1:4]
+    assert [type(m) for m in model] == [synchronised] * 2 and describe_model(model)[1:4] == before[1:4]
     assert [getattr(m, attribute) for m in model] == ["a group", None]
     revert_syncbn_model(model)
-    assert shape_of(model) == before
+    assert describe_model(model) == before
 
 
 def test_layers_that_are_synchronised_already_keep_their_options():
@@ -178,12 +178,12 @@ def timm_layers():
 def test_layers_with_an_activation_are_synchronised_with_it(name, channels_last):
     layer, kind = timm_layers()[name]
     nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
-    before, eager, x = shape_of(layer), copy.deepcopy(layer), torch.randn(4, 3, 5, 5)
+    before, eager, x = describe_model(layer), copy.deepcopy(layer), torch.randn(4, 3, 5, 5)
     if type(layer) is TimmSyncBatchNorm:  # torch's refuses the CPU
         eager = TimmBatchNorm(3, act=nn.ReLU())
         eager.load_state_dict(layer.state_dict())
     x = x.to(memory_format=torch.channels_last) if channels_last else x
-    assert convert_syncbn_model(layer, strict=True) is layer and shape_of(layer)[1:4] == before[1:4]
+    assert convert_syncbn_model(layer, strict=True) is layer and describe_model(layer)[1:4] == before[1:4]
     for model in (layer, copy.deepcopy(layer), convert_syncbn_model(layer)):
         assert type(model) is kind
     for mode in (True, False):
@@ -197,7 +197,7 @@ def test_layers_with_an_activation_are_synchronised_with_it(name, channels_last)
         torch.testing.assert_close(layer.weight.grad, eager.weight.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(layer.running_var, eager.running_var)
     del layer.y
-    assert shape_of(revert_syncbn_model(layer.train())) == before
+    assert describe_model(revert_syncbn_model(layer.train())) == before
 
 
 def test_the_converter_of_torch_keeps_no_activation_from_being_lost():
@@ -209,10 +209,10 @@ def test_the_converter_of_torch_keeps_no_activation_from_being_lost():
 @pytest.mark.parametrize("strict", [False, True])
 def test_nothing_changes_where_it_is_an_error(net, strict):
     model = net if strict else nn.ModuleList([OwnForward(3), OwnForward(4), nn.Linear(3, 3)])
-    before = shape_of(model)
+    before = describe_model(model)
     with pytest.raises(ValueError, match=r"cannot synchronise OwnForward \([12]\), which overrides forward"):
         convert_syncbn_model(model, strict=strict)
-    assert shape_of(model) == before
+    assert describe_model(model) == before
     assert convert_syncbn_model(nn.Linear(3, 3), strict=True)  # no BatchNorm is nothing to refuse
 
 
@@ -228,10 +228,12 @@ def test_one_rank_warns(ranks):
 
 
 def test_models_of_timm():
-    timm = package("timm")
+    timm = import_or_skip("timm")
     for name in ("mobilevit_xxs", "tf_efficientnetv2_b0", "test_resnet"):
         model = timm.create_model(name)
-        before = shape_of(model)
+        before = describe_model(model)
         convert_syncbn_model(model, strict=True)
         assert not any(type(m) is nn.BatchNorm2d or "BatchNormAct2d" in str(type(m)) for m in model.modules())
-        assert shape_of(model)[1:4] == before[1:4] and shape_of(revert_syncbn_model(model)) == before
+        assert (
+            describe_model(model)[1:4] == before[1:4] and describe_model(revert_syncbn_model(model)) == before
+        )

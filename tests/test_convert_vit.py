@@ -5,44 +5,46 @@ import copy
 
 import pytest
 import torch
-from recompute_models import freed
+from recompute_models import compare_and_measure_freed
 from torch import nn
 from vit_models import (
-    BLOCKS,
+    BLOCK_CASES,
     DIM,
     Block,
+    BlockModel,
     LayerScale,
     Mlp,
-    Model,
-    autocast,
-    compared,
-    differing,
-    kept,
-    patches,
-    step,
+    compare_and_measure_kept,
+    find_differing,
+    make_autocast,
+    make_patches,
+    measure_kept_bytes,
+    run_step,
 )
 
 import fastvit
 
 pytestmark = pytest.mark.usefixtures("default_device")
-CONTEXTS = {"fp32": contextlib.nullcontext, "bf16": autocast(), "fp16": autocast(torch.float16)}
+CONTEXTS = {"fp32": contextlib.nullcontext, "bf16": make_autocast(), "fp16": make_autocast(torch.float16)}
 
 
 @pytest.mark.parametrize("precision", CONTEXTS)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", BLOCK_CASES)
 def test_the_same_bits_and_less_kept(block, precision, device):
-    make, share = BLOCKS[block]
+    make_block, least_saving = BLOCK_CASES[block]
     if block == "rms of torch" and device == "cuda":
-        share = 0.37  # one op there, of which eager keeps less
-    before, after = compared(Model(make), patches(16), CONTEXTS[precision])
+        least_saving = 0.37  # it is one op on CUDA, and eager keeps less of it
+    before, after = compare_and_measure_kept(BlockModel(make_block), make_patches(16), CONTEXTS[precision])
     if precision == "fp32":
-        assert after <= (1 - share) * before, after / before
+        assert after <= (1 - least_saving) * before, after / before
 
 
 def test_a_layer_norm_of_ours_saves_as_much_as_torchs():
     for context in CONTEXTS.values():
         sizes = [
-            compared(Model(lambda norm=norm: Block(norm=lambda: norm(DIM))), patches(64), context)
+            compare_and_measure_kept(
+                BlockModel(lambda norm=norm: Block(norm=lambda: norm(DIM))), make_patches(64), context
+            )
             for norm in (nn.LayerNorm, fastvit.LayerNorm)
         ]
         assert all(ours <= 1.005 * theirs for theirs, ours in zip(*sizes, strict=True)), sizes
@@ -50,34 +52,36 @@ def test_a_layer_norm_of_ours_saves_as_much_as_torchs():
 
 def test_autocast_keeps_less(device):
     """Casts of activations are rebuilt; autocast's casts of weights are kept at any batch size."""
-    before, after = compared(Model(depth=2), patches(64), autocast())
+    before, after = compare_and_measure_kept(BlockModel(depth=2), make_patches(64), make_autocast())
     assert after < (0.68 if device == "cpu" else 0.7) * before, after / before
 
 
 @pytest.mark.parametrize("block", ["plain", "rope, SwiGLU", "convnext", "separate, quick gelu"])
 def test_matrix_products_on_demand(block):
     for context in CONTEXTS.values():
-        before, after = compared(Model(BLOCKS[block][0]), patches(16), context, matmuls=True)
+        before, after = compare_and_measure_kept(
+            BlockModel(BLOCK_CASES[block].make_block), make_patches(16), context, matmuls=True
+        )
         assert after < 0.42 * before or context is not CONTEXTS["fp32"]
 
 
 def test_a_block_alone_and_features():
     tokens = torch.randn(16, 50, 64)
-    for pick, x in ((lambda m: m.forward_features, patches(16)), (lambda m: m.blocks[1], tokens)):
-        before, after = compared(Model(), x, call=pick)
+    for pick, x in ((lambda m: m.forward_features, make_patches(16)), (lambda m: m.blocks[1], tokens)):
+        before, after = compare_and_measure_kept(BlockModel(), x, call=pick)
         assert after < 0.7 * before, after / before
 
 
 def test_the_peak_of_a_step_falls_too():
-    eager, x = Model(depth=6), patches(16)
+    eager, x = BlockModel(depth=6), make_patches(16)
     model = fastvit.convert(copy.deepcopy(eager))
     peaks = []
     for m in (eager, model):
         for parameter in m.parameters():  # whose gradients are no activations
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        step(m, x)
+        run_step(m, x)
         peaks.append(fastvit.memory.peak_bytes(lambda m=m: m(x).sum().backward(), x.device))
-    assert peaks[1] - peaks[0] < 0.8 * (kept(model, x) - kept(eager, x))
+    assert peaks[1] - peaks[0] < 0.8 * (measure_kept_bytes(model, x) - measure_kept_bytes(eager, x))
 
 
 def scale_block():
@@ -148,9 +152,9 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_same_bits_when_something_else_goes_on(change, precision, when):
     torch._dynamo.reset()
-    context, x = CONTEXTS[precision], patches()
-    eager = CHANGES[change](Model(scale_block, 2))
-    model = Model(scale_block, 2)
+    context, x = CONTEXTS[precision], make_patches()
+    eager = CHANGES[change](BlockModel(scale_block, 2))
+    model = BlockModel(scale_block, 2)
     if when == "before":
         model = fastvit.convert(CHANGES[change](model))
     else:
@@ -158,16 +162,16 @@ def test_the_same_bits_when_something_else_goes_on(change, precision, when):
     names = [name for name, _ in eager.named_parameters()]
     model.load_state_dict(eager.state_dict())
     assert [name for name, _ in model.named_parameters()] == names
-    assert not differing(step(model, x, context), step(eager, x, context))
+    assert not find_differing(run_step(model, x, context), run_step(eager, x, context))
 
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_small_batches(n):
-    compared(Model(scale_block, 1), torch.randn(n, 50, 12))
+    compare_and_measure_kept(BlockModel(scale_block, 1), torch.randn(n, 50, 12))
 
 
 def test_retain_graph_and_partial_gradients():
-    eager, x = Model(scale_block, 2), patches()
+    eager, x = BlockModel(scale_block, 2), make_patches()
     model = fastvit.convert(copy.deepcopy(eager))
     results = []
     for m in (eager, model):
@@ -184,7 +188,7 @@ def test_retain_graph_and_partial_gradients():
 
 def test_rebuilt_tensors_are_not_held():
     """After a backward with retain_graph."""
-    model, x = fastvit.convert(Model(depth=2)), patches(16)
+    model, x = fastvit.convert(BlockModel(depth=2)), make_patches(16)
     loss = model(x).sum()
 
     def backward():
@@ -201,9 +205,9 @@ def test_rebuilt_tensors_are_not_held():
 )
 def test_weights_changed_before_backward_are_an_error(what, casts):
     """Also where a weight was cast, and is to be cast again."""
-    model = fastvit.convert(Model(scale_block, 2), recompute_weight_casts=casts)
-    with autocast(enabled=casts)():
-        loss = model(patches()).float().sum()
+    model = fastvit.convert(BlockModel(scale_block, 2), recompute_weight_casts=casts)
+    with make_autocast(enabled=casts)():
+        loss = model(make_patches()).float().sum()
     with torch.no_grad():
         model.blocks[1].get_parameter(what).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -211,7 +215,7 @@ def test_weights_changed_before_backward_are_an_error(what, casts):
 
 
 def test_a_bias_that_nobody_has_saved_may_change():
-    eager, x = Model(lambda: BLOCKS["convnext v2"][0](), 1), patches()
+    eager, x = BlockModel(lambda: BLOCK_CASES["convnext v2"].make_block(), 1), make_patches()
     model = fastvit.convert(copy.deepcopy(eager))
     gradients = []
     for m in (eager, model):
@@ -230,21 +234,21 @@ def test_conjugated_views_are_not_taken_for_their_memory():
         w = z.conj() * torch.complex(x, x)
         return ((-z * w) * w.abs()).abs()
 
-    freed(forward, [x, linear.weight], measures=False)
+    compare_and_measure_freed(forward, [x, linear.weight], measures=False)
 
 
 def test_where_another_mechanism_decides():
     """save_on_cpu and non-reentrant checkpoints around it see every tensor, and the scope has no effect."""
-    eager, x = Model(depth=2), patches(16)
+    eager, x = BlockModel(depth=2), make_patches(16)
     model = fastvit.convert(copy.deepcopy(eager))
-    want = step(eager, x)
-    assert not differing(step(model, x, torch.autograd.graph.save_on_cpu), want)
+    want = run_step(eager, x)
+    assert not find_differing(run_step(model, x, torch.autograd.graph.save_on_cpu), want)
 
     def call(m):
         return lambda x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False)
 
-    assert not differing(step(model, x, call=call(model)), want)
-    assert kept(model, x, call=call(model)) == kept(eager, x, call=call(eager))
+    assert not find_differing(run_step(model, x, call=call(model)), want)
+    assert measure_kept_bytes(model, x, call=call(model)) == measure_kept_bytes(eager, x, call=call(eager))
 
 
 @pytest.mark.parametrize("precision", CONTEXTS)
@@ -255,9 +259,9 @@ def test_a_mask_of_dropout_takes_a_bit_an_element(inplace, precision):
         block.mlp.drop.inplace = inplace
         return block
 
-    context, x = CONTEXTS[precision], patches(16)
-    _, after = compared(Model(make), x, context)
-    _, without = compared(Model(lambda: make(0.0)), x, context)
+    context, x = CONTEXTS[precision], make_patches(16)
+    _, after = compare_and_measure_kept(BlockModel(make), x, context)
+    _, without = compare_and_measure_kept(BlockModel(lambda: make(0.0)), x, context)
     masks = 3 * 16 * 50 * 4 * 64 // 8
     assert after == pytest.approx(without + masks, rel=0.01)
 
@@ -269,28 +273,31 @@ def test_a_dropout_that_is_another_is_left(monkeypatch):
         return x * (0.5 + torch.rand_like(x)) if training else dropout(x, p, training, inplace)
 
     monkeypatch.setattr(nn.functional, "dropout", scaled)
-    compared(Model(lambda: Block(mlp=lambda: Mlp(drop=0.1)), 1), patches(16))
+    compare_and_measure_kept(BlockModel(lambda: Block(mlp=lambda: Mlp(drop=0.1)), 1), make_patches(16))
 
 
 def test_weight_casts_are_made_again():
     """The copies are not kept: 2 bytes for each element of a matrix, at any batch size."""
-    eager = Model(scale_block, 3)
+    eager = BlockModel(scale_block, 3)
     copies = sum(2 * p.numel() for name, p in eager.blocks.named_parameters() if p.ndim == 2)
     for n in (8, 16):
         (_, before), (_, after) = (
-            compared(eager, patches(n), autocast(), recompute_weight_casts=casts) for casts in (False, True)
+            compare_and_measure_kept(eager, make_patches(n), make_autocast(), recompute_weight_casts=casts)
+            for casts in (False, True)
         )
         assert before - after == pytest.approx(copies, rel=0.05)
-    for context in (contextlib.nullcontext, autocast(torch.float16)):
-        compared(eager, patches(16), context, recompute_weight_casts=True)
+    for context in (contextlib.nullcontext, make_autocast(torch.float16)):
+        compare_and_measure_kept(eager, make_patches(16), context, recompute_weight_casts=True)
 
 
 def test_weight_casts_in_a_scope_around_a_model():
-    model, x = Model(scale_block, 2), patches(16)
+    model, x = BlockModel(scale_block, 2), make_patches(16)
 
     def forward():
-        with autocast()():
+        with make_autocast()():
             return model(x)
 
     parameters, scope = list(model.parameters()), lambda: fastvit.recompute_scope(recompute_weight_casts=True)
-    assert freed(forward, parameters, scope) > freed(forward, parameters)
+    assert compare_and_measure_freed(forward, parameters, scope) > compare_and_measure_freed(
+        forward, parameters
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from vit_models import Block, LayerScale, Model, kept, patches
+from vit_models import Block, BlockModel, LayerScale, make_patches, measure_kept_bytes
 
 import fastvit
 
@@ -35,22 +35,22 @@ def compared(make, wrap, x, parameters, converts_last, **options):
             fastvit.convert(model, **options)
         results.append(trained(wrapped, x, lambda wrapped=wrapped: parameters(wrapped)))
         if parameters is whole:  # a forward of FSDP2 can run alone
-            sizes.append(kept(wrapped, x))
+            sizes.append(measure_kept_bytes(wrapped, x))
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True)), *sizes
 
 
 def blocks(depth):
-    return lambda: Model(lambda: Block(scale=LayerScale), depth)
+    return lambda: BlockModel(lambda: Block(scale=LayerScale), depth)
 
 
 def under_ddp(rank, world, static_graph, converts_last):
     wrap = functools.partial(DistributedDataParallel, static_graph=static_graph)
-    return compared(blocks(2), wrap, patches(8)[rank::world], nn.Module.parameters, converts_last)
+    return compared(blocks(2), wrap, make_patches(8)[rank::world], nn.Module.parameters, converts_last)
 
 
 @pytest.mark.parametrize("converts_last", [False, True])
 @pytest.mark.parametrize("static_graph", [False, True])
-def test_ddp(ranks, static_graph, converts_last):
+def test_ddp_of_a_converted_model_gives_eager_gradients(ranks, static_graph, converts_last):
     assert all(same for same, *_ in ranks.run(2, under_ddp, static_graph, converts_last))
 
 
@@ -74,12 +74,12 @@ def under_fsdp(rank, world, units, converts_last):
             parts[:0] = block.norm1, block.norm2, block.attn, block.mlp.fc1, block.mlp.fc2
         return sharded(parts, model, world)
 
-    return compared(blocks(3), wrap, patches(32)[rank::world], whole, converts_last)
+    return compared(blocks(3), wrap, make_patches(32)[rank::world], whole, converts_last)
 
 
 @pytest.mark.parametrize("converts_last", [False, True])
 @pytest.mark.parametrize("units", ["model", "blocks", "layers"])
-def test_fsdp2(ranks, units, converts_last):
+def test_fsdp2_of_a_converted_model_gives_eager_gradients(ranks, units, converts_last):
     for same, before, after in ranks.run(2, under_fsdp, units, converts_last):
         assert same
         # a norm that is sharded by itself is so again when its block ends
@@ -123,12 +123,12 @@ def under_fsdp1(rank, world, kinds, converts_last):
         policy = ModuleWrapPolicy(kinds)
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
 
-    x = patches(8)[rank::world]
+    x = make_patches(8)[rank::world]
     return compared(blocks(2), wrap, x, nn.Module.parameters, converts_last, matmuls=True)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("converts_last", [False, True])
 @pytest.mark.parametrize("kinds", [{Block}, {nn.LayerNorm, nn.Linear}], ids=["blocks", "layers"])
-def test_fsdp1(ranks, kinds, converts_last):
+def test_fsdp1_of_a_converted_model_gives_eager_gradients(ranks, kinds, converts_last):
     assert all(same for same, *_ in ranks.run(2, under_fsdp1, kinds, converts_last))

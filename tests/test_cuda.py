@@ -12,9 +12,9 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from cases import LAYOUTS, Case, channels_last
+from cases import LAYOUTS, LayerInputs, Layout, to_channels_last
 from loopback import Loopback
-from tolerances import check
+from tolerances import assert_close_enough
 from torch import nn
 
 import fastvit
@@ -31,10 +31,10 @@ SHAPES = {
     "small": ((4, 8, 3, 3), torch.contiguous_format),
 }
 LARGE = {
-    "large planes": (lambda r: r(32, 4, 56, 56), 1),
-    "large short planes": (lambda r: r(64, 64, 14, 14), 1),
-    "large rows": (lambda r: channels_last(r(16, 64, 56, 56)), 1),
-    "large tokens": (lambda r: r(32, 197, 96), 2),
+    "large planes": Layout(lambda r: r(32, 4, 56, 56), 1),
+    "large short planes": Layout(lambda r: r(64, 64, 14, 14), 1),
+    "large rows": Layout(lambda r: to_channels_last(r(16, 64, 56, 56)), 1),
+    "large tokens": Layout(lambda r: r(32, 197, 96), 2),
 }
 
 
@@ -93,7 +93,7 @@ def test_large_inputs_equal_the_cpu(kind, layout, dtype, monkeypatch):
         monkeypatch.setitem(LAYOUTS, name, make)
     results = []
     for device in ("cpu", DEVICE):
-        case = Case(layout, dtype, device)
+        case = LayerInputs(layout, dtype, device)
         common = {"channel_last": case.channel_dim != 1, "device": device, "dtype": case.weight.dtype}
         layer = InPlaceABN if kind == "abn" else SyncBatchNorm
         options = {"activation": "elu", "activation_param": 0.5} if kind == "abn" else {"fuse_relu": True}
@@ -108,7 +108,7 @@ def test_large_inputs_equal_the_cpu(kind, layout, dtype, monkeypatch):
     row = "in_place_layer" if kind == "abn" else "layer"
     for want, got in zip(*results, strict=True):
         assert got.device.type == torch.device(DEVICE).type and got.dtype == want.dtype
-        check(row, got, want, dtype, least_scale=1.0)
+        assert_close_enough(got, want, row=row, dtype=dtype, least_scale=1.0)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -194,10 +194,12 @@ def test_graphs_that_the_compiler_makes():
             m.zero_grad(set_to_none=True)
         leaves = [randn("planes", seed).requires_grad_() for _ in range(2)]
         got, want = (m(leaf) for m, leaf in zip((compiled, eager), leaves, strict=True))
-        check("layer", got, want.double(), torch.float32)
+        assert_close_enough(got, want.double(), row="layer", dtype=torch.float32)
         got.backward(dy)
         want.backward(dy)
-        check("layer", leaves[0].grad, leaves[1].grad.double(), torch.float32, least_scale=1.0)
+        assert_close_enough(
+            leaves[0].grad, leaves[1].grad.double(), row="layer", dtype=torch.float32, least_scale=1.0
+        )
 
 
 @pytest.mark.parametrize("name", ["planes", "rows"])
@@ -292,7 +294,7 @@ def test_overflow_reaches_the_scaler(kind):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_other_devices_than_the_current_one():
     """inplace_abn #176: no device guard, so only cuda:0 works."""
-    case, other = Case("nchw", torch.float32, "cuda:0"), Case("nchw", torch.float32, "cuda:1")
+    case, other = LayerInputs("nchw", torch.float32, "cuda:0"), LayerInputs("nchw", torch.float32, "cuda:1")
     y, dx = [], []
     for c in (case, other):
         leaf = c.x.detach().requires_grad_()
@@ -342,7 +344,7 @@ def test_exchange_in_a_group_of_one(monkeypatch, request, way, name):
         torch.cuda.set_sync_debug_mode("default")
         dist.destroy_process_group()
     for a, b in zip(got, want, strict=True):
-        check("in_place_layer", a.double(), b.double(), torch.float32)
+        assert_close_enough(a.double(), b.double(), row="in_place_layer", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -371,12 +373,12 @@ def test_exchange_by_the_kernels_of_several_ranks(world):
             sums = way.compute_sums(lambda e: ops.bn_reduce(y, dy, saved, **from_output, exchange=e), tag)
             return y, ops.bn_backward(y, dy, saved, **from_output, global_sums=sums[1])[0]
 
-        return loop.each(work)
+        return loop.run_each(work)
 
     def right(got):
         for mine, others in zip(got, wanted, strict=True):
             for a, b in zip(mine, others, strict=True):
-                check("in_place_layer", a, b.double(), torch.float32)
+                assert_close_enough(a, b.double(), row="in_place_layer", dtype=torch.float32)
 
     first = step(1)
     right(first)
@@ -485,6 +487,6 @@ def test_processes_on_one_gpu(world, tmp_path, ipc):
             way, of_rank = got[rank]
             assert "CudaIpc" in way
             y_got, dx_got, mean = of_rank[3 * layer : 3 * layer + 3]
-            check(row, y_got, y_rank, torch.float32)
-            check(row, dx_got, dx_rank, torch.float32, least_scale=1.0)
-            check(row, mean, (1 - 0.9**5) * leaf.mean((0, 2, 3)), torch.float32)
+            assert_close_enough(y_got, y_rank, row=row, dtype=torch.float32)
+            assert_close_enough(dx_got, dx_rank, row=row, dtype=torch.float32, least_scale=1.0)
+            assert_close_enough(mean, (1 - 0.9**5) * leaf.mean((0, 2, 3)), row=row, dtype=torch.float32)

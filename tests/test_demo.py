@@ -27,7 +27,7 @@ def demo(tmp_path_factory):
     return directory / "demo", done.stdout
 
 
-def test_output(demo):
+def test_the_demo_prints_its_progress_and_the_page(demo):
     out, text = demo
     assert re.fullmatch(r"test accuracy [01]\.\d{3}", text.splitlines()[-1])
     assert text.splitlines()[-2] == f"page: {out / 'index.html'}"

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from loopback import consensuses, describe
+from loopback import describe_tag, make_consensuses
 
 from fastvit import _library
 from fastvit.sync import cuda_ipc
@@ -73,7 +73,7 @@ class Gpus:
 
 def connect(monkeypatch, gpus: Gpus, may_share_gpu: bool = False) -> list:
     """The result or the error of `connect` on each rank."""
-    made = consensuses(gpus.world)
+    made = make_consensuses(gpus.world)
     monkeypatch.setattr(cuda_ipc, "_ops", gpus)
     monkeypatch.setattr(cuda_ipc, "warm_up_kernels", lambda device: gpus.load())
     monkeypatch.setattr(
@@ -84,7 +84,7 @@ def connect(monkeypatch, gpus: Gpus, may_share_gpu: bool = False) -> list:
     def run(rank):
         gpus.thread.rank = rank
         try:
-            return CudaIpcBackend.connect(made[rank], MIN_ARENA_PACKETS, describe, CPU, may_share_gpu)
+            return CudaIpcBackend.connect(made[rank], MIN_ARENA_PACKETS, describe_tag, CPU, may_share_gpu)
         except BackendUnavailable as reason:
             return str(reason)
 
@@ -126,7 +126,7 @@ def test_ranks_share_a_gpu_only_when_asked(monkeypatch):
     assert [member.name for member in members] == ["CudaIpc"] * 2
 
 
-def test_where_there_are_no_kernels(monkeypatch):
+def test_no_cuda_kernels_means_no_gpu_exchange(monkeypatch):
     monkeypatch.setattr(_library, "HAS_CUDA_KERNELS", False)
     with pytest.raises(OSError, match="the CUDA kernels are "):
         CudaIpcBackend.host_name(CPU)

@@ -72,7 +72,7 @@ def verify(folder: Path, **macros: int) -> str:
     ],
     ids=lambda macros: "-".join(f"{name}{value}" for name, value in macros.items()),
 )
-def test_the_protocol(tmp_path, macros):
+def test_spin_finds_no_error_in_the_protocol(tmp_path, macros):
     report = verify(tmp_path, **macros)
     assert "errors: 0" in report and "Full statespace search" in report, report
     # SPIN says so where it ran out of memory, or left states out that are too deep.
@@ -80,7 +80,7 @@ def test_the_protocol(tmp_path, macros):
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mutant(tmp_path, mutant):
+def test_spin_finds_the_fault_of_each_mutant(tmp_path, mutant):
     fault, macros = MUTANTS[mutant]
     report = verify(tmp_path, **{mutant: 1}, **macros)
     assert "errors: 1" in report and fault in report, report

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import both_ways
+from ranks import with_each_backend
 
 import fastvit
 
@@ -82,9 +82,9 @@ def killed(rank, world, where):
     return error_of(lambda: second(y), first, second)
 
 
-@both_ways
+@with_each_backend
 @pytest.mark.parametrize("where", ["forward", "backward", "between", "agreeing"])
-def test_killed(ranks, where, statistics):
+def test_survivors_raise_soon_after_a_rank_is_killed(ranks, where, statistics):
     world = {"forward": 2, "backward": 3, "between": 4, "agreeing": 3}[where]
     results = ranks.run(world, killed, where, statistics=statistics, group_timeout=15, breaks=True)
     assert results.pop(1) is None
@@ -127,7 +127,7 @@ def skips(rank, world, channels, directions):
     return message, seconds
 
 
-@both_ways
+@with_each_backend
 @pytest.mark.parametrize(
     "channels,directions",
     [
@@ -218,7 +218,7 @@ def differ(rank, world, what):
     return message, seconds
 
 
-@both_ways
+@with_each_backend
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_layers_that_differ(ranks, what, statistics):
     number = 0 if what.startswith("arenas") else 1
@@ -241,7 +241,7 @@ def other_group(rank, world, used_before):
     return message, seconds
 
 
-@both_ways
+@with_each_backend
 @pytest.mark.parametrize("used_before", [False, True])
 def test_ranks_in_different_groups(ranks, used_before, statistics):
     for message, seconds in ranks.run(2, other_group, used_before, statistics=statistics):
@@ -283,7 +283,7 @@ def interrupted(rank, world):
     return time.monotonic() - begin
 
 
-@both_ways
+@with_each_backend
 def test_waits_obey_an_interrupt(ranks, statistics):
     assert ranks.run(2, interrupted, statistics=statistics, breaks=True, group_timeout=3)[0] < 2
 
@@ -303,7 +303,7 @@ def made_anew(rank, world, folder):
             dist.destroy_process_group()
 
 
-@both_ways
+@with_each_backend
 def test_a_group_destroyed_and_made_anew(ranks, statistics, tmp_path):
     ranks.run(2, made_anew, str(tmp_path), statistics=statistics)
 
@@ -325,7 +325,7 @@ def forked(rank, world):
     return message
 
 
-@both_ways
+@with_each_backend
 def test_forked_after_initialisation(ranks, statistics):
     for message in ranks.run(2, forked, statistics=statistics):
         assert "was forked from process" in message and "which is a rank of group" in message

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from cases import TimmBatchNorm, shape_of
-from packages import package
-from tolerances import check
+from cases import TimmBatchNorm, describe_model
+from packages import import_or_skip
+from tolerances import assert_close_enough
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -90,11 +90,12 @@ def same(model, plain, x):
     for got, want in zip(step(model, x), step(plain, x), strict=True):
         assert got.dtype == want.dtype
         # A gradient of a bias before BatchNorm is a sum that cancels.
-        check("layer", *(t.double() if t.dtype == torch.int64 else t for t in (got, want)), least_scale=1)
+        got, want = (t.double() if t.dtype == torch.int64 else t for t in (got, want))
+        assert_close_enough(got, want, row="layer", least_scale=1)
 
 
 @pytest.mark.parametrize("mode", ["training", "evaluation", "frozen", "no_grad", "channels_last"])
-def test_results(mode):
+def test_fused_models_give_torchs_results(mode):
     plain = Net()
     model = fastvit.fuse(copy.deepcopy(plain))
     assert {n: m.activation for n, m in model.named_modules() if isinstance(m, BatchNormAct)} == FUSED
@@ -113,7 +114,7 @@ def test_results(mode):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
-def test_half(dtype):
+def test_fused_models_round_no_worse_than_torch(dtype):
     """None is autocast: results have torch's dtypes, so that residuals keep their precision."""
     exact = Net()
     plain = copy.deepcopy(exact).to(dtype or torch.float32)
@@ -128,7 +129,7 @@ def test_half(dtype):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_compiled(training):
+def test_fused_models_compile_as_one_graph(training):
     plain = Net().train(training)
     plain.alone.momentum = 0.1  # torch reads the factor of a cumulative average on the host
     model = fastvit.fuse(copy.deepcopy(plain))
@@ -136,7 +137,7 @@ def test_compiled(training):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations(name):
+def test_each_activation_is_fused_and_unfused(name):
     act = ACTIVATIONS[name]
     model = nn.Sequential(nn.BatchNorm1d(5, track_running_stats=False), act, nn.Linear(5, 2)).double()
     plain, x = copy.deepcopy(model), torch.randn(7, 5, dtype=torch.float64)
@@ -150,9 +151,9 @@ def test_state_and_the_way_back():
     plain, model = Net(), Net()
     model.alone.weight.requires_grad_(False)
     model.inner[1].eval()
-    before, optimizer = shape_of(model), torch.optim.SGD(model.parameters(), 0.1)
+    before, optimizer = describe_model(model), torch.optim.SGD(model.parameters(), 0.1)
     fastvit.fuse(fastvit.fuse(model))
-    assert shape_of(model)[2:4] == before[2:4] and not model.inner[1].training
+    assert describe_model(model)[2:4] == before[2:4] and not model.inner[1].training
     plain.load_state_dict(model.state_dict()), model.load_state_dict(plain.state_dict())
     plain.alone.weight.requires_grad_(False)
     plain.inner[1].eval()
@@ -165,10 +166,10 @@ def test_state_and_the_way_back():
     model.eval()
     assert not unfuse(model).stem[3].training
     model.train().inner[1].eval()
-    assert shape_of(unfuse(model)) == before
+    assert describe_model(unfuse(model)) == before
 
 
-def test_pickles():
+def test_a_pickled_fused_model_can_be_unfused():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.LayerNorm(4), nn.GELU("tanh"))
     x, text = torch.randn(2, 3, 4, 4), str(model)
     loaded = pickle.loads(pickle.dumps(fastvit.fuse(model)))
@@ -178,7 +179,7 @@ def test_pickles():
         assert model(torch.empty(2, 3, 4, 4)).is_meta
 
 
-def test_left_as_they_are():
+def test_layers_that_fuse_would_change_are_left():
     hooked, own = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
     hooked.register_forward_hook(lambda *_: None)
     own.forward = own.forward
@@ -254,18 +255,18 @@ def _train(rank, world):
     with fastvit.recompute_scope():
         got = fastvit.fuse(fastvit.convert_syncbn_model(model))(mine)
     got.square().sum().backward()
-    check("layer", got, plain(x)[2 * rank : 2 * rank + 2])
+    assert_close_enough(got, plain(x)[2 * rank : 2 * rank + 2], row="layer")
     plain(x).square().sum().backward()
     torch.distributed.all_reduce(model[0].weight.grad)
-    check("layer", model[0].weight.grad, plain[0].weight.grad)
+    assert_close_enough(model[0].weight.grad, plain[0].weight.grad, row="layer")
 
 
-def test_ranks(ranks):
+def test_fused_models_train_over_ranks(ranks):
     ranks.run(2, _train)
 
 
 def test_timm():
-    timm = package("timm")
+    timm = import_or_skip("timm")
     model = timm.create_model("mobilenetv3_small_050", num_classes=5).double().eval()
     plain, images = copy.deepcopy(model), torch.randn(1, 3, 64, 64, dtype=torch.float64)
     kinds = {type(m).__name__ for m in fastvit.fuse(model).modules()}

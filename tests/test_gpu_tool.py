@@ -163,11 +163,11 @@ def test_a_sanitizer_sees_every_kind_of_kernel(gpu):
     found = re.findall(r"^tests/(\w+)\.py::(\w+)", run.stdout, re.M)
     assert 40 < len(found) < 80
     assert set(found) == {
-        ("test_ops", "test_bn_ops"),
-        ("test_ops", "test_invertible_ops"),
-        ("test_layer_norm", "test_ops"),
-        ("test_act", "test_ops"),
-        ("test_messages", "test_numbers_are_merged"),
+        ("test_ops", "test_batch_norm_ops_match_the_reference_and_each_other"),
+        ("test_ops", "test_ops_that_invert_y_match_the_reference"),
+        ("test_layer_norm", "test_layer_norm_ops_match_the_reference"),
+        ("test_act", "test_activation_ops_match_the_reference"),
+        ("test_messages", "test_collective_messages_merge_in_rank_order"),
     }
     for _, _, command in plan.values():  # pytest would run nothing with one name that is wrong
         for word in command:

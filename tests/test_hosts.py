@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from host_rank import TIMEOUT
+from host_rank import TIMEOUT_SECONDS
 from simulated_hosts import SimulatedHosts
 from training_runs import COMMON
 
@@ -75,9 +75,9 @@ def test_a_killed_rank_and_a_cut_link_are_errors(two, kind):
         two.set_network_down(True)
     for rank, (message, seconds, *_) in enumerate(results(ranks[:-1] if kind == "kill" else ranks)):
         if kind == "kill":
-            assert "nothing from rank 3" in message and seconds < TIMEOUT
+            assert "nothing from rank 3" in message and seconds < TIMEOUT_SECONDS
             continue
-        assert TIMEOUT - 0.5 < seconds < TIMEOUT + 3
+        assert TIMEOUT_SECONDS - 0.5 < seconds < TIMEOUT_SECONDS + 3
         if kind == "cut":
             assert f"step 2 of group 0: nothing from rank {1 - rank}: " in message
         elif rank == 0:

@@ -16,7 +16,7 @@ import fastvit
 from fastvit import _library, info
 
 
-def test_facts():
+def test_facts_name_torch_and_the_kernels_that_were_built():
     facts = info.facts()
     assert facts["torch"].startswith(torch.__version__)
     kernels = {"default": ("baseline",), "avx2": ("baseline", "avx2")}  # as ATEN_CPU_CAPABILITY asks of torch

@@ -6,8 +6,8 @@ import pickle
 import pytest
 import reference
 import torch
-from cases import DTYPES, check_threads, generator, step
-from tolerances import check
+from cases import DTYPES, assert_repeats_bits, make_generator, run_layer_step
+from tolerances import assert_close_enough
 from torch import nn
 
 import fastvit
@@ -23,7 +23,7 @@ SHAPES = [
 
 
 def inputs(shape, dtype, output_dtype, device, parameters=F32):
-    g = generator()
+    g = make_generator()
 
     def randn(*size):
         return torch.randn(*size, generator=g, dtype=F64)
@@ -40,23 +40,29 @@ def compare(x, dy, weight, bias, output_dtype=None, eps=1e-5):
     y, saved = ops.layer_norm_forward(x, weight, bias, eps, output_dtype)
     want_y, want_saved = reference.layer_norm_forward(x, weight, bias, eps, output_dtype)
     assert y.dtype == want_y.dtype and y.is_contiguous()
-    check("layer_norm_forward", y, want_y)
-    check("layer_norm_saved", saved, want_saved, x.dtype)
+    assert_close_enough(y, want_y, row="layer_norm_forward")
+    assert_close_enough(saved, want_saved, row="layer_norm_saved", dtype=x.dtype)
     dx, sums = ops.layer_norm_backward(x, dy, want_saved, weight)
     want_dx, want_sums = reference.layer_norm_backward(x, dy, want_saved, weight)
     assert dx.dtype == x.dtype and dx.is_contiguous()
     # what dx would be if nothing were taken off, as all of it is from a row of one value
     invstd = want_saved.chunk(2)[1].double().view(*x.shape[:-1], 1)
     whole = (invstd * dy.double() * (1 if weight is None else weight.double())).abs().max().item()
-    check("layer_norm_backward", dx, want_dx, least_scale=whole)
-    check("layer_norm_sums", sums, want_sums, x.dtype, least_scale=max(x.numel() / x.shape[-1], 1) ** 0.5)
+    assert_close_enough(dx, want_dx, row="layer_norm_backward", least_scale=whole)
+    assert_close_enough(
+        sums,
+        want_sums,
+        row="layer_norm_sums",
+        dtype=x.dtype,
+        least_scale=max(x.numel() / x.shape[-1], 1) ** 0.5,
+    )
     alone, none = ops.layer_norm_backward(x, dy, want_saved, weight, False)
     assert torch.equal(alone, dx) and none.numel() == 0
 
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}".replace("torch.", ""))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_ops(shape, dtypes, device):
+def test_layer_norm_ops_match_the_reference(shape, dtypes, device):
     x, dy, weight, bias = inputs(shape, *dtypes, device)
     compare(x, dy, weight, bias, dtypes[1])
 
@@ -82,7 +88,7 @@ def test_operands_that_are_not_contiguous(device):
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
-def test_no_rows(shape, device):
+def test_an_input_without_rows_gives_zero_sums(shape, device):
     x, weight = torch.empty(shape, device=device), torch.ones(8, device=device)
     y, saved = ops.layer_norm_forward(x, weight, None)
     assert y.shape == shape and saved.shape == (0,)
@@ -93,7 +99,7 @@ def test_no_rows(shape, device):
 def test_mean_far_larger_than_deviation(device):
     """A sum of squares minus a square of sums would give NaN here."""
     for columns in (64, 4100):
-        x = (torch.randn(5, columns, generator=generator(), dtype=F64) * 1e-2 + 1e3).float().to(device)
+        x = (torch.randn(5, columns, generator=make_generator(), dtype=F64) * 1e-2 + 1e3).float().to(device)
         _, saved = ops.layer_norm_forward(x)
         _, want = reference.layer_norm_forward(x)
         torch.testing.assert_close(saved, want, rtol=1e-5, atol=0)
@@ -116,10 +122,10 @@ def test_repeats_and_threads_give_the_same_bits(dtypes, device):
         y, saved = ops.layer_norm_forward(x, weight, bias, 1e-5, dtypes[1])
         return y, saved, *ops.layer_norm_backward(x, dy, saved, weight)
 
-    check_threads(run)
+    assert_repeats_bits(run)
 
 
-def test_what_is_allocated():
+def test_ops_allocate_little_beside_their_outputs():
     """Counted by the profiler: outputs, and little beside them."""
     x = torch.randn(4096, 256)
     _, saved = ops.layer_norm_forward(x)
@@ -152,13 +158,13 @@ def pair(*arguments, device="cpu", **options):
         ((2, 6, 4), [6, 4], {"elementwise_affine": False}),
     ],
 )
-def test_like_torch(shape, normalized, options, dtype, device):
+def test_a_layer_norm_gives_torchs_results(shape, normalized, options, dtype, device):
     ours, theirs = pair(normalized, dtype=dtype, device=device, **options)
     x, dy = (torch.randn(shape, dtype=F64).to(dtype).to(device) for _ in range(2))
-    want = step(theirs.double(), x.double(), dy)
-    for got, exact in zip(step(ours, x, dy), want, strict=True):
+    want = run_layer_step(theirs.double(), x.double(), dy)
+    for got, exact in zip(run_layer_step(ours, x, dy), want, strict=True):
         assert got.dtype == dtype
-        check("layer", got, exact, dtype)
+        assert_close_enough(got, exact, row="layer", dtype=dtype)
     assert repr(ours) == repr(theirs)
 
 
@@ -181,10 +187,12 @@ def test_autocast_has_nothing_left_to_cast(dtype, device):
         assert ours(x).dtype == dtype and fixed(x).dtype == F32
         assert ours(x.to(dtype)).dtype == dtype and ours(x.double()).dtype == F64
         for got, want in zip(
-            step(nn.Sequential(ours, linear), x, dy), step(nn.Sequential(theirs, linear), x, dy), strict=True
+            run_layer_step(nn.Sequential(ours, linear), x, dy),
+            run_layer_step(nn.Sequential(theirs, linear), x, dy),
+            strict=True,
         ):
             assert got.dtype == want.dtype
-            check("layer", got, want, dtype)
+            assert_close_enough(got, want, row="layer", dtype=dtype)
         with torch.autocast(device, enabled=False):
             assert ours(x).dtype == F32
     assert ours(x).dtype == F32 and "output_dtype=torch.float32" in repr(fixed)

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 from cases import (
+    ACTIVATION_PARAM,
     ACTIVATIONS,
     CORE_LAYOUTS,
     DTYPES,
     INVERTIBLE,
     LAYOUTS,
-    PARAM,
-    Case,
-    step,
-    with_other_strides,
+    LayerInputs,
+    make_differently_strided,
+    run_layer_step,
 )
-from packages import package
-from tolerances import check, error
+from packages import import_or_skip
+from tolerances import assert_close_enough, relative_error
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -55,7 +55,7 @@ class TorchLayer(nn.Module):
 
     def forward(self, x, residual=None):
         y = self.norm(x.movedim(self.channel_dim, 1)).movedim(1, self.channel_dim)
-        return apply_activation(y if residual is None else y + residual, self.activation, PARAM)
+        return apply_activation(y if residual is None else y + residual, self.activation, ACTIVATION_PARAM)
 
 
 def make(kind, case, activation, **options):
@@ -65,7 +65,7 @@ def make(kind, case, activation, **options):
     if kind == "sbn":
         ours = SyncBatchNorm(case.channels, fuse_relu=activation == "relu", **common)
     else:
-        ours = KINDS[kind](case.channels, activation=activation, activation_param=PARAM, **common)
+        ours = KINDS[kind](case.channels, activation=activation, activation_param=ACTIVATION_PARAM, **common)
     theirs = TorchLayer(case.channels, case.x.dim(), activation, case.channel_dim, **options)
     theirs = theirs.to(case.x.device).double()
     with torch.no_grad():
@@ -77,16 +77,18 @@ def make(kind, case, activation, **options):
 
 
 def compare(kind, ours, theirs, case, *residual):
-    got = step(ours, case.x, case.dy, *residual)
-    want = step(theirs, case.x.double(), case.dy.double(), *(t.double() for t in residual))
+    got = run_layer_step(ours, case.x, case.dy, *residual)
+    want = run_layer_step(theirs, case.x.double(), case.dy.double(), *(t.double() for t in residual))
     row = "in_place_layer" if kind == "abn" else "layer"
     # A parameter's gradient sums one term per value, of either sign.
     summed = case.dy.double().norm().item() / case.channels**0.5
     for a, b in zip(got, want, strict=True):
-        check(row, a, b, case.x.dtype, least_scale=summed if a.dim() == 1 else 1e-30)
+        assert_close_enough(a, b, row=row, dtype=case.x.dtype, least_scale=summed if a.dim() == 1 else 1e-30)
     assert got[0].dtype == got[1].dtype == case.x.dtype
     for name, buffer in theirs.norm.named_buffers():
-        check("running", ours.get_buffer(name).double(), buffer.double(), torch.float32)
+        assert_close_enough(
+            ours.get_buffer(name).double(), buffer.double(), row="running", dtype=torch.float32
+        )
 
 
 MODES = {layout: ["train", "eval", "no_stats"] if layout in CORE_LAYOUTS else ["train"] for layout in LAYOUTS}
@@ -95,8 +97,8 @@ MODES = {layout: ["train", "eval", "no_stats"] if layout in CORE_LAYOUTS else ["
 @pytest.mark.parametrize("layout,mode", [(layout, mode) for layout in LAYOUTS for mode in MODES[layout]])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind,activation", OF_KINDS)
-def test_like_torch(kind, activation, layout, dtype, mode, device):
-    case = Case(layout, dtype, device)
+def test_layers_give_torchs_results(kind, activation, layout, dtype, mode, device):
+    case = LayerInputs(layout, dtype, device)
     ours, theirs = make(kind, case, activation, track_running_stats=mode != "no_stats")
     ours.train(mode != "eval"), theirs.train(mode != "eval")
     compare(kind, ours, theirs, case)
@@ -107,9 +109,9 @@ def test_like_torch(kind, activation, layout, dtype, mode, device):
 @pytest.mark.parametrize("kind,activation", [("sbn", "identity"), ("sbn", "relu"), ("bna", "gelu")])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc_c13"])
 def test_a_residual_of_other_strides(kind, activation, layout, device):
-    case = Case(layout, torch.float32, device)
+    case = LayerInputs(layout, torch.float32, device)
     ours, theirs = make(kind, case, activation)
-    for name, residual in with_other_strides(case.residual).items():
+    for name, residual in make_differently_strided(case.residual).items():
         leaf = residual.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(ours(case.x, leaf), leaf, case.dy)
         same = case.dy if activation == "identity" else torch.empty_like(residual)  # of dy, it is dy itself
@@ -125,8 +127,8 @@ def test_a_residual_of_other_strides(kind, activation, layout, device):
     "options",
     [{"affine": False}, {"momentum": None}, {"eps": 0.1, "momentum": 0.7}, {"eps": 0.0, "momentum": 0.0}],
 )
-def test_options_like_torch(kind, options, layout, device):
-    case = Case(layout, torch.float32, device)
+def test_layers_give_torchs_results_with_each_option(kind, options, layout, device):
+    case = LayerInputs(layout, torch.float32, device)
     ours, theirs = make(kind, case, "identity", **options)
     theirs.norm.eps = max(theirs.norm.eps, 1e-300)  # torch refuses 0
     for _ in range(3):
@@ -165,7 +167,7 @@ def test_a_residual_by_name():
 )
 def test_each_gradient_alone(kind, activation, device):
     """Only tensors that require grad get one, and freezing does not affect the others."""
-    case = Case("nchw", torch.float32, device)
+    case = LayerInputs("nchw", torch.float32, device)
     layer, _ = make(kind, case, activation)
     residual = [] if kind == "abn" else [case.residual]
     inputs = [case.x, *residual, layer.weight, layer.bias]
@@ -221,7 +223,7 @@ def test_saved_for_backward_is_one_activation(kind):
     assert allocated <= 3 * x.nbytes + 16384  # dy, dx, and the clone's gradient, which is dx
 
 
-def test_autocast(device):
+def test_layers_keep_float32_parameters_under_autocast(device):
     x, conv = torch.randn(6, 5, 7, 11, device=device), nn.Conv2d(5, 5, 3, padding=1).to(device)
     for layer, *residual in ((InPlaceABN(5),), (SyncBatchNorm(5, fuse_relu=True), x)):
         layer.to(device)
@@ -233,7 +235,7 @@ def test_autocast(device):
 
 
 @every_layer
-def test_copies(make_layer):
+def test_copied_pickled_and_saved_layers_give_the_same_output(make_layer):
     layer = make_layer(5)
     layer(torch.randn(4, 5, 3))
     buffer = io.BytesIO()
@@ -269,34 +271,34 @@ def test_state_dict_moves_both_ways(make_layer):
 
 
 def test_abs_weight_is_mapillarys_gamma():
-    case = Case("nchw", torch.float64)
+    case = LayerInputs("nchw", torch.float64)
     layer, theirs = make("abn", case, "leaky_relu", eps=1e-3)
     layer.abs_weight = True
     with torch.no_grad():
         theirs.norm.weight.copy_(case.weight.abs() + 1e-3)
-    got, want = step(layer, case.x, case.dy), step(theirs, case.x, case.dy)
+    got, want = run_layer_step(layer, case.x, case.dy), run_layer_step(theirs, case.x, case.dy)
     want[2] *= case.weight.sign()
     for a, b in zip(got, want, strict=True):
-        check("in_place_layer", a, b)
+        assert_close_enough(a, b, row="in_place_layer")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gamma_zero_is_floored_and_its_gradient_passes(dtype):
     """Zero-initialised gamma trains: y is bias, the parameter is not written, its gradient is right."""
     floor = {torch.float16: 1e-4, torch.float64: 1e-12}.get(dtype, 1e-7)
-    case = Case("nchw", dtype)
+    case = LayerInputs("nchw", dtype)
     layer = InPlaceABN(5, activation="identity", dtype=case.weight.dtype)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([0.0, -0.0, floor / 2, -floor / 2, 1.0]))
     kept = layer.weight.detach().clone()
-    y, dx, dweight, dbias = step(layer, case.x, case.dy)
+    y, dx, dweight, dbias = run_layer_step(layer, case.x, case.dy)
     assert torch.equal(layer.weight, kept) and y[:, :4].abs().max() <= 5 * floor
     xhat = F.batch_norm(case.x.double(), None, None, None, None, True)
     want = (xhat * case.dy.double()).sum((0, 2, 3))
-    assert error(dweight, want) < {torch.float16: 2e-2, torch.bfloat16: 2e-2}.get(dtype, 1e-5)
+    assert relative_error(dweight, want) < {torch.float16: 2e-2, torch.bfloat16: 2e-2}.get(dtype, 1e-5)
     assert torch.equal(y[:, 0].sign().double(), xhat[:, 0].sign()), "0 counts as positive"
     assert torch.equal(y[:, 1].sign().double(), -xhat[:, 1].sign()), "-0 as negative"
-    assert error(dbias, case.dy.double().sum((0, 2, 3))) < 1e-5
+    assert relative_error(dbias, case.dy.double().sum((0, 2, 3))) < 1e-5
 
 
 @pytest.mark.parametrize("activation", INVERTIBLE)
@@ -304,7 +306,9 @@ def test_gamma_zero_is_floored_and_its_gradient_passes(dtype):
 def test_weights_on_their_way_through_zero(dtype, activation, device):
     """y is rounded at the size of bias; gradients equal torch's for any weight, however small."""
     channels = 60
-    layer = InPlaceABN(channels, activation=activation, activation_param=PARAM, device=device, dtype=dtype)
+    layer = InPlaceABN(
+        channels, activation=activation, activation_param=ACTIVATION_PARAM, device=device, dtype=dtype
+    )
     theirs = TorchLayer(channels, 4, activation).to(device).double()
     with torch.no_grad():
         sizes = torch.logspace(-14, -2, channels - 1, dtype=torch.float64) * (-1) ** torch.arange(
@@ -314,8 +318,8 @@ def test_weights_on_their_way_through_zero(dtype, activation, device):
         layer.bias.copy_(torch.tensor([0.1, -1.0, 3.0, -0.3]).repeat(channels // 4))
         theirs.norm.load_state_dict(layer.state_dict())
     x, dy = (torch.randn(8, channels, 13, 11, device=device, dtype=dtype) for _ in range(2))
-    y, dx, dweight, dbias = step(layer, x, dy)
-    want_y, want_dx, want_dweight, want_dbias = step(theirs, x.double(), dy.double())
+    y, dx, dweight, dbias = run_layer_step(layer, x, dy)
+    want_y, want_dx, want_dweight, want_dbias = run_layer_step(theirs, x.double(), dy.double())
     u = torch.finfo(dtype).eps / 2
     xhat = F.batch_norm(x.double(), None, None, None, None, True)
     scale = layer.bias.detach().double().abs().view(1, -1, 1, 1)
@@ -325,9 +329,9 @@ def test_weights_on_their_way_through_zero(dtype, activation, device):
     for channel in range(channels):
         for got, want, most in ((dx[:, channel], want_dx[:, channel], 0.01), (dbias, want_dbias, 1e-4)):
             assert (got - want).norm() <= most * want.norm()
-    assert error(dweight, want_dweight) < 0.01
+    assert relative_error(dweight, want_dweight) < 0.01
     # in each channel no more than every xhat's own bound, 2^-7 and the slope's rounding, allows
-    dv = dy.double() * torch.where(want_y > 0, 1.0, {"identity": 1.0}.get(activation, PARAM))
+    dv = dy.double() * torch.where(want_y > 0, 1.0, {"identity": 1.0}.get(activation, ACTIVATION_PARAM))
     assert ((dweight - want_dweight).abs() <= 3 * 2**-7 * dv.abs().sum((0, 2, 3))).all()
 
 
@@ -463,7 +467,7 @@ ONES = torch.ones(2, 3)
         (lambda: functional.layer_norm(ONES, ()), r"layer_norm: x has shape \(2, 3\); "),
     ],
 )
-def test_impossible_requests(call, message):
+def test_wrong_arguments_raise_value_error(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -551,7 +555,7 @@ def test_a_slice_of_a_result_may_be_overwritten():
     InPlaceABN(3)(leaf.clone()[:, :3]).square().sum().backward()
     want = leaf.detach().clone().requires_grad_()
     F.leaky_relu(F.batch_norm(want[:, :3], None, None, training=True), 0.01).square().sum().backward()
-    check("in_place_layer", leaf.grad, want.grad, torch.float32, least_scale=1.0)
+    assert_close_enough(leaf.grad, want.grad, row="in_place_layer", dtype=torch.float32, least_scale=1.0)
 
 
 def test_without_bias_and_without_a_count():
@@ -559,7 +563,7 @@ def test_without_bias_and_without_a_count():
     for norm in (layer, theirs):
         norm.bias = norm.num_batches_tracked = None
     x = torch.randn(4, 3)
-    check("layer", layer(x.clone()), F.leaky_relu(theirs(x)))
+    assert_close_enough(layer(x.clone()), F.leaky_relu(theirs(x)), row="layer")
     assert torch.equal(layer.running_mean, theirs.running_mean)
 
 
@@ -617,10 +621,10 @@ def test_without_bias(make_layer):
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([0.5, -2.0, 1.0]))
         theirs.weight.copy_(layer.weight)
-    case = Case("nc", torch.float32)
+    case = LayerInputs("nc", torch.float32)
     x, dy = case.x[:, :3], case.dy[:, :3]
-    for got, want in zip(step(layer, x, dy), step(theirs, x, dy)[:3], strict=True):
-        check("layer", got, want)
+    for got, want in zip(run_layer_step(layer, x, dy), run_layer_step(theirs, x, dy)[:3], strict=True):
+        assert_close_enough(got, want, row="layer")
     copy.deepcopy(layer).load_state_dict(layer.state_dict())
     layer.reset_parameters()
     assert layer.weight.tolist() == [1.0] * 3 and layer.bias is None
@@ -732,7 +736,7 @@ def test_update_bn_and_what_finds_batch_norms_by_type(ours):
 def test_converters_of_others_drop_nothing(whose, made, lost):
     convert = nn.SyncBatchNorm.convert_sync_batchnorm
     if whose == "timm":
-        convert = package("timm.layers").convert_sync_batchnorm
+        convert = import_or_skip("timm.layers").convert_sync_batchnorm
     model = nn.Sequential(nn.Linear(3, 3), made())
     if lost:
         with pytest.raises(
@@ -758,10 +762,10 @@ def test_parameters_with_gaps(made):
     if not isinstance(layer, nn.LayerNorm):
         x, dy = x[..., 0], dy[..., 0]
     nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
-    want = step(layer, x, dy)
+    want = run_layer_step(layer, x, dy)
     for name, parameter in list(layer.named_parameters()):
         setattr(layer, name, nn.Parameter(torch.stack([parameter.detach()] * 3, -1)[..., 1]))
-    assert not layer.weight.is_contiguous() and all(map(torch.equal, step(layer, x, dy), want))
+    assert not layer.weight.is_contiguous() and all(map(torch.equal, run_layer_step(layer, x, dy), want))
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -809,7 +813,7 @@ def test_running_statistics_of_one_number_for_all_channels(call, wrong):
         call(given, None, None, **(whole | {wrong: torch.ones(1).expand(5)}))
 
 
-def test_arguments_of_another_kind():
+def test_arrays_and_numbers_for_tensors_raise_type_error():
     message = "a tensor expected, got an object of type ndarray; torch.from_numpy makes one"
     for layer in (InPlaceABN(3), BatchNormAct(3), SyncBatchNorm(3), fastvit.LayerNorm(3)):
         with pytest.raises(TypeError, match=message):

@@ -6,15 +6,15 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from conftest import TARGET
-from loopback import check_mismatch, describe, rows
+from conftest import TEST_DEVICE
+from loopback import assert_mismatch, describe_tag, make_rank_rows
 
 from fastvit.sync.collective import ALL_GATHER_NAME, GpuCollectiveBackend
 from fastvit.sync.protocol import FLOAT64, HEADER_WORDS, Exchange, ExchangeState, NumberKind, Tag
 from fastvit.sync.store_consensus import StoreConsensus
 
-on_cpu = pytest.mark.skipif(TARGET != "cpu", reason="GPUs send other messages")
-on_gpu = pytest.mark.skipif(TARGET == "cpu", reason="CPUs send other messages")
+on_cpu = pytest.mark.skipif(TEST_DEVICE != "cpu", reason="GPUs send other messages")
+on_gpu = pytest.mark.skipif(TEST_DEVICE == "cpu", reason="CPUs send other messages")
 ops = torch.ops.fastvit
 CAPACITY = 14
 
@@ -47,7 +47,7 @@ def travel(numbers, exchanges):
 
 
 def merged(rank, numbers, tags, exchanges):
-    if TARGET == "cpu":
+    if TEST_DEVICE == "cpu":
         return ops.merge_received(direct(rank, numbers, tags), numbers[rank], exchanges[rank].tensor)
     return ops.merge_messages(travel(numbers, exchanges), numbers[rank], exchanges[rank].tensor)
 
@@ -55,8 +55,11 @@ def merged(rank, numbers, tags, exchanges):
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("dtype,wide", [("float32", False), ("float32", True), ("float64", True)])
 @pytest.mark.parametrize("world,n", [(1, 14), (2, 6), (5, 12), (300, 8)])
-def test_numbers_are_merged(world, n, dtype, wide, sums, device):
-    numbers, tags = rows(world, n, sums, getattr(torch, dtype), device), [Tag(2**24 - 1, 2**24 - 3)] * world
+def test_collective_messages_merge_in_rank_order(world, n, dtype, wide, sums, device):
+    numbers, tags = (
+        make_rank_rows(world, n, sums, getattr(torch, dtype), device),
+        [Tag(2**24 - 1, 2**24 - 3)] * world,
+    )
     made, rank = exchanges(tags, device, wide), world // 2
     got = merged(rank, numbers, tags, made)
     assert got.dtype == numbers[0].dtype and not made[rank].report.fault
@@ -64,7 +67,7 @@ def test_numbers_are_merged(world, n, dtype, wide, sums, device):
     if not sums:
         torch.testing.assert_close(got, reference.merge_moments(everything), rtol=1e-5, atol=1e-6)
         return
-    if TARGET == "cpu":
+    if TEST_DEVICE == "cpu":
         total = sum(everything.double())[0]  # in rank order
     else:
         messages = travel(numbers, made)
@@ -78,18 +81,18 @@ def test_numbers_are_merged(world, n, dtype, wide, sums, device):
 @pytest.mark.parametrize("other", [Tag(8, 5), Tag(7, 9)])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_tags_that_differ(rank, other, sums, device):
-    numbers, tags = rows(4, 6, sums, device=device), [Tag(7, 5), Tag(7, 5), other, Tag(7, 5)]
+    numbers, tags = make_rank_rows(4, 6, sums, device=device), [Tag(7, 5), Tag(7, 5), other, Tag(7, 5)]
     made = exchanges(tags, device)
     got = merged(rank, numbers, tags, made)
     if device != "cpu":
         torch.cuda.synchronize()
-    check_mismatch(got, made[rank], tags, rank, sums)
+    assert_mismatch(got, made[rank], tags, rank, sums)
 
 
 @on_cpu
 @pytest.mark.parametrize("change", [(2, 4), (3, NumberKind.SUMS), (3, FLOAT64)])
 def test_a_message_of_another_length_or_kind(change):
-    numbers, tags = rows(2, 6, False), [Tag(7, 5)] * 2
+    numbers, tags = make_rank_rows(2, 6, False), [Tag(7, 5)] * 2
     received, (made, _) = direct(0, numbers, tags), exchanges(tags, "cpu")
     received[0, change[0]] = change[1]
     assert ops.merge_received(received, numbers[0], made.tensor).isnan().all()
@@ -115,7 +118,10 @@ def test_bad_arguments_of_cpus():
 @on_gpu
 @pytest.mark.parametrize("sums", [False, True])
 def test_a_captured_step_goes_with_every_other(sums, device):
-    numbers, made = rows(3, 6, sums, device=device), exchanges([Tag(7, 5), Tag(7, 0), Tag(7, 5)], device)
+    numbers, made = (
+        make_rank_rows(3, 6, sums, device=device),
+        exchanges([Tag(7, 5), Tag(7, 0), Tag(7, 5)], device),
+    )
     messages = travel(numbers, made)
     for row, exchange in zip(numbers, made, strict=True):
         assert ops.merge_messages(messages, row, exchange.tensor).isfinite().all()
@@ -125,7 +131,7 @@ def test_a_captured_step_goes_with_every_other(sums, device):
 @on_gpu
 def test_packed_collectives(monkeypatch, device):
     """Rank 0's exchanges, in both directions, with a rank 1 that is in the same layer and then in another."""
-    numbers = [rows(2, 14, sums, device=device) for sums in (False, True)]
+    numbers = [make_rank_rows(2, 14, sums, device=device) for sums in (False, True)]
     (other,) = exchanges([Tag(0, 1)] * 2, device)[1:]
 
     def all_gather(messages, message, group):
@@ -138,7 +144,7 @@ def test_packed_collectives(monkeypatch, device):
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     consensus = StoreConsensus(dist.HashStore(), 0, 2, 5.0)
     backend = GpuCollectiveBackend(
-        consensus, consensus, torch.device(device), describe
+        consensus, consensus, torch.device(device), describe_tag
     )  # the fakes need no group
     backend.try_reserve(6, torch.float32)
     moments, sums = (backend.merge_over_ranks(mine, Tag(0, 1)) for mine, _ in numbers)
@@ -171,9 +177,9 @@ def test_bad_arguments_of_gpus(device):
 @pytest.mark.parametrize("sums", [False, True])
 def test_opcheck(sums, device):
     """They have no fakes: fastvit::share, which has one, stands for them."""
-    numbers, tags = rows(2, 6, sums, device=device), [Tag(7, 5)] * 2
+    numbers, tags = make_rank_rows(2, 6, sums, device=device), [Tag(7, 5)] * 2
     made = exchanges(tags, device)
-    if TARGET == "cpu":
+    if TEST_DEVICE == "cpu":
         calls = [(ops.merge_received, (direct(0, numbers, tags), numbers[0], made[0].tensor))]
     else:
         pack = ops.pack_message, (numbers[0], made[0].tensor)

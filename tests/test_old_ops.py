@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, fresh
+from cases import LayerInputs, clone_with_strides
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -22,7 +22,7 @@ def old_calls(case):
     x, dy, gate = case.x, case.dy, case.residual
     parameters, options = {"weight": case.weight, "bias": case.bias}, {"momentum": 0.2, "eps": 1e-3}
     tail = parameters | LEAKY
-    moments, new = ops.bn_stats(x), case.buffers()
+    moments, new = ops.bn_stats(x), case.copy_buffers()
     y, saved = ops.bn_forward(x, **tail, moments=moments, **new, **options, invertible=True)
     given = {"y": y, "dy": dy, "saved": saved}
     of_output = {"input": y, "dy": dy, "saved": saved, **tail, "from_output": True}
@@ -32,14 +32,14 @@ def old_calls(case):
 
     def forward(x):
         end = LEAKY | {"channel_dim": 1, "training": True}
-        return {"x": x, "moments": moments, **parameters, **case.buffers(), **options, **end}
+        return {"x": x, "moments": moments, **parameters, **case.copy_buffers(), **options, **end}
 
     def backward(sums):
         return given | {"sums": sums} | tail | {"channel_dim": 1, "training": True}
 
     return [
         ("abn_forward", forward(x), [y, saved, *new.values()]),
-        ("abn_forward_", forward(fresh(x)), [saved, y, *new.values()]),
+        ("abn_forward_", forward(clone_with_strides(x)), [saved, y, *new.values()]),
         ("abn_reduce", given | tail | {"channel_dim": 1}, [sums]),
         ("abn_backward", backward(None), [dx, local_sums]),
         ("abn_backward", backward(sums[0]), [from_global, none]),
@@ -70,7 +70,7 @@ CALLS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", CALLS)
 def test_old_names_give_the_bits_of_the_new_ones(how, dtype, device):
-    for name, arguments, want in old_calls(Case("nchw", dtype, device)):
+    for name, arguments, want in old_calls(LayerInputs("nchw", dtype, device)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             made = CALLS[how](name, arguments)
@@ -79,7 +79,7 @@ def test_old_names_give_the_bits_of_the_new_ones(how, dtype, device):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_old_names_raise_the_versions_of_what_they_write(device):
-    for name, arguments, _ in old_calls(Case("nchw", torch.float32, device)):
+    for name, arguments, _ in old_calls(LayerInputs("nchw", torch.float32, device)):
         tensors = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor)}
         before = {n: t._version for n, t in tensors.items()}
         getattr(ops, name)(**arguments)
@@ -89,19 +89,19 @@ def test_old_names_raise_the_versions_of_what_they_write(device):
 
 
 def test_old_names_warn(device):
-    for name, arguments, _ in old_calls(Case("nchw", torch.float32, device)):
+    for name, arguments, _ in old_calls(LayerInputs("nchw", torch.float32, device)):
         with pytest.warns(DeprecationWarning, match=rf"fastvit: the op {name} is \w+ now"):
             getattr(ops, name)(**arguments)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_defaults_of_old_names(device):
-    case = Case("nchw", torch.float32, device)
+    case = LayerInputs("nchw", torch.float32, device)
     x, dy, gate, leaky = case.x, case.dy, case.residual, {"activation": "leaky_relu"}
     y, saved = ops.bn_forward(x, **leaky, invertible=True)
     given = {**leaky, "from_output": True}
     assert_same(ops.abn_forward(x), (y, saved))
-    assert_same([ops.abn_forward_(fresh(x))], [saved])
+    assert_same([ops.abn_forward_(clone_with_strides(x))], [saved])
     assert_same(ops.abn_reduce(y, dy, saved), ops.bn_reduce(y, dy, saved, **given))
     assert_same(ops.abn_backward(y, dy, saved), ops.bn_backward(y, dy, saved, **given)[::2])
     assert_same([ops.glu_forward(x, gate)], [ops.act_forward(x, gate, "silu")])
@@ -111,7 +111,7 @@ def test_defaults_of_old_names(device):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_saved_graph_is_traced(device):
     """Its ops have fakes, and say what they write."""
-    for name, arguments, want in old_calls(Case("nchw", torch.float32, device)):
+    for name, arguments, want in old_calls(LayerInputs("nchw", torch.float32, device)):
         mode = FakeTensorMode()
         with mode:
             fakes = {

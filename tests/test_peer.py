@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from loopback import INBOX
+from loopback import INBOX_OFFSET
 
 from fastvit import ops
 from fastvit.sync.custom_op import merge_over_ranks
@@ -71,7 +71,7 @@ class Ranks:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("channels", [1, 2, 9, 16])
-def test_numbers_are_merged(channels, sums, dtype):
+def test_cpu_exchange_merges_in_rank_order(channels, sums, dtype):
     ranks, options = Ranks(3), {"channels": channels, "sums": sums, "dtype": dtype}
     for step in range(4):
         for rank in range(3):
@@ -166,11 +166,11 @@ def test_a_torn_header_is_not_taken(packet, bytes_missing):
         assert ranks.begin(1, step) == ExchangeState.DONE == ranks.wait(0)
     before = ranks.arenas[0].clone()
     ranks.begin(0, 2), ranks.begin(1, 2)
-    inbox = ranks.arenas[0][INBOX:]
-    header = 16 * int((inbox != before[INBOX:]).view(-1, 16).any(1).nonzero()[packet])
+    inbox = ranks.arenas[0][INBOX_OFFSET:]
+    header = 16 * int((inbox != before[INBOX_OFFSET:]).view(-1, 16).any(1).nonzero()[packet])
     half = slice(header + bytes_missing.start, header + bytes_missing.stop)
     whole = inbox[half].clone()
-    inbox[half] = before[INBOX:][half]
+    inbox[half] = before[INBOX_OFFSET:][half]
     assert ranks.wait(0) == ExchangeState.PENDING
     inbox[half] = whole
     assert ranks.wait(0) == ExchangeState.DONE

@@ -6,7 +6,16 @@ import gc
 import pytest
 import torch
 from cases import ACTIVATIONS
-from recompute_models import READERS, CountRecomputations, Net, forward_leaves, freed, run, same_bits, stack
+from recompute_models import (
+    READERS,
+    ReaderModel,
+    RecomputationCounter,
+    assert_same_bits,
+    compare_and_measure_freed,
+    make_conv_stack,
+    measure_forward,
+    run_step,
+)
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -19,26 +28,26 @@ from fastvit.recompute.packed_tensor import PackedTensor
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("reader", READERS)
-def test_the_bits_of_keep(reader, channels_last, device):
-    read, times = READERS[reader]
+def test_rebuilt_outputs_give_the_gradients_of_kept_ones(reader, channels_last, device):
+    read, num_recomputations = READERS[reader]
     x = torch.randn(4, 3, 11, 13, device=device)
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
-    want = run(Net(read, "keep").to(device), x)
-    with CountRecomputations() as recomputations:
-        same_bits(run(Net(read, "recompute").to(device), x), want)
-    assert times is None or recomputations.count == times, recomputations.count
-    same_bits(run(Net(read, "recompute").to(device), x, contextlib.nullcontext), want)
+    want = run_step(ReaderModel(read, "keep").to(device), x)
+    with RecomputationCounter() as recomputations:
+        assert_same_bits(run_step(ReaderModel(read, "recompute").to(device), x), want)
+    assert num_recomputations is None or recomputations.count == num_recomputations, recomputations.count
+    assert_same_bits(run_step(ReaderModel(read, "recompute").to(device), x, contextlib.nullcontext), want)
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("mode", ["train", "eval", "no_stats", "cumulative"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_bits_of_keep_in_every_mode(activation, mode, residual, device):
+def test_recomputed_outputs_give_the_gradients_of_kept_ones_in_every_mode(activation, mode, residual, device):
     """Running statistics change between forward and backward; recomputed outputs do not depend on them."""
     inputs = [torch.randn(6, 5, 70, device=device) for _ in range(1 + residual)]
     results = []
-    with CountRecomputations() as recomputations:
+    with RecomputationCounter() as recomputations:
         for memory in ("keep", "recompute"):
             layer = BatchNormAct(
                 5, activation=activation, memory=memory, device=device,
@@ -53,7 +62,7 @@ def test_the_bits_of_keep_in_every_mode(activation, mode, residual, device):
                     if "running" in name:
                         buffer.add_(1)
             results.append(torch.autograd.grad(loss, [*leaves, *layer.parameters()]))
-    same_bits(*results)
+    assert_same_bits(*results)
     # A residual that nothing else has saved is saved by the layer where it has an activation.
     assert recomputations.count == (0 if residual and activation == "identity" else 1)
 
@@ -63,15 +72,15 @@ def test_live_bytes_of_a_forward(device):
     x = torch.randn(4, 8, 48, 48, device=device)
     rest = 0.02 if device == "cpu" else 0.03  # a GPU's allocator rounds to 512 bytes
     for kind, want in (("torch", 4), ("keep", 8), ("recompute", 4)):
-        assert abs(forward_leaves(stack(kind).to(device), x)[0] - want) < rest
-    assert abs(forward_leaves(stack("torch").to(device), x, contextlib.nullcontext)[0] - 12) < rest
-    net = stack("recompute").to(device)
-    assert abs(forward_leaves(net, x, contextlib.nullcontext)[0] - 8) < rest, "without a scope it is keep"
+        assert abs(measure_forward(make_conv_stack(kind).to(device), x)[0] - want) < rest
+    assert abs(measure_forward(make_conv_stack("torch").to(device), x, contextlib.nullcontext)[0] - 12) < rest
+    net = make_conv_stack("recompute").to(device)
+    assert abs(measure_forward(net, x, contextlib.nullcontext)[0] - 8) < rest, "without a scope it is keep"
 
 
 def test_live_bytes_of_a_step(device):
     """The graph is held by its result, what it saved is gone."""
-    x, net = torch.randn(4, 8, 48, 48, device=device), stack("recompute").to(device)
+    x, net = torch.randn(4, 8, 48, 48, device=device), make_conv_stack("recompute").to(device)
 
     def step():
         with recompute_scope():
@@ -88,7 +97,7 @@ def test_readers_that_outlive_the_layers_graph(device):
     x = torch.randn(4, 3, 9, 9, device=device)
     results = []
     for memory in ("keep", "recompute"):
-        net = Net(None, memory).to(device)
+        net = ReaderModel(None, memory).to(device)
         with recompute_scope():
             y = net.norm(net.first(x))
             one, two = net.a(y).sum(), net.b(y.detach()).square().sum()
@@ -98,15 +107,15 @@ def test_readers_that_outlive_the_layers_graph(device):
         gc.collect()
         two.backward()
         results.append([net.a.weight.grad, net.b.weight.grad, net.first.weight.grad])
-    same_bits(*results)
+    assert_same_bits(*results)
 
 
 def test_written_after_it_was_saved(device):
     """Autograd refuses it; the recomputed tensor has the saved values, so the gradient is correct."""
     x = torch.randn(4, 3, 9, 9, device=device)
-    want = run(Net(READERS["conv"][0], "keep").to(device), x)
+    want = run_step(ReaderModel(READERS["conv"].read, "keep").to(device), x)
     for alive in (True, False):
-        net = Net(None, "recompute").to(device)
+        net = ReaderModel(None, "recompute").to(device)
         leaf = x.clone().requires_grad_()
         with recompute_scope():
             y = net.norm(net.first(leaf))
@@ -116,13 +125,15 @@ def test_written_after_it_was_saved(device):
         if not alive:
             del y
         out.square().sum().backward()
-        same_bits([out.detach(), leaf.grad, *(p.grad for p in net.parameters() if p.grad is not None)], want)
+        assert_same_bits(
+            [out.detach(), leaf.grad, *(p.grad for p in net.parameters() if p.grad is not None)], want
+        )
 
 
 @pytest.mark.parametrize("what", ["x", "weight", "other"])
 def test_writes_that_make_the_gradient_wrong_are_refused(what, device):
-    """To x, from which y would be recomputed; to a parameter; to a tensor of no layer, as without scope."""
-    net = Net(None, "recompute").to(device)
+    """The writes are to x, from which y would be recomputed, to a parameter, and to a tensor of no layer."""
+    net = ReaderModel(None, "recompute").to(device)
     with recompute_scope():
         x = net.first(torch.randn(4, 3, 9, 9, device=device))
         other = x.detach() + 1
@@ -137,7 +148,7 @@ def test_writes_that_make_the_gradient_wrong_are_refused(what, device):
 
 def test_x_written_before_y_is_saved(device):
     """y cannot be recomputed then, and is kept; only the layer's own backward raises."""
-    net = Net(None, "recompute").to(device)
+    net = ReaderModel(None, "recompute").to(device)
     with recompute_scope():
         x = net.first(torch.randn(4, 3, 9, 9, device=device))
         y = net.norm(x)
@@ -145,7 +156,7 @@ def test_x_written_before_y_is_saved(device):
             x.add_(1)
         out = net.a(y).sum()
     del y
-    with CountRecomputations() as recomputations:
+    with RecomputationCounter() as recomputations:
         torch.autograd.grad(out, net.a.weight, retain_graph=True)
     assert recomputations.count == 0
     with pytest.raises(RuntimeError, match="modified by an inplace"):
@@ -244,7 +255,7 @@ def test_what_the_layers_free(name, train, device):
     layer, count = LAYERS[name]
     net = nn.Sequential(nn.Conv2d(3, 8, 1), layer(), nn.Conv2d(8, 8, 1)).train(train).to(device)
     x = torch.randn(4, 3, 24, 24, device=device)
-    less = freed(lambda: net(x), [p for p in net.parameters() if p.requires_grad])
+    less = compare_and_measure_freed(lambda: net(x), [p for p in net.parameters() if p.requires_grad])
     rest = 0.01 if device == "cpu" else 0.08  # up to four vectors are copied, into 512 bytes each on a GPU
     assert abs(less / x.nbytes - count * 8 / 3) < rest
 
@@ -260,4 +271,4 @@ def test_a_residual_without_an_activation(device):
             y = first(x).sigmoid()
             return last(norm(y, y))
 
-        assert abs(freed(forward, list(net.parameters())) / x.nbytes - 8 / 3) < 0.05
+        assert abs(compare_and_measure_freed(forward, list(net.parameters())) / x.nbytes - 8 / 3) < 0.05

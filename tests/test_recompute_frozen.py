@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from recompute_models import freed
+from recompute_models import compare_and_measure_freed
 from torch import nn
-from vit_models import DIM, TOKENS, Block, compared, kept
+from vit_models import DIM, TOKENS, Block, compare_and_measure_kept, measure_kept_bytes
 
 import fastvit
 
@@ -80,14 +80,16 @@ ACTIVATIONS = {  # and the most that is kept of eager's bytes
 @pytest.mark.parametrize("taps", [(), (3,)], ids=["", "a tap"])
 @pytest.mark.parametrize("parts", [chain, normalised])
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_a_frozen_chain(act, parts, taps, second):
+def test_a_frozen_chain_keeps_masks_and_eager_gradients(act, parts, taps, second):
     eager = Perceptual(parts(ACTIVATIONS[act][0]), taps)
     model = fastvit.convert(copy.deepcopy(eager))
     for _ in range(2):
         want, got = (gradients(one, images(True), second) for one in (eager, model))
         assert len(got) == len(want) and all(map(torch.equal, got, want))
     if not taps:
-        assert kept(model, images()) <= ACTIVATIONS[act][1] * kept(eager, images())
+        assert measure_kept_bytes(model, images()) <= ACTIVATIONS[act][1] * measure_kept_bytes(
+            eager, images()
+        )
 
 
 @pytest.mark.parametrize(
@@ -109,12 +111,12 @@ def test_kinds_of_convolutions(kind):
         with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
             return chained(x * 1)
 
-    assert freed(forward, [x]) > 0
+    assert compare_and_measure_freed(forward, [x]) > 0
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), lambda x: torch.max_pool2d(x, 2)])
 @pytest.mark.parametrize("skip", [False, True])
-def test_max_pooling(pool, skip):
+def test_max_pooling_keeps_the_mask_of_its_input(pool, skip):
     """Its backward reads indices. A trained convolution that reads the ReLU's result too keeps that."""
 
     class Net(nn.Module):
@@ -128,7 +130,7 @@ def test_max_pooling(pool, skip):
             y = self.second(pool(x))
             return y.mean((2, 3)) + self.third(x).mean((2, 3)) if skip else self.third(y)
 
-    before, after = compared(Net(), images())
+    before, after = compare_and_measure_kept(Net(), images())
     assert after <= (1.0 if skip else 0.65) * before
 
 
@@ -155,7 +157,7 @@ def test_a_write_to_a_result_of_which_a_mask_was_left():
         other.sum().backward()
 
 
-def test_what_else_reads_the_result():
+def test_a_result_with_another_reader_is_kept_whole():
     """A ReLU's result that a trained layer, a recipe or a later op reads too is whole."""
     torch.manual_seed(0)
     frozen, trained = (nn.Conv2d(C, C, 3, padding=1) for _ in range(2))
@@ -172,7 +174,7 @@ def test_what_else_reads_the_result():
     ]
     leaf = torch.randn(4, C, SIZE, SIZE, requires_grad=True)
     for reader in readers:
-        freed(lambda: reader(F.relu(leaf.cumsum(0))), [leaf, *trained.parameters()])  # noqa: B023
+        compare_and_measure_freed(lambda: reader(F.relu(leaf.cumsum(0))), [leaf, *trained.parameters()])  # noqa: B023
 
 
 class Ends(nn.Module):
@@ -188,7 +190,7 @@ class Ends(nn.Module):
 
 def test_an_activation_at_the_end_of_a_block():
     """What it has saved is reduced to a mask when the next block reads its sizes."""
-    before, after = compared(nn.Sequential(Ends(), chain(nn.Identity, depth=1)), images())
+    before, after = compare_and_measure_kept(nn.Sequential(Ends(), chain(nn.Identity, depth=1)), images())
     assert after <= before - 4 * C * SIZE**2 * 4 * 7 // 8
 
 
@@ -208,7 +210,7 @@ def test_infinities_and_nans(act):
 def test_a_frozen_linear_reads_its_input_in_forward_alone():
     layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).requires_grad_(False)
     x = torch.randn(37, 64, requires_grad=True)
-    assert freed(lambda: layers(x * 1), [x]) >= 37 * 256 * 4 * 7 // 8
+    assert compare_and_measure_freed(lambda: layers(x * 1), [x]) >= 37 * 256 * 4 * 7 // 8
 
 
 def test_the_input_of_a_frozen_batch_norm_is_kept_where_it_costs_less_than_the_output():
@@ -229,7 +231,7 @@ def test_the_input_of_a_frozen_batch_norm_is_kept_where_it_costs_less_than_the_o
 
     eager, x = Dense().eval(), torch.randn(2, C, SIZE, SIZE)
     eager.norms.requires_grad_(False)
-    before, after = compared(eager, x, call=lambda model: lambda x: model(x.requires_grad_()))
+    before, after = compare_and_measure_kept(eager, x, call=lambda model: lambda x: model(x.requires_grad_()))
     assert after < 0.4 * before
 
 
@@ -243,7 +245,10 @@ def test_the_report_names_masks():
 def test_a_boolean_mask_of_dropout_takes_bits(size):
     """torch.native_dropout is what dropout runs on CUDA; it saves its mask."""
     leaf = torch.ones(3, size, requires_grad=True)
-    assert freed(lambda: torch.native_dropout(leaf, 0.25, True)[0], [leaf]) >= 3 * size * 7 // 8 - 8
+    assert (
+        compare_and_measure_freed(lambda: torch.native_dropout(leaf, 0.25, True)[0], [leaf])
+        >= 3 * size * 7 // 8 - 8
+    )
 
 
 def test_products_of_frozen_weights():
@@ -262,5 +267,7 @@ def test_products_of_frozen_weights():
             return x
 
     eager, x = Adapted(), torch.randn(4, TOKENS, DIM)
-    (before, some), (_, most) = (compared(eager, x, matmuls=products) for products in (False, True))
+    (before, some), (_, most) = (
+        compare_and_measure_kept(eager, x, matmuls=products) for products in (False, True)
+    )
     assert most < 0.6 * before and most < 0.8 * some

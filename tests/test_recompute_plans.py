@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from convert_models import gradients, same_bits
+from convert_models import assert_same_bits, list_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -67,7 +67,7 @@ def run(model, is_half, context=contextlib.nullcontext):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
             y = model(x).sum()
         y.backward()
-    return plans, gradients(model)
+    return plans, list_gradients(model)
 
 
 OPTIONS = {
@@ -91,7 +91,7 @@ def test_an_observer_changes_no_decision(options, is_half):
     observed, _ = run(model, is_half, lambda: observe_saved_tensors(lambda tensor: None))
     assert plans.states == observed.states
     assert plans.num_built <= observed.num_built
-    same_bits(actual, run(eager, is_half)[1])
+    assert_same_bits(actual, run(eager, is_half)[1])
 
 
 @pytest.mark.parametrize("is_half", [False, True], ids=["fp32", "bf16"])

@@ -7,7 +7,14 @@ import threading
 import pytest
 import torch
 import vit_models
-from recompute_models import CountRecomputations, forward_leaves, freed, run, same_bits, stack
+from recompute_models import (
+    RecomputationCounter,
+    assert_same_bits,
+    compare_and_measure_freed,
+    make_conv_stack,
+    measure_forward,
+    run_step,
+)
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -20,10 +27,10 @@ from fastvit.recompute import Policy, RecomputeLevel, active_scope, packed_tenso
 
 @pytest.mark.parametrize("where", ["scope outside", "scope inside", "converted submodule"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-def test_checkpointing(where, reentrant, device):
+def test_scopes_and_checkpoints_nest_either_way(where, reentrant, device):
     x = torch.randn(4, 8, 20, 20, device=device)
-    want = run(stack("keep").to(device), x)
-    net = stack("recompute").to(device)
+    want = run_step(make_conv_stack("keep").to(device), x)
+    net = make_conv_stack("recompute").to(device)
 
     def inner(x):
         if where == "converted submodule":
@@ -37,15 +44,15 @@ def test_checkpointing(where, reentrant, device):
     checkpointed.net = net
     checkpointed.forward = lambda x: checkpoint(inner, x, use_reentrant=reentrant)
     scope = recompute_scope if where == "scope outside" else contextlib.nullcontext
-    same_bits(run(checkpointed, x, scope), want)
+    assert_same_bits(run_step(checkpointed, x, scope), want)
     leaf = x.clone().requires_grad_()
-    assert forward_leaves(checkpointed, leaf, scope)[0] < 0.1, "checkpoint's own hooks see every tensor"
+    assert measure_forward(checkpointed, leaf, scope)[0] < 0.1, "checkpoint's own hooks see every tensor"
 
 
 def test_hooks_on_the_stack_are_called(device):
     """Hooks inside of a scope see every tensor; hooks outside see those that the scope keeps."""
     x = torch.randn(4, 8, 20, 20, device=device)
-    want = run(stack("keep").to(device), x)
+    want = run_step(make_conv_stack("keep").to(device), x)
     for outside in (True, False):
         shapes = {}
         for kind in ("keep", "recompute"):
@@ -62,7 +69,7 @@ def test_hooks_on_the_stack_are_called(device):
                 with first, second:
                     yield
 
-            same_bits(run(stack(kind).to(device), x, both), want)
+            assert_same_bits(run_step(make_conv_stack(kind).to(device), x, both), want)
         if outside:
             assert len(shapes["recompute"]) == len(shapes["keep"]) - 4, (
                 "an output of each layer is recomputed"
@@ -73,7 +80,7 @@ def test_hooks_on_the_stack_are_called(device):
 
 def test_scopes_nest_and_end(device):
     x = torch.randn(4, 8, 12, 12, device=device)
-    net = stack("recompute").to(device)
+    net = make_conv_stack("recompute").to(device)
     with recompute_scope():
         with recompute_scope():
             a = net[:4](x)
@@ -81,7 +88,7 @@ def test_scopes_nest_and_end(device):
     with pytest.raises(ZeroDivisionError), recompute_scope():
         _ = 1 / 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    with CountRecomputations() as recomputations:
+    with RecomputationCounter() as recomputations:
         y.sum().backward()
     assert recomputations.count == 4
 
@@ -100,16 +107,16 @@ def test_older_names_of_arguments():
 
 def test_two_models_in_one_scope(device):
     """One after the other, and in the other order: neither goes by what was decided for the other."""
-    models = [stack(kind).to(device) for kind in ("recompute", "keep")]
+    models = [make_conv_stack(kind).to(device) for kind in ("recompute", "keep")]
     x = torch.randn(4, 8, 12, 12, device=device)
-    want = [run(model, x) for model in models]
+    want = [run_step(model, x) for model in models]
     with recompute_scope():
         for order in ((0, 1), (1, 0)):
             for i in order:
-                same_bits(run(models[i], x, contextlib.nullcontext), want[i])
+                assert_same_bits(run_step(models[i], x, contextlib.nullcontext), want[i])
 
 
-def test_threads():
+def test_two_threads_may_run_a_converted_model():
     """Two threads run one model at once; it has no state of a step but the parameters."""
     eager = nn.Sequential(*(vit_models.Block() for _ in range(2)))
     model = fastvit.convert(copy.deepcopy(eager))
@@ -132,8 +139,8 @@ def test_threads():
     assert not failed
 
 
-def test_without_gradients(device):
-    net = stack("recompute").to(device)
+def test_a_scope_keeps_nothing_without_gradients(device):
+    net = make_conv_stack("recompute").to(device)
     x = torch.randn(4, 8, 6, 6, device=device)
     for mode in (torch.no_grad, torch.inference_mode):
         with recompute_scope(), mode():
@@ -141,15 +148,15 @@ def test_without_gradients(device):
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     net[-1].weight.requires_grad_()
-    with recompute_scope(), CountRecomputations() as recomputations:
+    with recompute_scope(), RecomputationCounter() as recomputations:
         net(x).sum().backward()
     assert recomputations.count == 0, "a frozen layer saves nothing that its output could be recomputed from"
 
 
-def test_compiled():
+def test_a_scope_in_compiled_code_leaves_eager_gradients():
     """A scope in the function that is compiled; one round compiled code is in test_convert_vit.py."""
     torch._dynamo.reset()
-    net, x = stack("recompute", 2), torch.randn(4, 8, 9, 9)
+    net, x = make_conv_stack("recompute", 2), torch.randn(4, 8, 9, 9)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def scoped(x):
@@ -187,7 +194,12 @@ def test_ops_of_torch(name, device):
     torch.manual_seed(0)
     first, last = (nn.Linear(64, 64, device=device) for _ in range(2))
     x = torch.randn(32, 64, device=device)
-    assert freed(lambda: last(OPS[name](first(x))), [*first.parameters(), *last.parameters()]) >= x.nbytes
+    assert (
+        compare_and_measure_freed(
+            lambda: last(OPS[name](first(x))), [*first.parameters(), *last.parameters()]
+        )
+        >= x.nbytes
+    )
 
 
 @pytest.mark.parametrize("pieces,recomputed", [(30, True), (45, False)])
@@ -198,7 +210,7 @@ def test_a_recipe_has_at_most_40_ops(pieces, recomputed, device):
     def forward():
         return last(torch.cat([F.silu(t) for t in (x * 2).tensor_split(pieces, 1)], 1))
 
-    assert (freed(forward, [x]) >= x.nbytes) == recomputed
+    assert (compare_and_measure_freed(forward, [x]) >= x.nbytes) == recomputed
 
 
 def test_a_parameter_that_is_freed_before_the_backward(device):
@@ -224,13 +236,15 @@ def test_nested_tensors():
         parts = sum(last(F.silu(part)).sum() for part in h.unbind())
         return last(F.silu(torch.nested.to_padded_tensor(h, 0.0))).square().sum() + parts
 
-    assert freed(forward, [*first.parameters(), *last.parameters()]) >= 2 * 50 * 64 * 4
+    assert compare_and_measure_freed(forward, [*first.parameters(), *last.parameters()]) >= 2 * 50 * 64 * 4
 
 
 def test_a_sparse_factor():
     torch.manual_seed(0)
     a, b = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
-    freed(lambda: torch.relu(a.sin().exp() + a.to_sparse().neg() * b.to_sparse().neg()) @ b, [a, b])
+    compare_and_measure_freed(
+        lambda: torch.relu(a.sin().exp() + a.to_sparse().neg() * b.to_sparse().neg()) @ b, [a, b]
+    )
 
 
 def test_a_write_between_two_casts():
@@ -245,7 +259,7 @@ def test_a_write_between_two_casts():
                 h.clamp_(-1, 1)
             return first.float().square() + F.linear(h, weight).float().square()
 
-    freed(forward, [x, weight])
+    compare_and_measure_freed(forward, [x, weight])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -268,7 +282,7 @@ def test_a_recipe_that_moves_many_bytes(dtype, products):
             return linear(x * y * 2.0 * 3.0)
 
     saved = x.numel() * (2 if autocast else 4)
-    less = freed(forward, [x, y], lambda: recompute_scope(matmuls=products))
+    less = compare_and_measure_freed(forward, [x, y], lambda: recompute_scope(matmuls=products))
     assert less == (0 if autocast and not products else saved)
 
 
@@ -281,18 +295,20 @@ def test_a_copy_is_made_from_a_result_that_another_op_saves():
         h = linear(x).view(4, 64, 4, 8) * 2.0
         return torch.cat([F.gelu(h).flatten(), (h.transpose(1, 2) @ weight).flatten()])
 
-    assert freed(forward, [linear.weight]) == x.nbytes  # the copy
+    assert compare_and_measure_freed(forward, [linear.weight]) == x.nbytes  # the copy
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("train", [True, None, False])
-def test_native_dropout(train, dtype):
+def test_a_result_of_native_dropout_is_rebuilt_from_its_mask(train, dtype):
     """What dropout runs on CUDA: the result is made again of the mask's bits.
 
     In evaluation it is kept, and in half precision on a CPU, where versions of torch round otherwise.
     """
     last, x = nn.Linear(64, 64, dtype=dtype), torch.randn(128, 64, dtype=dtype, requires_grad=True)
-    less = freed(lambda: last(torch.native_dropout(x.exp(), 0.3, train)[0]), [x, last.weight])
+    less = compare_and_measure_freed(
+        lambda: last(torch.native_dropout(x.exp(), 0.3, train)[0]), [x, last.weight]
+    )
     mask = x.numel() * 7 // 8 if train is not False else 0
     assert less == mask + (x.nbytes if mask and dtype.itemsize > 2 else 0)
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from recompute_models import freed, same_bits
+from recompute_models import assert_same_bits, compare_and_measure_freed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,7 @@ def leaves():
 def same_as_eager(function, scope, measures=False):
     """`function(a, b, c, w)` returns a tensor; three leaves of B x D and a D x D one."""
     given = leaves()
-    return freed(lambda: function(*given), given, SCOPES[scope], measures)
+    return compare_and_measure_freed(lambda: function(*given), given, SCOPES[scope], measures)
 
 
 def no_grad(write):
@@ -84,7 +84,7 @@ MAKES = {
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("write", WRITES)
-def test_writes(write, make, scope):
+def test_a_write_before_saving_leaves_eager_gradients(write, make, scope):
     def function(a, b, c, w):
         h = MAKES[make](a, b, c)
         WRITES[write](h, b)
@@ -232,7 +232,7 @@ def on_cpu(x, y):
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_programs(program, scope):
+def test_uncommon_code_in_a_scope_leaves_eager_gradients(program, scope):
     torch._dynamo.reset()
     same_as_eager(PROGRAMS[program], scope)
 
@@ -258,7 +258,7 @@ def in_scope_and_eager(function):
             loss = function(scope, *given).square().sum()
         return torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)
 
-    same_bits(gradients(recompute_scope), gradients(contextlib.nullcontext))
+    assert_same_bits(gradients(recompute_scope), gradients(contextlib.nullcontext))
 
 
 @pytest.mark.parametrize("op", [lambda a, w: F.gelu(a), torch.mm, lambda a, w: torch.relu(a @ w)])
@@ -442,7 +442,7 @@ def test_writes_after_a_write_that_the_graph_does_not_show():
         x.data.clamp_(-1, 1)
         return conv(y)
 
-    freed(forward, [leaf, conv.weight])
+    compare_and_measure_freed(forward, [leaf, conv.weight])
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -455,4 +455,4 @@ def test_a_linear_that_adds_its_bias_in_place(scope):
         assert y._version == 1
         return F.gelu(y) @ torch.ones(B, B, requires_grad=True)
 
-    assert freed(forward, [leaf, *linear.parameters()], SCOPES[scope]) >= leaf.nbytes
+    assert compare_and_measure_freed(forward, [leaf, *linear.parameters()], SCOPES[scope]) >= leaf.nbytes

@@ -9,11 +9,11 @@ import sys
 import numpy
 import pytest
 import torch
-from report_models import WIDTH, Net, holding
+from report_models import WIDTH, SmallViT, hold_graph_tensor
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from vit_models import kept
+from vit_models import measure_kept_bytes
 
 import fastvit
 
@@ -27,10 +27,10 @@ def x():
 @pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_said_is_what_a_step_keeps(products, training, x):
-    model = Net()
+    model = SmallViT()
     converted = fastvit.convert(copy.deepcopy(model), matmuls=products)
     found = fastvit.report(converted.train(training), x)
-    before, after = kept(model, x), kept(converted.train(), x)
+    before, after = measure_kept_bytes(model, x), measure_kept_bytes(converted.train(), x)
     assert abs(found.kept_before - before) < 2**17 and abs(found.kept_after - after) < 2**17
     assert found.freed_bytes == found.kept_before - found.kept_after > 0.25 * before
     rows = found.tensors
@@ -44,20 +44,20 @@ def test_a_forward_is_measured_as_it_runs(x):
     y = torch.randn(16, 50, 512).transpose(1, 2)
     for products in (False, True):
         converted = fastvit.convert(copy.deepcopy(model), matmuls=products)
-        assert abs(fastvit.report(converted, y).kept_after - kept(converted, y)) < 2**16
+        assert abs(fastvit.report(converted, y).kept_after - measure_kept_bytes(converted, y)) < 2**16
 
 
 def test_under_autocast(x):
-    model = fastvit.convert(Net())
+    model = fastvit.convert(SmallViT())
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        found, after = fastvit.report(model, x), kept(model, x)
+        found, after = fastvit.report(model, x), measure_kept_bytes(model, x)
     assert abs(found.kept_after - after) < 2**17
     with torch.autocast("cpu", torch.bfloat16):  # the copies' casts, in autocast's cache, count
         assert fastvit.report(model, x).kept_after == pytest.approx(found.kept_after, rel=0.01)
 
 
 def test_rows_name_modules_and_reasons(x):
-    by_reason = {row.reason: row for row in fastvit.report(Net(drop=0.1), x).tensors}
+    by_reason = {row.reason: row for row in fastvit.report(SmallViT(drop=0.1), x).tensors}
     recomputed = by_reason["recomputed by layer_norm from its saved input"]
     assert recomputed.names in (("blocks.*.fc1",), ("blocks.*.qkv",)) and recomputed.count == 4
     assert recomputed.recomputed_bytes == 4 * x.nbytes
@@ -69,7 +69,9 @@ def test_rows_name_modules_and_reasons(x):
         "the result of addmm: recomputed with matmuls=True, where it is no narrower than its input"
     ]
     assert product.names == ("blocks.*",) and product.kept_bytes == 4 * 7 * x.nbytes
-    by_reason = {row.reason: row for row in fastvit.report(fastvit.convert(Net(), matmuls=True), x).tensors}
+    by_reason = {
+        row.reason: row for row in fastvit.report(fastvit.convert(SmallViT(), matmuls=True), x).tensors
+    }
     assert by_reason["recomputed by layer_norm, addmm from the saved input"].recomputed_bytes == 28 * x.nbytes
 
 
@@ -81,7 +83,7 @@ def test_a_product_is_named_whatever_view_it_has(bias, op, x):
 
 
 def test_it_prints_and_plots(x, tmp_path):
-    found = fastvit.report(Net(), x)
+    found = fastvit.report(SmallViT(), x)
     text = str(found)
     assert text.splitlines()[0] == found.summary() and "less (measured)" in found.summary()
     assert text.splitlines()[2].split() == ["saved", "by", "count", "recomputed", "kept", "why"]
@@ -91,7 +93,7 @@ def test_it_prints_and_plots(x, tmp_path):
 
 
 def test_the_pairs_of_a_row_are_those_that_convert_skips(x):
-    model = Net()
+    model = SmallViT()
     first = fastvit.report(model, x)
     row = next(row for row in first.tensors if row.reason == "recomputed by gelu from its saved input")
     assert f"convert(model, skip=[{first._large_tensors()[0].skip[0]}]) keeps one of them" in str(first)
@@ -101,7 +103,7 @@ def test_the_pairs_of_a_row_are_those_that_convert_skips(x):
 
 
 def test_older_names_warn(x):
-    found = fastvit.report(Net(), x)
+    found = fastvit.report(SmallViT(), x)
     with pytest.warns(DeprecationWarning, match="Report.saved_bytes is Report.freed_bytes now"):
         assert found.saved_bytes == found.freed_bytes
     with pytest.warns(DeprecationWarning, match="TensorReport.rebuilt_bytes is TensorReport.recomp"):
@@ -115,14 +117,14 @@ def test_more_is_not_a_negative_less():
 
 def test_hooks_around_hold_what_is_kept(x):
     with torch.autograd.graph.save_on_cpu():
-        rows = fastvit.report(Net(), x).tensors
+        rows = fastvit.report(SmallViT(), x).tensors
     assert any(row.reason == "packed by the saved-tensor hooks around the scope" for row in rows)
 
 
 def test_a_budget_shows_in_the_reasons(x):
-    model = fastvit.convert(Net(), budget=0.9, example_inputs=x)
+    model = fastvit.convert(SmallViT(), budget=0.9, example_inputs=x)
     assert any("the budget is met without it" == row.reason for row in fastvit.report(model, x).tensors)
-    skipping = fastvit.convert(Net(), skip=[("blocks.1", "layer_norm")])
+    skipping = fastvit.convert(SmallViT(), skip=[("blocks.1", "layer_norm")])
     assert any("skipped" == row.reason for row in fastvit.report(skipping, x).tensors)
 
 
@@ -150,10 +152,10 @@ def test_nothing_of_the_model_changes():
 
 def test_progress_of_slow_models(x, monkeypatch, capsys):
     monkeypatch.setattr("fastvit.conversion.copy_runner._SECONDS_BEFORE_PROGRESS", 600.0)
-    fastvit.report(Net(), x)
+    fastvit.report(SmallViT(), x)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("fastvit.conversion.copy_runner._SECONDS_BEFORE_PROGRESS", 0.0)
-    fastvit.report(Net(), x)
+    fastvit.report(SmallViT(), x)
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
@@ -162,7 +164,7 @@ def test_progress_of_slow_models(x, monkeypatch, capsys):
 
 
 def test_checkpointed_blocks_are_noted(x):
-    class Checkpointed(Net):
+    class Checkpointed(SmallViT):
         def forward(self, x):
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=False)
@@ -176,13 +178,13 @@ def test_checkpointed_blocks_are_noted(x):
 @pytest.mark.filterwarnings("ignore:fastvit. recompute_scope has no effect here")
 def test_disabled_hooks_are_noted(x):
     with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
-        found = fastvit.report(Net(), x)
+        found = fastvit.report(SmallViT(), x)
     assert found.notes[0].endswith("because saved-tensor hooks are disabled: not now")
     assert abs(found.freed_bytes) < 2**16
 
 
 def test_compiled_models(x):
-    model = Net()
+    model = SmallViT()
     found = fastvit.report(torch.compile(model, backend="aot_eager"), x)
     assert found.freed_bytes > 0.2 * found.kept_before
     assert fastvit.convert(torch.compile(model, backend="aot_eager"))(x).shape == x.shape
@@ -199,9 +201,9 @@ SIZE = (16, 48, 64)
 def test_sizes_as_inputs_are_named(function, args):
     message = r": a tensor expected, such as torch.zeros\(16, 48, 64\), got the size"
     with pytest.raises(TypeError, match=function.__name__ + message):
-        function(Net(), *args)
+        function(SmallViT(), *args)
     with pytest.raises(TypeError, match="must be Tensor, not str"):  # torch's own
-        function(Net(), "x")
+        function(SmallViT(), "x")
 
 
 @pytest.mark.parametrize("function", [fastvit.report, fastvit.verify])
@@ -215,7 +217,7 @@ def test_sizes_as_inputs_are_named(function, args):
 )
 def test_what_holds_the_inputs_is_named(function, given, instead):
     with pytest.raises(TypeError, match=f"{function.__name__}: the model failed with {instead}"):
-        function(Net(), given)
+        function(SmallViT(), given)
 
 
 def test_a_model_that_fixes_its_dtype():
@@ -229,8 +231,8 @@ def test_a_model_that_fixes_its_dtype():
 
 
 def test_a_report_says_that_the_model_is_not_converted(x):
-    assert "the model is not converted yet: fastvit.convert(model)" in str(fastvit.report(Net(), x))
-    assert "is not converted" not in str(fastvit.report(fastvit.convert(Net()), x))
+    assert "the model is not converted yet: fastvit.convert(model)" in str(fastvit.report(SmallViT(), x))
+    assert "is not converted" not in str(fastvit.report(fastvit.convert(SmallViT()), x))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_a_report_says_that_the_model_is_not_converted(x):
 )
 def test_a_model_that_is_none(function):
     with pytest.raises(TypeError, match=f"{function.__name__}: model must be a torch.nn.Module, got .* type"):
-        function(kept)
+        function(measure_kept_bytes)
 
 
 PROFILED = """
@@ -272,7 +274,7 @@ def test_torchs_profiler_writes_nothing_in_a_report_and_what_it_wrote_before_in_
     lines()
     exec(PROFILED)
     usual = lines()
-    fastvit.report(fastvit.convert(Net()), x)
+    fastvit.report(fastvit.convert(SmallViT()), x)
     assert lines() == []
     exec(PROFILED)
     assert lines() == usual
@@ -293,34 +295,38 @@ def test_a_profiler_that_runs_goes_on(x):
         with pytest.raises(
             RuntimeError, match="a profiler of torch is running, and counting bytes on the CPU would end it"
         ):
-            fastvit.report(fastvit.convert(Net()), x)
+            fastvit.report(fastvit.convert(SmallViT()), x)
     assert profile.key_averages()
 
 
 def test_models_that_cannot_be_measured(x):
     for model, y, message in (
-        (holding(Net(), x), x, r"a copy of the model is run, and copy.deepcopy\(model\) raised "),
-        (Net().to("meta"), x.to("meta"), "a model and inputs on the CPU or on CUDA expected, got meta"),
+        (
+            hold_graph_tensor(SmallViT(), x),
+            x,
+            r"a copy of the model is run, and copy.deepcopy\(model\) raised ",
+        ),
+        (SmallViT().to("meta"), x.to("meta"), "a model and inputs on the CPU or on CUDA expected, got meta"),
     ):
         with pytest.raises(ValueError, match=f"report: {message}"):
             fastvit.report(model, y)
     with pytest.raises(RuntimeError, match="normalized_shape"):
-        fastvit.report(Net(), torch.zeros(2, 3))  # an error of the model
+        fastvit.report(SmallViT(), torch.zeros(2, 3))  # an error of the model
     with (
         fastvit.recompute_scope(),
         pytest.raises(RuntimeError, match="report: a recompute_scope\\(\\) is open; call report outside"),
     ):
-        fastvit.report(Net(), x)
+        fastvit.report(SmallViT(), x)
 
 
 def test_wrapped_models_name_what_to_pass(tmp_path, x):
     distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match="DistributedDataParallel cannot run .* pass its .module"):
-            fastvit.report(DistributedDataParallel(Net()), x)
+            fastvit.report(DistributedDataParallel(SmallViT()), x)
         layers = nn.Sequential(nn.Conv2d(8, 8, 3), nn.SyncBatchNorm(8), fastvit.SyncBatchNorm(8), nn.GELU())
         assert fastvit.report(layers, torch.randn(4, 8, 16, 16)).freed_bytes > 0  # no exchange
-        sharded = Net()
+        sharded = SmallViT()
         distributed.fsdp.fully_shard(sharded, mesh=distributed.init_device_mesh("cpu", (1,)))
         with pytest.raises(ValueError, match="FSDPNet is sharded, .* pass the model before it is sharded"):
             fastvit.report(sharded, x)

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 from batch_steps import measure_training
-from packages import package
-from report_models import WIDTH, Net, peak
+from packages import import_or_skip
+from report_models import WIDTH, SmallViT, measure_step_peak
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,7 +36,7 @@ class Stage(nn.Module):
 
 def vit():
     torch.manual_seed(0)
-    return Net(), torch.randn(16, 48, WIDTH)
+    return SmallViT(), torch.randn(16, 48, WIDTH)
 
 
 def resnet():
@@ -69,7 +69,7 @@ def test_the_peak_on_paper_is_that_which_is_measured(make):
 @MODELS
 def test_the_measured_peak_is_that_of_a_step(make):
     model, x = make()
-    assert fastvit.report(model, x).peak_before == pytest.approx(peak(model, x), rel=0.01)
+    assert fastvit.report(model, x).peak_before == pytest.approx(measure_step_peak(model, x), rel=0.01)
 
 
 def test_the_peak_of_a_converted_model_by_a_budget():
@@ -95,7 +95,7 @@ def test_a_fused_model_is_compared_with_the_original():
 
 
 def test_frozen_models_and_nested_results():
-    class Nested(Net):
+    class Nested(SmallViT):
         def forward(self, x):
             y = super().forward(x)
             return {"y": [y, (y * 2, x.detach())], "shape": x.shape}
@@ -142,7 +142,7 @@ def test_the_picture_where_blocks_cannot_be_printed(monkeypatch):
 
 
 def test_what_is_not_on_paper_is_said():
-    class Checkpointed(Net):
+    class Checkpointed(SmallViT):
         def forward(self, x):
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=False)
@@ -203,7 +203,7 @@ def test_the_largest_batch_is_that_which_fits(make, monkeypatch):
     ],
 )
 def test_the_largest_batch_of_published_models(name, options, size, memory, monkeypatch):
-    timm = package("timm")
+    timm = import_or_skip("timm")
     model = timm.create_model(name, **options).train()
     check_batches(monkeypatch, model, torch.randn(8, 3, size, size), memory)
 
@@ -236,7 +236,7 @@ def test_inputs_without_a_batch_are_named():
         with pytest.raises(ValueError, match="report: memory must be bytes, as an int or as '8 GiB', got "):
             fastvit.report(model, x, memory=memory)
 
-    class Fixed(Net):
+    class Fixed(SmallViT):
         def forward(self, x):
             return super().forward(x.reshape(16, 48, WIDTH))
 

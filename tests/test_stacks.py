@@ -8,20 +8,20 @@ import sys
 
 import pytest
 import torch
-from packages import package
+from packages import import_or_skip
 from stack_models import (
     IMAGES,
     LABELS,
     TOKENS,
-    gpt2,
-    kept,
-    lines,
-    same,
-    table,
-    timm_vit,
-    trained,
-    vit,
-    without_convert,
+    assert_row_of_page,
+    assert_same_training,
+    disable_convert,
+    make_gpt2,
+    make_timm_vit,
+    make_transformers_vit,
+    measure_kept_kib,
+    run_page_block,
+    train_in_plain_loop,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -47,19 +47,19 @@ PICTURES, WORDS = Rows(pixel_values=IMAGES, labels=LABELS), Rows(input_ids=TOKEN
 
 def both(run, adapter=None):
     """`run()` without and with the conversion."""
-    with without_convert(adapter):
+    with disable_convert(adapter):
         want = run()
     return want, run()
 
 
 def test_timm():
     """As timm's train.py: optimizer, EMA, bf16 and accumulation."""
-    timm = package("timm")
-    package("timm.optim"), package("timm.utils")
+    timm = import_or_skip("timm")
+    import_or_skip("timm.optim"), import_or_skip("timm.utils")
 
     def run():
-        model = timm_vit()
-        lines("A loop of your own, timm's train.py", model=model)
+        model = make_timm_vit()
+        run_page_block("A loop of your own, timm's train.py", model=model)
         optimizer = timm.optim.create_optimizer_v2(model, "adamw", 1e-2, weight_decay=0.05)
         ema, losses = timm.utils.ModelEmaV3(model, decay=0.5), []
         for step, (images, labels) in enumerate(zip(IMAGES.split(4), LABELS.split(4), strict=True)):
@@ -74,18 +74,22 @@ def test_timm():
         return losses, nn.ModuleList([model, ema])
 
     want, got = both(run)
-    same(want, got)
+    assert_same_training(want, got)
     with torch.autocast("cpu", torch.bfloat16):
-        table("timm, bf16", *(kept(modules[0], IMAGES) for _, modules in (want, got)))
+        assert_row_of_page(
+            "timm, bf16", *(measure_kept_kib(modules[0], IMAGES) for _, modules in (want, got))
+        )
 
 
 def hf(folder, model, data, steps=6, resume=False, **options):
-    transformers = package("transformers")
+    transformers = import_or_skip("transformers")
     args = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=4, max_steps=steps, logging_steps=1, report_to=[],
         use_cpu=True, disable_tqdm=True, save_steps=3, **options,
     )  # fmt: skip
-    trainer = lines("transformers", transformers=transformers, model=model, args=args, data=data)["trainer"]
+    trainer = run_page_block("transformers", transformers=transformers, model=model, args=args, data=data)[
+        "trainer"
+    ]
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
     return [row["loss"] for row in trainer.state.log_history if "loss" in row], trainer.model
 
@@ -93,64 +97,70 @@ def hf(folder, model, data, steps=6, resume=False, **options):
 @pytest.mark.parametrize(
     ("row", "make", "data", "options"),
     [
-        ("ViT", vit, PICTURES, {}),
-        ("GPT2", gpt2, WORDS, {}),
-        ("ViT, bf16", vit, PICTURES, {"bf16": True}),
-        ("ViT, gradient checkpointing", vit, PICTURES, {"gradient_checkpointing": True}),
-        (None, vit, PICTURES, {"gradient_accumulation_steps": 2}),
+        ("ViT", make_transformers_vit, PICTURES, {}),
+        ("GPT2", make_gpt2, WORDS, {}),
+        ("ViT, bf16", make_transformers_vit, PICTURES, {"bf16": True}),
+        ("ViT, gradient checkpointing", make_transformers_vit, PICTURES, {"gradient_checkpointing": True}),
+        (None, make_transformers_vit, PICTURES, {"gradient_accumulation_steps": 2}),
     ],
 )
 def test_transformers(tmp_path, row, make, data, options):
-    package("transformers")
+    import_or_skip("transformers")
     from fastvit.adapters import transformers as adapter
 
     want, got = both(lambda: hf(tmp_path, make(), data, **options), adapter)
-    same(want, got)
+    assert_same_training(want, got)
     batch = data[:]
     if row:
-        table(f"transformers, {row}", *(kept(model, **batch) for _, model in (want, got)))
+        assert_row_of_page(
+            f"transformers, {row}", *(measure_kept_kib(model, **batch) for _, model in (want, got))
+        )
 
 
 def test_transformers_resumes_with_and_without_it(tmp_path):
     """From a file of either kind, in either way."""
-    package("transformers")
+    import_or_skip("transformers")
     from fastvit.adapters import transformers as adapter
 
     folders, resumed = [tmp_path / "eager", tmp_path / "converted"], []
-    with without_convert(adapter):
-        hf(folders[0], vit(), PICTURES)
-    hf(folders[1], vit(), PICTURES)
+    with disable_convert(adapter):
+        hf(folders[0], make_transformers_vit(), PICTURES)
+    hf(folders[1], make_transformers_vit(), PICTURES)
     for folder in folders:
-        resumed += both(lambda folder=folder: hf(folder, vit(), PICTURES, resume=True), adapter)
+        resumed += both(
+            lambda folder=folder: hf(folder, make_transformers_vit(), PICTURES, resume=True), adapter
+        )
     for run in resumed[1:]:
-        same(resumed[0], run)
+        assert_same_training(resumed[0], run)
 
 
 def test_from_pretrained(tmp_path):
-    package("transformers")
-    model = fastvit.convert(vit())
+    import_or_skip("transformers")
+    model = fastvit.convert(make_transformers_vit())
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
-    with without_convert():
-        want = trained_by_logits(vit())
-    same(want, trained_by_logits(fastvit.convert(again.train())))
+    with disable_convert():
+        want = trained_by_logits(make_transformers_vit())
+    assert_same_training(want, trained_by_logits(fastvit.convert(again.train())))
 
 
 def trained_by_logits(model):
-    return trained(model, loss=lambda output, labels: F.cross_entropy(output.logits, labels)), model
+    return train_in_plain_loop(
+        model, loss=lambda output, labels: F.cross_entropy(output.logits, labels)
+    ), model
 
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(after, precision):
-    accelerate = package("accelerate")
+    accelerate = import_or_skip("accelerate")
 
     def run():
         accelerate.state.AcceleratorState._reset_state(True)  # the precision of another test
         accelerator = accelerate.Accelerator(
             cpu=True, mixed_precision=precision, gradient_accumulation_steps=2
         )
-        model = timm_vit()
+        model = make_timm_vit()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, LABELS), 4)
         names = {"model": model, "optimizer": optimizer, "loader": loader, "accelerator": accelerator}
@@ -158,7 +168,7 @@ def test_accelerate(after, precision):
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             fastvit.convert(model)
         else:
-            ran = lines("accelerate", **names)
+            ran = run_page_block("accelerate", **names)
             model, optimizer, loader = ran["model"], ran["optimizer"], ran["loader"]
         losses = []
         for images, labels in loader:
@@ -171,11 +181,11 @@ def test_accelerate(after, precision):
         return losses, model
 
     want, got = both(run)
-    same(want, got)
-    before, less = (kept(model, IMAGES) for _, model in (want, got))
+    assert_same_training(want, got)
+    before, less = (measure_kept_kib(model, IMAGES) for _, model in (want, got))
     assert less < before
     if precision == "no":
-        table("accelerate", before, less)
+        assert_row_of_page("accelerate", before, less)
 
 
 def accelerated(rank, world, converts):
@@ -186,9 +196,11 @@ def accelerated(rank, world, converts):
         accelerator = accelerate.Accelerator(cpu=True)
         assert accelerator.num_processes == world
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, LABELS), 4)
-        model = timm_vit()
+        model = make_timm_vit()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        ran = lines("accelerate", model=model, optimizer=optimizer, loader=loader, accelerator=accelerator)
+        ran = run_page_block(
+            "accelerate", model=model, optimizer=optimizer, loader=loader, accelerator=accelerator
+        )
         losses = []
         for images, labels in ran["loader"]:
             loss = F.cross_entropy(ran["model"](images), labels)
@@ -204,12 +216,12 @@ def accelerated(rank, world, converts):
             patch.setenv(name, str(number))
         patch.setenv("ACCELERATE_USE_CPU", "true")
         accelerate.state.AcceleratorState._reset_state(True)
-        with contextlib.nullcontext() if converts else without_convert():
+        with contextlib.nullcontext() if converts else disable_convert():
             return run()
 
 
 def test_accelerate_with_two_ranks(ranks):
-    package("accelerate")
+    import_or_skip("accelerate")
     want, got = (ranks.run(2, accelerated, converts) for converts in (False, True))
     for (losses, weights), (others, others_weights) in zip(want, got, strict=True):
         assert losses == others and len(losses) == 3
@@ -217,30 +229,30 @@ def test_accelerate_with_two_ranks(ranks):
 
 
 def test_peft():
-    peft = package("peft")
+    peft = import_or_skip("peft")
 
     def run():
         torch.manual_seed(0)
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
         torch.manual_seed(0)
-        model = lines("peft", model=vit(), config=config, peft=peft)["model"]
+        model = run_page_block("peft", model=make_transformers_vit(), config=config, peft=peft)["model"]
         return trained_by_logits(model)
 
     want, got = both(run)
-    same(want, got)
-    table("peft, LoRA", *(kept(model, IMAGES) for _, model in (want, got)))
-    early = peft.get_peft_model(fastvit.convert(vit()), got[1].peft_config["default"])
-    assert kept(early, IMAGES) == kept(got[1], IMAGES)  # before or after
+    assert_same_training(want, got)
+    assert_row_of_page("peft, LoRA", *(measure_kept_kib(model, IMAGES) for _, model in (want, got)))
+    early = peft.get_peft_model(fastvit.convert(make_transformers_vit()), got[1].peft_config["default"])
+    assert measure_kept_kib(early, IMAGES) == measure_kept_kib(got[1], IMAGES)  # before or after
 
 
 def test_lightning(tmp_path):
-    lightning = package("lightning")
+    lightning = import_or_skip("lightning")
     from fastvit.adapters import lightning as adapter
 
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model, self.losses = timm_vit(), []
+            self.model, self.losses = make_timm_vit(), []
 
         def forward(self, images):
             return self.model(images)
@@ -259,13 +271,13 @@ def test_lightning(tmp_path):
 
     def run():
         module = Module()
-        trainer = lines("Lightning", lightning=lightning, options=options)["trainer"]
+        trainer = run_page_block("Lightning", lightning=lightning, options=options)["trainer"]
         trainer.fit(module, loader)
         return module.losses, module
 
     want, got = both(run, adapter)
-    same(want, got)
-    table("Lightning", *(kept(module, IMAGES) for _, module in (want, got)))
+    assert_same_training(want, got)
+    assert_row_of_page("Lightning", *(measure_kept_kib(module, IMAGES) for _, module in (want, got)))
 
 
 def synchronised(rank, world, size, folder):
@@ -294,13 +306,13 @@ def synchronised(rank, world, size, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", str(rank))  # the ranks are there
         options |= {"devices": world, "strategy": "ddp"}
-        lines("Lightning", lightning=lightning, options=options)["trainer"].fit(module, loader)
+        run_page_block("Lightning", lightning=lightning, options=options)["trainer"].fit(module, loader)
     return module.state_dict(), module.trained_by, type(module.model[1])
 
 
 def test_lightning_synchronises(ranks, tmp_path):
     """Two ranks with half of each batch are one with all of it."""
-    package("lightning")
+    import_or_skip("lightning")
     ((want, _, _),) = ranks.run(1, synchronised, 8, tmp_path)
     for got, during, after in ranks.run(2, synchronised, 4, tmp_path):
         torch.testing.assert_close(want, got)
@@ -309,26 +321,26 @@ def test_lightning_synchronises(ranks, tmp_path):
 
 @pytest.mark.parametrize("before", [False, True])
 def test_fabric(before):
-    lightning = package("lightning")
+    lightning = import_or_skip("lightning")
 
     def run():
         fabric = lightning.Fabric(accelerator="cpu", devices=1)
-        model = timm_vit()
+        model = make_timm_vit()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         if before:
             model, optimizer = fabric.setup(fastvit.convert(model), optimizer)
         else:
-            ran = lines("Fabric", fabric=fabric, model=model, optimizer=optimizer)
+            ran = run_page_block("Fabric", fabric=fabric, model=model, optimizer=optimizer)
             model, optimizer = ran["model"], ran["optimizer"]
-        return trained(model, optimizer, backward=fabric.backward), model
+        return train_in_plain_loop(model, optimizer, backward=fabric.backward), model
 
     want, got = both(run)
-    same(want, got)
-    table("Fabric", *(kept(model, IMAGES) for _, model in (want, got)))
+    assert_same_training(want, got)
+    assert_row_of_page("Fabric", *(measure_kept_kib(model, IMAGES) for _, model in (want, got)))
 
 
 def test_mmengine(tmp_path):
-    package("mmengine")
+    import_or_skip("mmengine")
     from mmengine.model import BaseModel
     from mmengine.runner import Runner
 
@@ -337,7 +349,7 @@ def test_mmengine(tmp_path):
     class Model(BaseModel):
         def __init__(self):
             super().__init__()
-            self.model, self.losses = timm_vit(), []
+            self.model, self.losses = make_timm_vit(), []
 
         def forward(self, image, label=None, mode="tensor"):
             logits = self.model(image)
@@ -351,7 +363,7 @@ def test_mmengine(tmp_path):
 
     def run():
         loader = torch.utils.data.DataLoader(rows, 4)
-        hooks = lines("mmengine")["custom_hooks"]
+        hooks = run_page_block("mmengine")["custom_hooks"]
         name = f"run{len(list(tmp_path.iterdir()))}"
         runner = Runner(
             Model(), str(tmp_path / name), loader, train_cfg={"by_epoch": True, "max_epochs": 2},
@@ -363,12 +375,12 @@ def test_mmengine(tmp_path):
         return runner.model.losses, nn.ModuleList([runner.model, ema])
 
     want, got = both(run, adapter)
-    same(want, got)
-    table("mmengine", *(kept(models[0], IMAGES) for _, models in (want, got)))
+    assert_same_training(want, got)
+    assert_row_of_page("mmengine", *(measure_kept_kib(models[0], IMAGES) for _, models in (want, got)))
 
 
 def test_torchtitan():
-    package("torchtitan.distributed.activation_checkpoint")
+    import_or_skip("torchtitan.distributed.activation_checkpoint")
     from torchtitan.distributed.activation_checkpoint import FullAC
 
     from fastvit.adapters import torchtitan as adapter
@@ -376,7 +388,7 @@ def test_torchtitan():
     class Model(nn.Module):  # the policies of torchtitan look for `layers`
         def __init__(self):
             super().__init__()
-            self.whole = timm_vit()
+            self.whole = make_timm_vit()
             self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(self.whole.blocks)})
             del self.whole.blocks
 
@@ -388,15 +400,17 @@ def test_torchtitan():
 
     def run():
         model = Model()
-        lines("torchtitan")["policy"].build().apply(model)
-        return trained(model), model
+        run_page_block("torchtitan")["policy"].build().apply(model)
+        return train_in_plain_loop(model), model
 
     want, got = both(run, adapter)
-    same(want, got)
-    table("torchtitan, `matmuls=True`", *(kept(model, IMAGES) for _, model in (want, got)))
+    assert_same_training(want, got)
+    assert_row_of_page(
+        "torchtitan, `matmuls=True`", *(measure_kept_kib(model, IMAGES) for _, model in (want, got))
+    )
     full = Model()
     FullAC.Config().build().apply(full)
-    assert fastvit.convert(full) is full and trained(full) == want[0]
+    assert fastvit.convert(full) is full and train_in_plain_loop(full) == want[0]
 
 
 def sharded(rank, world, how, folder):
@@ -411,36 +425,36 @@ def sharded(rank, world, how, folder):
     def fully_shard(module):
         return shard(module, mesh=mesh)
 
-    model = timm_vit()
+    model = make_timm_vit()
     if how == "before":
         fastvit.convert(model)
     if how == "after":
-        lines("FSDP2", model=model, fully_shard=fully_shard)
+        run_page_block("FSDP2", model=model, fully_shard=fully_shard)
     else:
-        with without_convert():
-            lines("FSDP2", model=model, fully_shard=fully_shard)
-    losses = trained(model)
+        with disable_convert():
+            run_page_block("FSDP2", model=model, fully_shard=fully_shard)
+    losses = train_in_plain_loop(model)
     state = get_model_state_dict(model)
     dcp.save(state, checkpoint_id=f"{folder}/{how}")
-    other = timm_vit()
+    other = make_timm_vit()
     for block in [*other.blocks, other]:
         fully_shard(block)
     restored = get_model_state_dict(other)
     dcp.load(restored, checkpoint_id=f"{folder}/{how}")
     set_model_state_dict(other, restored)
     weights = {name: value.full_tensor() for name, value in get_model_state_dict(other).items()}
-    return losses, kept(model, IMAGES), weights
+    return losses, measure_kept_kib(model, IMAGES), weights
 
 
 def test_fsdp2(ranks, tmp_path):
-    package("timm")
+    import_or_skip("timm")
     want = ranks.run(2, sharded, "never", tmp_path)
     for how in ("after", "before"):
         got = ranks.run(2, sharded, how, tmp_path)
         for one, other in zip(want, got, strict=True):
             assert one[0] == other[0] and len(one[0]) > 1
             assert not [name for name in one[2] if not torch.equal(one[2][name], other[2][name])]
-        table("FSDP2, a rank of two", want[0][1], got[0][1])
+        assert_row_of_page("FSDP2, a rank of two", want[0][1], got[0][1])
 
 
 def test_a_whole_module_needs_fastvit_to_be_loaded(tmp_path):

@@ -4,8 +4,15 @@ import copy
 
 import pytest
 import torch
-from packages import package
-from stack_models import IMAGES, batches, kept, same, table, timm_vit
+from packages import import_or_skip
+from stack_models import (
+    IMAGES,
+    assert_row_of_page,
+    assert_same_training,
+    make_batches,
+    make_timm_vit,
+    measure_kept_kib,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,17 +34,17 @@ def compare(row, make, loss_of, *inputs, lr=1e-2, convert=fastvit.convert, part=
     for model in (plain, converted):
         torch.manual_seed(1)
         results.append((steps(model, loss_of, lr), model))
-    same(*results)
+    assert_same_training(*results)
     sizes = []
     for model in (plain, converted):
         torch.manual_seed(2)
-        sizes.append(kept(model[part] if part else model, *inputs, **named))
-    table(row, *sizes)
+        sizes.append(measure_kept_kib(model[part] if part else model, *inputs, **named))
+    assert_row_of_page(row, *sizes)
 
 
 def steps(model, loss_of, lr):
     optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr), []
-    for images, _ in batches(8):
+    for images, _ in make_batches(8):
         loss = loss_of(model, images)
         loss.backward()
         optimizer.step()
@@ -84,7 +91,7 @@ def test_gan_with_r1():
 class Byol(nn.Module):
     def __init__(self):
         super().__init__()
-        self.online = timm_vit()
+        self.online = make_timm_vit()
         self.predictor = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
         self.target = copy.deepcopy(self.online).requires_grad_(False)
 
@@ -100,7 +107,7 @@ class Byol(nn.Module):
 
 
 def test_byol():
-    package("timm")
+    import_or_skip("timm")
 
     def loss_of(model, images):
         model.follow()
@@ -110,7 +117,7 @@ def test_byol():
 
 
 def test_dino_with_two_sizes():
-    timm = package("timm")
+    timm = import_or_skip("timm")
     sizes = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4}
 
     def make():
@@ -129,7 +136,7 @@ def test_dino_with_two_sizes():
 
 
 def test_mae():
-    transformers = package("transformers")
+    transformers = import_or_skip("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     sizes |= {f"decoder_{name}": 64 if "size" in name else 2 for name in list(sizes)}
     config = transformers.ViTMAEConfig(image_size=32, patch_size=4, **sizes)
@@ -142,8 +149,8 @@ def test_mae():
 
 
 def test_diffusers_dit():
-    diffusers = package("diffusers")
-    package("diffusers.models")
+    diffusers = import_or_skip("diffusers")
+    import_or_skip("diffusers.models")
     conditions = {"timestep": torch.arange(8) * 10, "class_labels": torch.arange(8) % 4}
 
     def make():
@@ -159,7 +166,7 @@ def test_diffusers_dit():
 
 
 def test_diffusers_unet():
-    diffusers = package("diffusers")
+    diffusers = import_or_skip("diffusers")
     times = torch.arange(8) * 10
 
     def make():
@@ -176,7 +183,7 @@ def test_diffusers_unet():
 
 
 def test_detector_with_a_frozen_backbone():
-    torchvision = package("torchvision")
+    torchvision = import_or_skip("torchvision")
     targets = [
         {"boxes": torch.tensor([[4.0, 4.0, 20.0, 28.0]]), "labels": torch.tensor([1])} for _ in range(8)
     ]
@@ -195,8 +202,8 @@ def test_detector_with_a_frozen_backbone():
 
 
 def test_monai_swin_unetr():
-    monai = package("monai")
-    package("monai.networks.nets")
+    monai = import_or_skip("monai")
+    import_or_skip("monai.networks.nets")
     volume = torch.randn(1, 1, 64, 64, 64, generator=torch.Generator().manual_seed(0))
 
     def make():
@@ -207,7 +214,7 @@ def test_monai_swin_unetr():
 
 def test_ultralytics(tmp_path, monkeypatch):
     monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))  # its import writes settings
-    package("ultralytics")
+    import_or_skip("ultralytics")
     from ultralytics.cfg import get_cfg
     from ultralytics.nn.tasks import DetectionModel
 

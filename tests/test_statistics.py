@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import both_ways
-from tolerances import check
+from ranks import with_each_backend
+from tolerances import assert_close_enough
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -109,12 +109,12 @@ def grows(rank, world):
             everyone = [torch.empty_like(x) for _ in range(world)]
             dist.all_gather(everyone, x)
             layer(x)
-            check("running", layer.running_mean, torch.cat(everyone).double().mean((0, 2)))
+            assert_close_enough(layer.running_mean, torch.cat(everyone).double().mean((0, 2)), row="running")
             step(layer, layer.num_features, dtype)
     assert mapped() <= before + 1  # narrower segments are unmapped
 
 
-@both_ways
+@with_each_backend
 def test_wider_layers_come_later(ranks, statistics):
     ranks.run(2, grows, statistics=statistics)
 
@@ -125,10 +125,10 @@ def groups_in_one_model(rank, world):
     samples = torch.randn(world, 6, 5)
     one, two = fastvit.SyncBatchNorm(6, momentum=1.0), fastvit.InPlaceABNSync(6, momentum=1.0, group=pairs)
     y = one(samples[rank : rank + 1])
-    check("running", one.running_mean, samples.double().mean((0, 2)))
+    assert_close_enough(one.running_mean, samples.double().mean((0, 2)), row="running")
     two(y.clone())
     mine = nn.functional.batch_norm(samples.double(), None, None, training=True)[rank // 2 * 2 :][:2]
-    check("running", two.running_var, mine.var((0, 2)))
+    assert_close_enough(two.running_var, mine.var((0, 2)), row="running")
     for group, members in (
         (pairs, samples[rank // 2 * 2 :][:2]),
         (None, samples),
@@ -136,7 +136,7 @@ def groups_in_one_model(rank, world):
     ):
         two.set_process_group(group)  # one module, now with these, now with those
         two(samples[rank : rank + 1].clone())
-        check("running", two.running_mean, members.double().mean((0, 2)))
+        assert_close_enough(two.running_mean, members.double().mean((0, 2)), row="running")
     assert dist.get_world_size(pairs) == 2 and fastvit.create_syncbn_process_group(0) is None
     for bad in (3, -1, world + 1):
         with pytest.raises(ValueError, match="must be|must not exceed|at least 0"):
@@ -147,7 +147,7 @@ def groups_in_one_model(rank, world):
             fastvit.InPlaceABNSync(6, group=other)(samples[rank : rank + 1].clone())
 
 
-@both_ways
+@with_each_backend
 def test_several_groups_and_a_module_shared_between_them(ranks, statistics):
     ranks.run(4, groups_in_one_model, statistics=statistics)
 
@@ -163,14 +163,14 @@ def recomputed(rank, world, reentrant):
     want, x.grad = x.grad, None
     y = checkpoint(twin[:2], x, use_reentrant=reentrant)
     checkpoint(twin[2:], y, use_reentrant=reentrant).square().sum().backward()
-    check("in_place_layer", x.grad, want)
+    assert_close_enough(x.grad, want, row="in_place_layer")
     for got, expected in zip(twin.parameters(), net.parameters(), strict=True):
-        check("in_place_layer", got.grad, expected.grad)
+        assert_close_enough(got.grad, expected.grad, row="in_place_layer")
 
 
-@both_ways
+@with_each_backend
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(ranks, reentrant, statistics):
+def test_checkpointed_sync_layers_give_the_same_gradients(ranks, reentrant, statistics):
     ranks.run(2, recomputed, reentrant, statistics=statistics)
 
 
@@ -193,10 +193,10 @@ def sharded(rank, world):
         twin(x).square().sum().backward()
     for got, want in zip(net.parameters(), twin.parameters(), strict=True):
         dist.all_reduce(want.grad, op=dist.ReduceOp.SUM)
-        check("in_place_layer", got.grad.full_tensor(), want.grad / world)
+        assert_close_enough(got.grad.full_tensor(), want.grad / world, row="in_place_layer")
 
 
-@both_ways
+@with_each_backend
 def test_fully_sharded(ranks, statistics):
     ranks.run(2, sharded, statistics=statistics)
 
@@ -216,7 +216,7 @@ def uneven_inputs(rank, world):
     return done
 
 
-@both_ways
+@with_each_backend
 def test_join_with_uneven_inputs(ranks, statistics):
     assert ranks.run(2, uneven_inputs, statistics=statistics) == [2, 2]
 
@@ -235,12 +235,12 @@ def one_compiles(rank, world):
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager") if rank == 0 else compiled
     run(x).square().sum().backward()
     for got, want in zip(compiled.parameters(), net.parameters(), strict=True):
-        check("in_place_layer", got.grad, want.grad)
+        assert_close_enough(got.grad, want.grad, row="in_place_layer")
     for got, want in zip(compiled.buffers(), net.buffers(), strict=True):
-        check("running", got.float(), want.float())
+        assert_close_enough(got.float(), want.float(), row="running")
 
 
-@both_ways
+@with_each_backend
 def test_a_compiled_rank_meets_one_that_is_not(ranks, statistics):
     ranks.run(2, one_compiles, statistics=statistics)
 
@@ -355,8 +355,8 @@ def counts(rank, world):
     return steps + [transport.next_forward_index() for _ in range(3)]
 
 
-@both_ways
-def test_steps(ranks, statistics):
+@with_each_backend
+def test_step_numbers_wrap_below_2_to_the_24(ranks, statistics):
     assert ranks.run(2, counts, statistics=statistics) == [[1, 2, 3, 4, 2**24 - 1, 0, 1]] * 2
 
 

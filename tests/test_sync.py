@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import both_ways
-from tolerances import check
+from ranks import with_each_backend
+from tolerances import assert_close_enough
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,21 +61,21 @@ def equals_one_big_batch(rank, world, kind, sizes, dtype, channels_last):
     y = layer(leaf.clone())
     y.backward(gradient)
     row = "in_place_layer" if kind == "abn" else "layer"
-    check(row, y, want[0].split(sizes)[rank], dtype)
-    check(row, leaf.grad, want[1].split(sizes)[rank], dtype)
+    assert_close_enough(y, want[0].split(sizes)[rank], row=row, dtype=dtype)
+    assert_close_enough(leaf.grad, want[1].split(sizes)[rank], row=row, dtype=dtype)
     parameters = [p.grad.clone() for p in (layer.weight, layer.bias)]
     for gradient in parameters:
         dist.all_reduce(gradient)
     for got, expected in zip(parameters, want[2:4], strict=True):
-        check(row, got, expected, dtype)
-    check("running", layer.running_mean, want[4])
-    check("running", layer.running_var, want[5])
+        assert_close_enough(got, expected, row=row, dtype=dtype)
+    assert_close_enough(layer.running_mean, want[4], row="running")
+    assert_close_enough(layer.running_var, want[5], row="running")
     assert layer.num_batches_tracked == 1
     return layer.running_mean.tolist(), layer.running_var.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@both_ways
+@with_each_backend
 @pytest.mark.parametrize(
     "sizes,dtype",
     [((3, 3), F32), ((3, 3), BF16), ((1, 5), F64), ((4, 0, 2), BF16), ((0, 3, 0, 2), F32)],
@@ -162,15 +162,15 @@ def one_rank_evaluates(rank, world, kind, compiled):
         leaf, plain = x.clone().requires_grad_(), x.double().requires_grad_()
         got, want = model(leaf * 1), ACTIVATION[kind](norm(plain))
         got.backward(dy), want.backward(dy.double())
-        check("in_place_layer", got, want)
-        check("in_place_layer", leaf.grad, plain.grad)
+        assert_close_enough(got, want, row="in_place_layer")
+        assert_close_enough(leaf.grad, plain.grad, row="in_place_layer")
     y = layer.train()(x.split(2)[rank].clone())  # a step of both ranks
-    check("in_place_layer", y, ACTIVATION[kind](norm(x.double())).split(2)[rank])
+    assert_close_enough(y, ACTIVATION[kind](norm(x.double())).split(2)[rank], row="in_place_layer")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@both_ways
+@with_each_backend
 def test_one_rank_evaluates_without_running_statistics(ranks, kind, compiled, statistics):
     ranks.run(2, one_rank_evaluates, kind, compiled, statistics=statistics)
 
@@ -192,12 +192,12 @@ def tensor_parallel(rank, world):
     for net in (fused, parallel):
         y = net(x.chunk(world, 1)[rank])
         assert isinstance(y, DTensor) and y.placements == (Shard(1),)
-        check("layer", y.full_tensor(), want)
+        assert_close_enough(y.full_tensor(), want, row="layer")
         y.full_tensor().square().sum().backward()
-        check("layer", net[0].weight.grad.full_tensor(), plain[0].weight.grad)
+        assert_close_enough(net[0].weight.grad.full_tensor(), plain[0].weight.grad, row="layer")
     shards = distribute_tensor(x, mesh, [Shard(1)])
     gated = fastvit.functional.gated_act(shards, shards)
-    check("layer", gated.full_tensor(), nn.functional.silu(x) * x)
+    assert_close_enough(gated.full_tensor(), nn.functional.silu(x) * x, row="layer")
     for layer in (make_layer("bna", 4), make_layer("abn", 4)):
         with pytest.raises(ValueError, match=r"the input is a DTensor.*call fastvit.fuse after parallelize"):
             layer.eval()(shards * 1)
@@ -231,7 +231,7 @@ def under_ddp(rank, world, kind, how):
     else:
         wrapped(mine).square().sum().backward()
     for got, want in zip(net.parameters(), whole.parameters(), strict=True):
-        check("in_place_layer", got.grad, want.grad)
+        assert_close_enough(got.grad, want.grad, row="in_place_layer")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -256,5 +256,5 @@ def recomputed(rank, world):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_recomputed(ranks):
+def test_recomputed_sync_layers_give_the_same_gradients(ranks):
     ranks.run(2, recomputed, statistics="collective")

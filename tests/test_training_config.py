@@ -238,12 +238,12 @@ SRUN = {
         ({}, None),
     ],
 )
-def test_launchers(environment, expected):
+def test_each_launcher_gives_rank_and_address(environment, expected):
     assert detect_launcher(environment) == expected
 
 
 @pytest.mark.parametrize("names", MPI_VARIABLES.values(), ids=MPI_VARIABLES)
-def test_mpirun(names):
+def test_mpirun_needs_an_address_for_several_hosts_alone(names):
     several = dict(zip(names, ("3", "4", "1", "2"), strict=True))
     with pytest.raises(ConfigError, match="several hosts; set MASTER_ADDR to the host of rank 0"):
         detect_launcher(several)

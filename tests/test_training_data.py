@@ -71,7 +71,7 @@ def make_cifar(folder, name, protocol=2):
 
 
 @pytest.mark.parametrize(("name", "protocol"), [("cifar10", 2), ("cifar100", 2), ("cifar10", 5)])
-def test_cifar(tmp_path, name, protocol):
+def test_cifar_files_are_read(tmp_path, name, protocol):
     folder, contents, names = make_cifar(tmp_path, name, protocol=protocol)
     _, train, test, *_ = datasets.CIFAR_FILES[name]
     for path in (folder, tmp_path):
@@ -93,7 +93,7 @@ class Evil:
         return (print, ("code from a file ran",))
 
 
-def test_cifar_files_that_are_not(tmp_path, capsys):
+def test_wrong_cifar_files_are_named(tmp_path, capsys):
     folder, _, _ = make_cifar(tmp_path, "cifar10")
     damaged = folder / "data_batch_2"
     wrong = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [3, 10]}
@@ -144,7 +144,7 @@ def unnormalised(images):
     return images * std + mean
 
 
-def test_folder(folder):
+def test_an_image_folder_gives_classes_and_pixels(folder):
     data = datasets.load_datasets(Config(data="folder", data_path=str(folder), image_size=10))
     assert data.classes == ("a", "b") and data.shape == (3, 10, 10)
     assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1] and data.test.labels.tolist() == [0, 1]
@@ -160,7 +160,7 @@ def test_folder(folder):
     assert 0 < right.sum() < 40
 
 
-def test_folders_that_are_not(folder):
+def test_wrong_image_folders_are_named(folder):
     def load():
         return datasets.load_datasets(Config(data="folder", data_path=str(folder), image_size=10))
 

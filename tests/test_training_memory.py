@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from packages import package
+from packages import import_or_skip
 from torch import nn
 from training_runs import run_here, state_of
 
@@ -90,7 +90,7 @@ def test_memory_takes_a_budget():
 
 def test_the_norm_of_timm_models():
     assert Config(model="timm/resnet18").norm == "fastvit-sync" and Config().norm == "inplace-abn-sync"
-    package("timm")
+    import_or_skip("timm")
     config = Config(model="timm/test_resnet", norm="inplace-abn-sync")
     with pytest.raises(
         ConfigError, match="--norm inplace-abn-sync is built into .* and --memory convert to sa"
@@ -103,7 +103,7 @@ def test_the_norm_of_timm_models():
 
 
 def test_a_model_whose_batch_norms_cannot_be_synchronised(monkeypatch):
-    timm, norm = package("timm"), type("Own", (nn.BatchNorm2d,), {"forward": lambda self, x: x})
+    timm, norm = import_or_skip("timm"), type("Own", (nn.BatchNorm2d,), {"forward": lambda self, x: x})
     monkeypatch.setattr(timm, "create_model", lambda name, **options: nn.Sequential(norm(3)))
     with pytest.raises(ConfigError, match=r"--norm fastvit-sync: .* Own \(1\), which overr.* --norm torch"):
         model.build_model(Config(model="timm/test_resnet"), (3, 32, 32), 10)
@@ -111,7 +111,7 @@ def test_a_model_whose_batch_norms_cannot_be_synchronised(monkeypatch):
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
 def test_timm_models_train(name, tmp_path, capsys):
-    package("timm")
+    import_or_skip("timm")
     start = f"--model timm/{name} --data synthetic --image-size 32 --synthetic-images 128 --batch-size 32"
     states = []
     for memory in ("off", "convert", "matmuls"):

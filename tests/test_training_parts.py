@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from packages import package
+from packages import import_or_skip
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from training_runs import train_on_rank, weights_of
 
@@ -49,7 +49,7 @@ def _conversation(rank, world):
     assert linear.weight.tolist() == [[0.0] * 2] * 2
 
 
-def test_what_ranks_say_to_each_other(ranks):
+def test_collectives_of_the_trainer_reach_every_rank(ranks):
     ranks.run(2, _conversation)
 
 
@@ -320,7 +320,7 @@ def test_heads_for_another_number_of_classes(tmp_path, heads):
 
 
 def test_pretrained_weights_of_timm(tmp_path):
-    timm = package("timm")
+    timm = import_or_skip("timm")
     options = {"img_size": 32, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1}
     saved = timm.create_model("deit_tiny_distilled_patch16_224", **options, num_classes=5)
     torch.save({"model": saved.state_dict()}, tmp_path / "weights.pt")

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from report_models import WIDTH, Block, Net
+from report_models import WIDTH, SmallViT, SmallViTBlock
 from test_recompute_writes import WRITES, Rotated
 from torch import nn
 
@@ -27,7 +27,7 @@ def x():
 
 
 MODELS = {
-    "blocks": lambda: Net(2),
+    "blocks": lambda: SmallViT(2),
     "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(16), nn.ReLU(True)),
     "layers of fastvit": lambda: nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.Unflatten(1, (16, 1)), fastvit.BatchNormAct(16, activation="gelu"),
@@ -67,12 +67,12 @@ def test_inputs_that_the_model_marks_itself(x):
             x.requires_grad = True
             return super().forward(x)
 
-    found = fastvit.verify(Marks(Block()), x)
+    found = fastvit.verify(Marks(SmallViTBlock()), x)
     assert found and not any(name.startswith("gradient of input") for name in found.differences)
 
 
 def test_inputs_by_keyword_and_outputs_in_structures(x):
-    class Named(Block):
+    class Named(SmallViTBlock):
         def forward(self, *, tokens, scale):
             return {"logits": super().forward(tokens) * scale, "pair": (tokens.sum(), None)}
 
@@ -158,11 +158,11 @@ def test_a_layer_of_fastvit_whose_output_was_written_to(x):
 
 
 def test_a_recipe_in_a_block_is_named_by_it(x):
-    class Hidden(Block):
+    class Hidden(SmallViTBlock):
         def act(self, x):
             return double(F.gelu(x))
 
-    model = nn.Sequential(Block(), Hidden(), Block())
+    model = nn.Sequential(SmallViTBlock(), Hidden(), SmallViTBlock())
     found = fastvit.verify(model, x)
     assert found.skip == (("1", "gelu"),)
     assert fastvit.verify(fastvit.convert(model, skip=found.skip), x)
@@ -170,7 +170,7 @@ def test_a_recipe_in_a_block_is_named_by_it(x):
 
 def test_older_names_warn(x):
     with pytest.warns(DeprecationWarning, match=r"verify\(limit=\) is verify\(tolerance=\) now"):
-        found = fastvit.verify(Net(1), x, limit=0.5)
+        found = fastvit.verify(SmallViT(1), x, limit=0.5)
     names = {"limit": "tolerance", "sites": "skip", "unsteady": "nondeterministic", "wrong": "failures"}
     for old, new in names.items():
         with pytest.warns(DeprecationWarning, match=f"Verification.{old} is Verification.{new} now"):
@@ -202,21 +202,21 @@ class Twice(torch.autograd.Function):
 
 @pytest.mark.parametrize("op", ["linalg_qr", "cast", "to_copy", "dropout", "addmm", "batch_norm", "twice"])
 def test_an_op_of_any_name_may_be_skipped(op):
-    fastvit.convert(Net(1), skip=[("", op)])
+    fastvit.convert(SmallViT(1), skip=[("", op)])
 
 
 @pytest.mark.parametrize(("op", "nearest"), [("geluu", "gelu"), ("LayerNorm", "layer_norm"), ("", "")])
 def test_a_name_that_no_op_has(op, nearest):
     message = f"convert: skip must have names of ops .*, got {op!r}; the nearest names are .*{nearest}"
     with pytest.raises(ValueError, match=message):
-        fastvit.convert(Net(1), skip=[("", op)])
+        fastvit.convert(SmallViT(1), skip=[("", op)])
 
 
 def test_what_is_skipped_must_exist():
     with pytest.raises(
         ValueError, match=r"skip must have names of blocks \(\['', 'blocks.0'\]\), got 'blocks.7'"
     ):
-        fastvit.convert(Net(1), skip=[("blocks.7", "gelu")])
+        fastvit.convert(SmallViT(1), skip=[("blocks.7", "gelu")])
 
 
 @pytest.mark.parametrize(
@@ -234,15 +234,15 @@ def test_what_is_skipped_must_exist():
 )
 def test_options_of_another_kind(option, value, takes, x):
     with pytest.raises(ValueError, match=f"verify: {option} is {re.escape(repr(value))}; {takes}"):
-        fastvit.verify(Net(1), x, **{option: value})
+        fastvit.verify(SmallViT(1), x, **{option: value})
 
 
 def test_a_wrong_gradient_fails_and_prints(x, monkeypatch):
     monkeypatch.setitem(RECOMPUTE_RULES, "GeluBackward0", (RecomputeLevel.CHEAP, _twice))
-    found = fastvit.verify(Net(2), x)
+    found = fastvit.verify(SmallViT(2), x)
     assert not found and set(found.skip) == {("blocks.0", "gelu"), ("blocks.1", "gelu")}
     assert "tensors differ by more than 0" in str(found) and "gradient of blocks.0.fc2.weight" in str(found)
-    assert not fastvit.verify(Net(2), x, tolerance=1e9)  # the sites remain
+    assert not fastvit.verify(SmallViT(2), x, tolerance=1e9)  # the sites remain
 
 
 def _twice(read):
@@ -250,7 +250,7 @@ def _twice(read):
 
 
 def test_a_model_that_differs_from_itself(x):
-    class Unsteady(Block):
+    class Unsteady(SmallViTBlock):
         count = 0
 
         def forward(self, x):
@@ -262,7 +262,7 @@ def test_a_model_that_differs_from_itself(x):
 
 
 def test_fused_layers_have_a_tolerance(x):
-    model = fastvit.fuse(Net(2))
+    model = fastvit.fuse(SmallViT(2))
     for dtype, limit in ((torch.float64, 1e-7), (None, 2e-2)):
         found = fastvit.verify(model, x, dtype=dtype)
         assert found and found.tolerance == limit and max(found.differences.values()) > 0
@@ -270,7 +270,7 @@ def test_fused_layers_have_a_tolerance(x):
 
 
 def test_a_model_that_returns_no_tensor(x):
-    class Nothing(Block):
+    class Nothing(SmallViTBlock):
         def forward(self, x):
             return None
 

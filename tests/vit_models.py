@@ -1,7 +1,9 @@
-"""Small blocks in the styles of timm, transformers and torchvision, and a step through them."""
+"""Small transformer blocks as in timm, transformers and torchvision, and measurements of their steps."""
 
 import contextlib
 import copy
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ DIM, TOKENS, HEADS = 64, 50, 4
 
 
 class Attention(nn.Module):
-    """timm: queries, keys and values by one Linear, unbound."""
+    """timm's attention: one Linear makes queries, keys and values, which are unbound."""
 
     def __init__(self, norm=None, rope=False, cosine=False):
         super().__init__()
@@ -45,7 +47,7 @@ class Attention(nn.Module):
 
 
 class SeparateAttention(nn.Module):
-    """transformers: a Linear each, and a rope that rotates halves."""
+    """transformers' attention: queries, keys and values have a Linear each, and the rope rotates halves."""
 
     def __init__(self, rope=False):
         super().__init__()
@@ -74,7 +76,7 @@ class QuickGELU(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """transformers': in float32, then a weight."""
+    """transformers' RMSNorm, which computes in float32 and then multiplies by its weight."""
 
     def __init__(self, dim=DIM):
         super().__init__()
@@ -107,7 +109,7 @@ class SwiGLU(nn.Module):
         return self.fc2(self.norm(self.act(self.fc1_g(x)) * self.fc1_x(x)))
 
 
-class Act(nn.Module):
+class FastvitAct(nn.Module):
     def __init__(self, activation):
         super().__init__()
         self.activation = activation
@@ -116,7 +118,7 @@ class Act(nn.Module):
         return fastvit.functional.act(x, self.activation)
 
 
-class OwnSwiGLU(SwiGLU):
+class FastvitSwiGLU(SwiGLU):
     def forward(self, x):
         return self.fc2(self.norm(fastvit.functional.gated_act(self.fc1_g(x), self.fc1_x(x))))
 
@@ -164,7 +166,7 @@ class GlobalResponseNorm(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """ConvNeXt, in tokens of 7 by 7."""
+    """ConvNeXt's block over 7 by 7 tokens; the first token is left as it is."""
 
     def __init__(self, grn=False, scale=True):
         super().__init__()
@@ -183,37 +185,50 @@ class ConvBlock(nn.Module):
         return torch.cat([tokens[:, :1], x], 1)
 
 
-def torch_layer():
+def make_torch_layer():
     return nn.TransformerEncoderLayer(DIM, HEADS, 4 * DIM, 0.0, F.gelu, batch_first=True, norm_first=True)
 
 
-def layer_norm():
+def make_head_norm():
     return nn.LayerNorm(DIM // HEADS)
 
 
-BLOCKS = {  # name -> (maker of a block, least share of the kept bytes that is freed)
-    "plain": (Block, 0.35),
-    "layer scale": (lambda: Block(scale=LayerScale), 0.38),
-    "layer scale in place": (lambda: Block(scale=lambda: LayerScale(inplace=True)), 0.3),
-    "rope": (lambda: Block(lambda: Attention(norm=layer_norm, rope=True), scale=LayerScale), 0.4),
-    "rope, SwiGLU": (lambda: Block(lambda: Attention(rope=True), SwiGLU), 0.4),
-    "separate, rope of halves": (lambda: Block(lambda: SeparateAttention(rope=True), PackedSwiGLU), 0.25),
-    "separate, quick gelu": (lambda: Block(SeparateAttention, lambda: Mlp(QuickGELU)), 0.45),
-    "tanh gelu": (lambda: Block(mlp=lambda: Mlp(lambda: nn.GELU(approximate="tanh"))), 0.35),
-    "rms of transformers": (lambda: Block(norm=RMSNorm), 0.4),
-    "rms of torch": (lambda: Block(norm=lambda: nn.RMSNorm(DIM)), 0.4),
-    "gelu of ours": (lambda: Block(mlp=lambda: Mlp(lambda: Act("gelu_tanh"))), 0.35),
-    "SwiGLU of ours": (lambda: Block(lambda: Attention(rope=True), OwnSwiGLU), 0.4),
-    "without affine": (lambda: Block(norm=lambda: nn.LayerNorm(DIM, elementwise_affine=False)), 0.35),
-    "cosine attention": (lambda: Block(lambda: Attention(cosine=True)), 0.4),
-    "convnext": (ConvBlock, 0.4),
-    "convnext v2": (lambda: ConvBlock(grn=True, scale=False), 0.6),
-    "torch": (torch_layer, 0.3),
+class BlockCase(NamedTuple):
+    """A block, and the least share of its kept bytes that conversion must save."""
+
+    make_block: Callable[[], nn.Module]
+    least_saving: float
+
+
+BLOCK_CASES = {
+    "plain": BlockCase(Block, 0.35),
+    "layer scale": BlockCase(lambda: Block(scale=LayerScale), 0.38),
+    "layer scale in place": BlockCase(lambda: Block(scale=lambda: LayerScale(inplace=True)), 0.3),
+    "rope": BlockCase(
+        lambda: Block(lambda: Attention(norm=make_head_norm, rope=True), scale=LayerScale), 0.4
+    ),
+    "rope, SwiGLU": BlockCase(lambda: Block(lambda: Attention(rope=True), SwiGLU), 0.4),
+    "separate, rope of halves": BlockCase(
+        lambda: Block(lambda: SeparateAttention(rope=True), PackedSwiGLU), 0.25
+    ),
+    "separate, quick gelu": BlockCase(lambda: Block(SeparateAttention, lambda: Mlp(QuickGELU)), 0.45),
+    "tanh gelu": BlockCase(lambda: Block(mlp=lambda: Mlp(lambda: nn.GELU(approximate="tanh"))), 0.35),
+    "rms of transformers": BlockCase(lambda: Block(norm=RMSNorm), 0.4),
+    "rms of torch": BlockCase(lambda: Block(norm=lambda: nn.RMSNorm(DIM)), 0.4),
+    "gelu of ours": BlockCase(lambda: Block(mlp=lambda: Mlp(lambda: FastvitAct("gelu_tanh"))), 0.35),
+    "SwiGLU of ours": BlockCase(lambda: Block(lambda: Attention(rope=True), FastvitSwiGLU), 0.4),
+    "without affine": BlockCase(
+        lambda: Block(norm=lambda: nn.LayerNorm(DIM, elementwise_affine=False)), 0.35
+    ),
+    "cosine attention": BlockCase(lambda: Block(lambda: Attention(cosine=True)), 0.4),
+    "convnext": BlockCase(ConvBlock, 0.4),
+    "convnext v2": BlockCase(lambda: ConvBlock(grn=True, scale=False), 0.6),
+    "torch": BlockCase(make_torch_layer, 0.3),
 }
 
 
-class Model(nn.Module):
-    """Blocks of a kind between a Linear and a norm with a head."""
+class BlockModel(nn.Module):
+    """A model of equal blocks between a Linear and a norm with a head."""
 
     def __init__(self, block=Block, depth=3):
         super().__init__()
@@ -235,17 +250,17 @@ class Model(nn.Module):
         return self.head(self.forward_features(x)[:, 0])
 
 
-def patches(n=4):
+def make_patches(n=4):
     return torch.randn(n, TOKENS, 12, generator=torch.Generator(torch.get_default_device()).manual_seed(7))
 
 
-def autocast(dtype=torch.bfloat16, **options):
-    """A maker of contexts on the default device."""
+def make_autocast(dtype=torch.bfloat16, **options):
+    """Returns a function that makes autocast contexts for the default device."""
     return lambda: torch.autocast(torch.get_default_device().type, dtype, **options)
 
 
-def step(model, x, context=contextlib.nullcontext, call=None):
-    """The result of a step, the buffers, and the gradients of the input, if it has any, and of parameters."""
+def run_step(model, x, context=contextlib.nullcontext, call=None):
+    """Runs a step and returns its output, the gradients of input and parameters, and the buffers, by name."""
     model.zero_grad()
     leaf = x.clone().requires_grad_(x.is_floating_point())
     torch.manual_seed(5)
@@ -260,16 +275,17 @@ def step(model, x, context=contextlib.nullcontext, call=None):
     return {"output": y.detach(), **gradients, **buffers}
 
 
-def differing(got, want):
-    """Names of the tensors whose bits differ."""
-    return [name for name in want.keys() | got.keys() if not torch.equal(got[name], want[name])]
+def find_differing(actual, expected):
+    """Returns the names of the tensors whose values differ."""
+    names = expected.keys() | actual.keys()
+    return [name for name in names if not torch.equal(actual[name], expected[name])]
 
 
-def kept(model, x, context=contextlib.nullcontext, call=None):
-    """Bytes that a training forward leaves allocated."""
+def measure_kept_bytes(model, x, context=contextlib.nullcontext, call=None):
+    """Returns the bytes that a training forward leaves allocated."""
 
     def forward():
-        torch.manual_seed(5)  # dropped paths, by which running statistics differ
+        torch.manual_seed(5)  # dropped paths change the running statistics
         with context():
             return (call or model)(x)
 
@@ -277,9 +293,9 @@ def kept(model, x, context=contextlib.nullcontext, call=None):
     return live_bytes(forward, x.device)[0]
 
 
-def compared(eager, x, context=contextlib.nullcontext, call=lambda model: model, **options):
-    """Kept bytes of a model and of its converted copy, whose steps have the same bits."""
-    model = fastvit.convert(copy.deepcopy(eager), **options)
-    want, got = (step(m, x, context, call(m)) for m in (eager, model))
-    assert not differing(got, want)
-    return [kept(m, x, context, call(m)) for m in (eager, model)]
+def compare_and_measure_kept(eager, x, context=contextlib.nullcontext, call=lambda model: model, **options):
+    """Raises unless a step of a model and of its converted copy agree; returns the kept bytes of both."""
+    models = eager, fastvit.convert(copy.deepcopy(eager), **options)
+    expected, actual = (run_step(model, x, context, call(model)) for model in models)
+    assert not find_differing(actual, expected)
+    return [measure_kept_bytes(model, x, context, call(model)) for model in models]

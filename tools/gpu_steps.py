@@ -30,10 +30,10 @@ OTHER_TESTS = (
 # since a sanitizer is slow.
 SANITIZED_TESTS = (
     "(nchw_wide or nhwc_c96 or one_sample or cropped_nhwc) and (dtype0 or dtype2)"
-    " and (leaky and test_invertible_ops or test_bn_ops and -relu-)"
+    " and (leaky and test_ops_that_invert_y or test_batch_norm_ops and -relu-)"
     " or test_layer_norm and (768 or 9001 or 2100) and (bfloat16 or float32-float32)"
-    " or test_act and test_ops and (every_other or nchw_wide) and (gelu_tanh or silu) and (dtype0 or dtype2)"
-    " or test_numbers_are_merged and (2-6 or 5-12)"
+    " or test_activation_ops and (every_other or nchw_wide) and (gelu_tanh or silu) and (dtype0 or dtype2)"
+    " or test_collective_messages_merge and (2-6 or 5-12)"
 )
 # The cache of torch's allocator would hide an overrun. memcheck does not report failed calls of CUDA, since
 # torch expects some to fail.

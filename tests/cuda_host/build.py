@@ -3,10 +3,11 @@
     plain     kernels end at an index past an array of known size
     asan      kernels and engine under the address and undefined-behaviour sanitizers
     race      kernels under the happens-before race checker
-    contract  the compiler fuses products and sums, as nvcc does; needs a processor with FMA, so only made
-              when named
+    contract  the compiler fuses products and sums, as nvcc does; only built when it is named, since it needs
+              a processor with FMA
 
-Each gives build/cuda_host/<mode>/_cuda_host.so, a Python module, and `seeded`, a program of seeded bugs.
+Each mode has a folder in build/cuda_host: _cuda_host.so is a Python module, and `seeded` a program of seeded
+bugs.
 """
 
 import os
@@ -41,7 +42,8 @@ ENGINE = {"plain": "-O2", "asan": f"-O1 {SANITIZE}", "race": "-O2 -DCUDA_HOST_RA
 LINK = {"plain": "", "asan": SANITIZE, "race": "", "contract": ""}
 
 
-def rules() -> str:
+def write_rules() -> str:
+    """Returns the text of build.ninja."""
     import torch
 
     torch_folder = Path(torch.__file__).parent
@@ -55,22 +57,24 @@ def rules() -> str:
         f"rule program\n command = {cxx} -rdynamic $flags $in -ldl -o $out",
     ]
 
-    def compile_(name, source, flags):
+    def add_object(name, source, flags):
         lines.append(f"build {name}.o: cxx {source}\n flags = {flags}")
         return f"{name}.o"
 
-    shared = [compile_(s, HERE / f"{s}.cpp", "-O1") for s in ("binding", "register", "torch_shims")]
+    shared = [add_object(s, HERE / f"{s}.cpp", "-O1") for s in ("binding", "register", "torch_shims")]
     for mode in KERNELS:
-        engine = [compile_(f"{mode}/engine", HERE / "engine.cpp", ENGINE[mode])]
+        engine = [add_object(f"{mode}/engine", HERE / "engine.cpp", ENGINE[mode])]
         if mode == "race":
-            engine.append(compile_(f"{mode}/race", HERE / "race.cpp", ENGINE[mode]))
+            engine.append(add_object(f"{mode}/race", HERE / "race.cpp", ENGINE[mode]))
         kernels = [
-            compile_(f"{mode}/{source.stem}", source, f"{KERNELS[mode]} -include cuda_runtime.h")  # as nvcc
+            add_object(f"{mode}/{source.stem}", source, f"{KERNELS[mode]} -include cuda_runtime.h")  # as nvcc
             for source in sorted((ROOT / "csrc").rglob("*.cu"))
             if source.stem not in ("register_cuda", "ipc")  # which needs several processes on one GPU
         ]
         bugs = [
-            compile_(f"{mode}/bugs", HERE / "bugs.cu", f"{KERNELS[mode]} -Wno-aggressive-loop-optimizations")
+            add_object(
+                f"{mode}/bugs", HERE / "bugs.cu", f"{KERNELS[mode]} -Wno-aggressive-loop-optimizations"
+            )
         ]
         for target, rule, objects in (
             ("_cuda_host.so", "library", kernels + engine + shared),
@@ -85,7 +89,7 @@ def build(*targets: str) -> None:
     from ninja import BIN_DIR
 
     OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "build.ninja").write_text(rules())
+    (OUT / "build.ninja").write_text(write_rules())
     ninja = [os.path.join(BIN_DIR, "ninja"), "-C", str(OUT), *targets]
     result = subprocess.run(ninja, capture_output=True, text=True)
     if result.returncode:

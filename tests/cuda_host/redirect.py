@@ -1,7 +1,7 @@
-"""Runs the ops' CUDA kernels on CPU tensors: install() re-points the CPU dispatch key of fastvit::* at them.
+"""Runs the ops' CUDA kernels on CPU tensors: install() registers them for the dispatch key CPU.
 
-Schemas, fakes, autograd and Python layers stay the package's own. FASTVIT_CUDA_HOST chooses the build, plain,
-asan, race or contract; under asan, Python must run with sanitizer_environment().
+Schemas, fakes, autograd and Python layers remain the package's. FASTVIT_CUDA_HOST is the build: plain, asan,
+race or contract. For asan, Python must be started with sanitizer_environment().
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 NAMESPACE = "fastvit_cuda_host"
-_keep = []  # torch.library.Library undoes its registrations when it is freed
+_installed = []  # the engine, and the Library objects, which undo their registrations when they are freed
 
 
 def sanitizer_environment() -> dict:
@@ -27,17 +27,17 @@ def sanitizer_environment() -> dict:
     return {"LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
-def registered_ops() -> list[str]:
+def list_registered_ops() -> list[str]:
     prefix = f"{NAMESPACE}::"
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
     return sorted(name.removeprefix(prefix) for name in registered if name.startswith(prefix))
 
 
 def install():
-    """Re-points every op of the namespace fastvit; returns the engine's controls (module `_cuda_host`)."""
-    if _keep:
-        return _keep[0]
-    import fastvit.ops  # noqa: F401  defines the schemas
+    """Replaces the CPU's implementation of every op, and returns the engine's controls (`_cuda_host`)."""
+    if _installed:
+        return _installed[0]
+    import fastvit.ops  # noqa: F401  it defines the schemas
 
     mode = os.environ.get("FASTVIT_CUDA_HOST", "plain")
     path = Path(__file__).resolve().parents[2] / "build/cuda_host" / mode / "_cuda_host.so"
@@ -48,16 +48,16 @@ def install():
     spec.loader.exec_module(engine)
     definitions = torch.library.Library(NAMESPACE, "DEF")
     overrides = torch.library.Library("fastvit", "IMPL")
-    for name in registered_ops():
+    for name in list_registered_ops():
         schema = str(getattr(torch.ops.fastvit, name).default._schema)
         definitions.define(schema.removeprefix("fastvit::"))
         emulated = getattr(getattr(torch.ops, NAMESPACE), name).default
-        with warnings.catch_warnings():  # the warning about a replaced implementation
+        with warnings.catch_warnings():  # torch warns of a replaced implementation
             warnings.simplefilter("ignore")
             overrides.impl(name, emulated, "CPU", allow_override=True)
-    _keep.extend([engine, definitions, overrides])
+    _installed.extend([engine, definitions, overrides])
     return engine
 
 
-if __name__ == "__main__":  # for `env $(python redirect.py) ...`
+if __name__ == "__main__":  # the Makefile runs `env $(python redirect.py) ...`
     print(*(f"{name}={value}" for name, value in sanitizer_environment().items()))

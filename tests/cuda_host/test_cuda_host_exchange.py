@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from loopback import HEADER, Loopback
+from loopback import HEADER_PACKETS, Loopback
 
 from fastvit import SyncBatchNorm, ops, sync
 from fastvit.sync import cuda_ipc, statistics_group
@@ -30,10 +30,10 @@ class Ranks(Loopback):
 
     def __init__(self, engine, world, streams=False, **options):
         super().__init__(world, timeout=0.5, device="cpu", **options)
-        self.engine, self.side_by_side, self.of_gpu = engine, streams, True
+        self.engine, self.side_by_side, self.is_gpu = engine, streams, True
 
     @contextlib.contextmanager
-    def on(self, rank):
+    def on_stream_of(self, rank):
         if self.side_by_side:
             self.engine.config.stream = rank + 1
         else:
@@ -44,7 +44,7 @@ class Ranks(Loopback):
 
     @contextlib.contextmanager
     def together(self):
-        """Inside, launches are queued; at the end they run together."""
+        """Queues launches, and runs them together at the end."""
         self.engine.config.deferred = True
         yield
         self.engine.run()
@@ -140,7 +140,7 @@ def run_steps(loop, ranks, steps, residual=False, late=None):
     with loop.together():
         for step in steps:
             for r, (member, rank) in enumerate(zip(loop.ranks, ranks, strict=True)):
-                with loop.on(r):
+                with loop.on_stream_of(r):
                     if r == late:
                         busy = torch.randn(9, 60, 3)
                         alive += [busy, *(ops.bn_stats(busy) for _ in range(8))]
@@ -224,9 +224,9 @@ def test_a_part_that_fails(large, direction, lost):
         want = torch.cat(rows).double().sum(0).float()
     for failing in (True, False):
         loop = Ranks(large, 5)
-        loop.send(0, rows, Tag(3, 1))
+        loop.write_messages(0, rows, Tag(3, 1))
         for channel in lost if failing else ():
-            loop.inbox(0, 3, 1, HEADER + channel)[:16].zero_()
+            loop.view_inbox(0, 3, 1, HEADER_PACKETS + channel)[:16].zero_()
         if direction == "forward":
             got = loop.ranks[0].compute_moments(x[0], 1, Tag(3, 1))
         else:
@@ -255,13 +255,13 @@ def test_channel_counts_that_change(engine):
         check_steps(engine, 2, steps=steps, loop=loop, channels=channels)
 
 
-def test_a_captured_launch_goes_with_every_step(engine):
+def test_step_0_matches_any_step(engine):
     loop, ranks, alone = Ranks(engine, 2), [Rank(0), Rank(1)], [Rank(0), Rank(1)]
     kept = []
     with loop.together():
         for step in (1, 2):  # one rank replays a graph, the other does not
             for r, tag in enumerate((Tag(3, 0), Tag(3, step))):
-                with loop.on(r):
+                with loop.on_stream_of(r):
                     kept.append(launch_step(loop.ranks[r], ranks[r], step, tag=tag))
     for step in (1, 2):
         assert_same([k[0] for k in kept[2 * step - 2 : 2 * step]], local_step(alone, step))
@@ -293,7 +293,7 @@ def test_a_dead_peer(engine, seed):
     results = {}
     with loop.together():
         for r in (0, 2):
-            with loop.on(r):
+            with loop.on_stream_of(r):
                 results[r] = launch_step(loop.ranks[r], ranks[r], 7)
     messages = []
     for r in (0, 2):
@@ -304,7 +304,7 @@ def test_a_dead_peer(engine, seed):
             loop.ranks[r].next_forward_index()
         messages.append(str(error.value))
     assert any("nothing from rank 1 within 0.5 s" in message for message in messages)
-    with loop.together(), loop.on(1):  # it is late, and gets an error
+    with loop.together(), loop.on_stream_of(1):  # it is late, and gets an error
         late, keep = launch_step(loop.ranks[1], ranks[1], 7)
     assert all_nan(late[0]) and keep
     with pytest.raises(RuntimeError, match=r"forward of layer 3, step 7: rank [02] abandoned the exchange"):
@@ -325,14 +325,14 @@ def test_exchanges_after_a_fault_wait_for_nobody(engine):
     assert taken[1] < taken[0] / 10
 
 
-@pytest.mark.parametrize("packet", [0, 1, HEADER, HEADER + 2, HEADER + 5])
+@pytest.mark.parametrize("packet", [0, 1, HEADER_PACKETS, HEADER_PACKETS + 2, HEADER_PACKETS + 5])
 @pytest.mark.parametrize("half", [0, 8])
 def test_a_lost_packet(engine, packet, half):
     """A lost header, channel or count, or half of one: that rank's result is NaN; the other is notified."""
     loop, ranks = Ranks(engine, 2), [Rank(0), Rank(1)]
     inputs = [rank.input(1) for rank in ranks]
-    loop.send(0, [ops.bn_stats(x) for x in inputs], Tag(3, 1))
-    lost = loop.inbox(0, 1, 1, packet)[half : half + 8]
+    loop.write_messages(0, [ops.bn_stats(x) for x in inputs], Tag(3, 1))
+    lost = loop.view_inbox(0, 1, 1, packet)[half : half + 8]
     assert lost[4:].view(torch.int32) == 1  # the epoch
     lost.zero_()
     y, saved = ranks[0].forward(inputs[0], loop.ranks[0].compute_moments(inputs[0], 1, Tag(3, 1)))
@@ -356,7 +356,7 @@ def test_another_tag_is_an_error_on_both(engine, other):
     results = []
     with loop.together():
         for r in range(2):
-            with loop.on(r):
+            with loop.on_stream_of(r):
                 results.append(launch_step(loop.ranks[r], ranks[r], 1, tag=tags[r]))
     for r in range(2):
         assert all_nan(results[r][0][1])
@@ -383,12 +383,12 @@ def test_numbers_that_no_op_has_at_hand(engine, dtype):
     inputs = [rank.input(4) for rank in ranks]
     rows, sums = [ops.bn_stats(x) for x in inputs], list(torch.randn(3, 1, 10, dtype=dtype))
     with loop.together():
-        got = loop.each(
+        got = loop.run_each(
             lambda r, way: way.merge_over_ranks(rows[r], Tag(1, 1))
             if r == 2
             else way.compute_moments(inputs[r], 1, Tag(1, 1))
         )
-        both = loop.each(lambda r, way: way.merge_over_ranks(sums[r], Tag(1, 1)))
+        both = loop.run_each(lambda r, way: way.merge_over_ranks(sums[r], Tag(1, 1)))
     assert all(torch.equal(moments, merged(rows)) for moments in got)
     total = torch.cat(sums).double().sum(0).to(dtype)
     for own, result in zip(sums, both, strict=True):
