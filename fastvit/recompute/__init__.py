@@ -1,19 +1,19 @@
 """Recomputes saved tensors in the backward pass instead of keeping them.
 
-policy.py            which tensors a scope may recompute
-packed_tensor.py     an object for each saved tensor, and its states; pins.py, masks.py
-recipe.py            an op call that recomputes a tensor; environment.py
-planner.py           a plan of saved tensors: keep, or recompute by which recipe; node_reader.py
-recompute_rules.py   the ops that are recomputed, by the names of autograd's nodes; norm_rules.py, views.py
+policy.py            the choice of ops whose outputs a scope may recompute
+packed_tensor.py     an object for each saved tensor, and its states; pins.py: operands; masks.py: bit masks
+recipe.py            an op call that recomputes a tensor; environment.py: the settings of torch
+planner.py           a plan of saved tensors: keep, or recompute by which recipe; node_reader.py reads a node
+recompute_rules.py   the ops that are recomputed, by the name of their node; norm_rules.py, views.py
 call_observer.py     facts that the graph lacks, from the calls of torch's functions; write_handlers.py
 storage.py           the memory in which a tensor lies
 weak_list.py         objects that a list does not keep alive
 write_tracker.py     writes that neither the graph nor the version counter shows
 scope.py             the saved-tensor hooks, and the end of a block
-scope_stack.py       the open scopes of a thread; torch_patches.py
+scope_stack.py       the open scopes of a thread; torch_patches.py replaces functions of torch
 observer.py          what is kept and recomputed, for `report`, `verify` and budgets
-step_record.py       a record of a training forward, for a replay of the step on paper
-dynamo_hooks.py, joint_graph.py   the same under torch.compile
+step_record.py       a record of a training forward, from which the memory of the step is computed
+dynamo_hooks.py      scopes under torch.compile; joint_graph.py tags the ops that are recomputed
 """
 
 from . import dynamo_hooks

@@ -1,10 +1,10 @@
 """`CallObserver` is a torch function mode that stores on autograd nodes what the graph lacks.
 
 A node lacks the eps of a normalisation, an added number, and the operands that its op does not save. A
-handler runs the call and takes these from its arguments, at the time of the call. The mode lies below all
-other modes, and lets subclasses of Tensor handle a call first, so it sees the calls that go straight to torch
-and stores only what torch has been given. It changes no call. It does not see calls from TorchScript and from
-compiled code: their outputs are recomputed only if the graph has all that their ops need.
+handler runs the call and stores these facts from the arguments of the call. The mode lies below all other
+modes, and lets subclasses of Tensor handle a call first. The mode therefore sees the arguments that torch
+gets. It changes no call. Calls from TorchScript and from compiled code do not reach the mode: their outputs
+are recomputed only if the graph has all that their ops need.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .write_handlers import get_argument
 from .write_tracker import WriteTracker
 
 _push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
-_next_sequence_nr = torch._C._autograd._get_sequence_nr  # of the next node of this thread
+_next_sequence_nr = torch._C._autograd._get_sequence_nr  # Returns the number of the next node of this thread.
 
 
 def pop_modes() -> list[Any]:
@@ -67,8 +67,8 @@ class CallObserver(TorchFunctionMode):
     is_closed = False
     running_dropout_p: float | None = None  # the probability of the dropout that runs
     shape_only_size: torch.Size | None = None  # the size of an input whose backward reads the shape alone
-    pinned_operand: Any = ...  # the only operand that the op's recipe needs pinned; `...` for all of them
-    expected_write: tuple[Tensor, int] | None = None  # a tensor that the op may write to; its version after
+    pinned_operand: Any = ...  # the only small operand that the scope pins; `...` for all small operands
+    expected_write: tuple[Tensor, int] | None = None  # a tensor that the op may write to; its version then
     in_place_copies: WeakList | None = None  # the copies that an op in place on a view saves
 
     def __init__(self, scope: OwnerScope):
@@ -86,9 +86,9 @@ class CallObserver(TorchFunctionMode):
             _push(mode)
 
     def remove(self) -> bool:
-        """Removes the mode. Returns False inside of an observed call: torch pushes the mode again after it.
+        """Removes the mode. Returns False inside an observed call, after which torch pushes the mode again.
 
-        A removed mode observes nothing.
+        A mode that is pushed again observes nothing.
         """
         self.is_closed = True
         modes = pop_modes()
@@ -129,13 +129,13 @@ class CallObserver(TorchFunctionMode):
         raise TypeError(f"no implementation found for {func} on types {list(types)}")
 
     def with_attribute(self, name: str, value: object, call: Callable[[], Any]) -> Any:
-        """Calls `call()` with attribute `name` set to `value`, and restores it."""
-        before = getattr(self, name)
+        """Runs `call()` while the attribute `name` is `value`, and restores the attribute."""
+        outer_value = getattr(self, name)
         setattr(self, name, value)
         try:
             return call()
         finally:
-            setattr(self, name, before)
+            setattr(self, name, outer_value)
 
     def store_call_args(self, node: Any, call: CallArgs) -> None:
         info = OutputInfo.of_node(node)
@@ -165,11 +165,11 @@ def _find_overrides(types: tuple) -> tuple:
 
 
 _MAX_COMPOSITE_CALLS = 256  # calls of composite functions whose pins are stored
-Handler = Callable[[CallObserver, Callable, tuple, dict], Any]  # a handler runs the call
+Handler = Callable[[CallObserver, Callable, tuple, dict], Any]  # runs and observes a call
 
 
 def _node_of(y: Any, *names: str) -> Any:
-    """Returns the node of the output of a call, if it has one of the names; else None: another op has run."""
+    """Returns the node of the output `y`, if the node has one of the names; None if another op has run."""
     if not isinstance(y, Tensor):
         return None
     node = view_base(y).grad_fn
@@ -180,14 +180,14 @@ def _node_of(y: Any, *names: str) -> Any:
 
 
 def _store_call_args(observer: CallObserver, y: Any, call: CallArgs, *names: str) -> Any:
-    """Stores `call` on the node of `y`, if it has one of the names. Returns `y`."""
+    """Stores `call` on the node of `y`, if the node has one of the names. Returns `y`."""
     if (node := _node_of(y, *names)) is not None:
         observer.store_call_args(node, call)
     return y
 
 
 def _norm_handler(name: str, eps: int, default: float | None = 1e-5, bias: int | None = None) -> Handler:
-    """Returns a handler of a normalisation; `eps` and `bias` are positions, of a bias that is not saved."""
+    """Returns a handler of a normalisation. `eps` and `bias` are positions; None if the op saves its bias."""
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
         pinned = _pin_bias(observer, args, kwargs, bias)
@@ -223,7 +223,7 @@ def _pin_cast_bias(
 
     Returns None if that op's call was not observed.
     """
-    if dtype is bias.dtype or not bias.requires_grad:  # autocast keeps no cast of it
+    if dtype is bias.dtype or not bias.requires_grad:  # Autocast stores no cast of the bias.
         return observer.pin(bias, dtype)
     for cast, _ in node.next_functions:
         if cast is None or cast.name() != "ToCopyBackward0":
@@ -239,14 +239,14 @@ def _pin_cast_bias(
     return None
 
 
-_BATCH_NORMS = "NativeBatchNormBackward0", "CudnnBatchNormBackward0"
+_BATCH_NORM_NODES = "NativeBatchNormBackward0", "CudnnBatchNormBackward0"
 
 
 def _batch_norm_handler(weight: int, bias: int) -> Handler:
-    """Returns a handler of a BatchNorm, whose arguments have these positions. The graph has the eps.
+    """Returns a handler of a BatchNorm; `weight` and `bias` are positions.
 
-    In evaluation the backward reads the input for the gradient of the weight alone. In training the backward
-    reads no running statistics, and nobody else has the statistics that the op saves.
+    In evaluation the backward reads the input only for the gradient of the weight. In training the scope pins
+    no other small operand than the weight: the backward reads no running statistics, and no other code has the saved statistics.
     """
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -258,19 +258,19 @@ def _batch_norm_handler(weight: int, bias: int) -> Handler:
             y = observer.with_attribute("shape_only_size", x.size(), call)
         else:
             y = call()
-        return _store_call_args(observer, y, CallArgs(bias=pinned), *_BATCH_NORMS)
+        return _store_call_args(observer, y, CallArgs(bias=pinned), *_BATCH_NORM_NODES)
 
     return handle
 
 
 def _instance_norm_handler(bias: int) -> Handler:
-    """Observes an instance norm: a BatchNorm of n * C channels, with n copies of weight and bias."""
+    """Returns a handler of an instance norm: a BatchNorm of N * C channels, with N copies of the bias."""
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-        x, b = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, bias, "bias")
-        has_bias = b is not None and isinstance(x, Tensor)
-        pinned = observer.pin(b.detach().repeat(len(x))) if has_bias else None
-        return _store_call_args(observer, func(*args, **kwargs), CallArgs(bias=pinned), *_BATCH_NORMS)
+        x, bias_vector = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, bias, "bias")
+        has_bias = bias_vector is not None and isinstance(x, Tensor)
+        pinned = observer.pin(bias_vector.detach().repeat(len(x))) if has_bias else None
+        return _store_call_args(observer, func(*args, **kwargs), CallArgs(bias=pinned), *_BATCH_NORM_NODES)
 
     return handle
 
@@ -282,7 +282,7 @@ def _linear_handler(observer: CallObserver, func: Callable, args: tuple, kwargs:
         return y
     node = y.grad_fn  # None in inference mode, where tensors have no version counter
     if node is not None and y._version and y._base is None:
-        # torch adds the bias in place, for other strides.
+        # If the input is not contiguous, torch may add the bias in place.
         OutputInfo.of_node(node).expected_version = y._version
     x, weight = get_argument(args, kwargs, 0, "input"), get_argument(args, kwargs, 1, "weight")
     if not weight.requires_grad and _is_frozen(x, weight):
@@ -311,24 +311,24 @@ def _addmm_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: 
     )
 
 
-_SUMS = "AddBackward0", "SubBackward0"
+_SUM_NODES = "AddBackward0", "SubBackward0"
 
 
 def _sum_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Observes a sum or a difference, which saves none of its terms."""
     other = get_argument(args, kwargs, 1, "other")
     if type(other) in (int, float):
-        return _store_call_args(observer, func(*args, **kwargs), CallArgs(scalar=other), *_SUMS)
+        return _store_call_args(observer, func(*args, **kwargs), CallArgs(scalar=other), *_SUM_NODES)
     terms = get_argument(args, kwargs, 0, "input"), other
     constant = _find_constant(terms) if observer.scope.policy.level >= RecomputeLevel.EVERY_OP else None
     if constant is None:
-        return _call_with_leaves(observer, func, args, kwargs, terms, *_SUMS)
+        return _call_with_leaves(observer, func, args, kwargs, terms, *_SUM_NODES)
     call = CallArgs(bias=observer.pin(constant), leaves=_pin_leaves(observer, terms))
-    return _store_call_args(observer, func(*args, **kwargs), call, *_SUMS)
+    return _store_call_args(observer, func(*args, **kwargs), call, *_SUM_NODES)
 
 
 def _find_constant(terms: tuple) -> Tensor | None:
-    """Returns the term without gradient, such as a mask of attention, if it is small beside the other one."""
+    """Returns the term without gradient, such as an attention mask, if it is half as large at most."""
     if not all(isinstance(one, Tensor) and has_storage(one) and not one.is_nested for one in terms):
         return None
     constant, other = sorted(terms, key=lambda one: one.requires_grad)
@@ -346,16 +346,15 @@ def _call_with_leaves(
 
 
 def _composite_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes a function of several ops, whose inner calls are not seen, and pins its leaves for all."""
+    """Observes a function of several ops, which the mode does not see. Pins its leaves for all these ops."""
     if observer.scope.policy.level < RecomputeLevel.MATMULS:
         return func(*args, **kwargs)
     leaves, first_sequence_nr = _pin_leaves(observer, [*args, *kwargs.values()]), _next_sequence_nr()
     y = func(*args, **kwargs)
     if leaves:
         observer.tracker.pins_of_calls.append((range(first_sequence_nr, _next_sequence_nr()), leaves))
-        del observer.tracker.pins_of_calls[
-            :-_MAX_COMPOSITE_CALLS
-        ]  # a scope may contain a whole training loop
+        # A scope may contain a whole training loop, so only the last calls are stored.
+        del observer.tracker.pins_of_calls[:-_MAX_COMPOSITE_CALLS]
     return y
 
 
@@ -364,7 +363,7 @@ def _addcmul_handler(observer: CallObserver, func: Callable, args: tuple, kwargs
 
 
 def _elementwise_norm_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes the normalisation in torch's SyncBatchNorm, a Function, whose node saves all but the bias."""
+    """Observes the normalisation in torch's SyncBatchNorm, whose autograd Function saves all but the bias."""
     bias, invstd = get_argument(args, kwargs, 2, "bias"), get_argument(args, kwargs, 4, "invstd")
     if isinstance(bias, Tensor) and isinstance(invstd, Tensor):
         observer.biases[storage_id(invstd)] = observer.pin(bias)
@@ -372,20 +371,20 @@ def _elementwise_norm_handler(observer: CallObserver, func: Callable, args: tupl
 
 
 def _join_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes a concatenation, which saves none of its parts."""
-    parts = get_argument(args, kwargs, 0, "tensors")
-    return _call_with_leaves(observer, func, args, kwargs, parts, "CatBackward0", "StackBackward0")
+    """Observes a concatenation, which saves none of its operands."""
+    operands = get_argument(args, kwargs, 0, "tensors")
+    return _call_with_leaves(observer, func, args, kwargs, operands, "CatBackward0", "StackBackward0")
 
 
 def _pin_leaves(observer: CallObserver, tensors: tuple | list) -> tuple[PinnedTensor, ...]:
     """Pins the leaves among `tensors`, and the leaves of which `tensors` are views."""
-    found = []
+    pinned = []
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             base = view_base(tensor)
             if base.grad_fn is None:
-                found.append(observer.pin(base))
-    return tuple(found)
+                pinned.append(observer.pin(base))
+    return tuple(pinned)
 
 
 def _dropout_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -404,9 +403,9 @@ def _dropout_handler(observer: CallObserver, func: Callable, args: tuple, kwargs
 def _shape_only_handler(weight: int | None = None, bias: int | None = None) -> Handler:
     """Returns a handler of an op that saves its input, and whose backward reads only the input's shape.
 
-    Such an op is a max pooling, which has indices, or a convolution whose weight, at this position, has no
+    Such an op is a max pooling, whose backward reads the indices, or a convolution whose weight needs no
     gradient (pytorch#133566). The handler then asks for a mask in place of what an activation before the op
-    has saved.
+    has saved. `weight` and `bias` are positions.
     """
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -418,8 +417,8 @@ def _shape_only_handler(weight: int | None = None, bias: int | None = None) -> H
             y = func(*args, **kwargs)
         if bias is None or observer.scope.policy.level < RecomputeLevel.EVERY_OP or not isinstance(y, Tensor):
             return y
-        given = get_argument(args, kwargs, bias, "bias")
-        return _store_bias(observer, y, given, first_sequence_nr, "ConvolutionBackward0")
+        bias_vector = get_argument(args, kwargs, bias, "bias")
+        return _store_bias(observer, y, bias_vector, first_sequence_nr, "ConvolutionBackward0")
 
     return handle
 
@@ -429,9 +428,9 @@ def _request_mask(observer: CallObserver, node: Any) -> None:
 
     The plan makes the mask only if the policy allows it, no recipe reads the tensor and no other op saved it.
     """
-    found = ACTIVATION_MASKS.get(node.name())
-    if found is not None:
-        attribute, make_mask = found
+    activation_mask = ACTIVATION_MASKS.get(node.name())
+    if activation_mask is not None:
+        attribute, make_mask = activation_mask
         packed = getattr(node, attribute).data
         if type(packed) is PackedTensor and type(packed.state) is not Recomputed:
             packed.make_mask, packed.mask_node = partial(make_mask, node), node
@@ -439,8 +438,8 @@ def _request_mask(observer: CallObserver, node: Any) -> None:
 
 
 def _is_frozen(x: Any, weight: Any) -> bool:
-    """Returns whether the gradient of `x` is all that an op with this weight has to compute."""
-    # The node is read only with gradients: that of a view is an error after some writes under no_grad.
+    """Returns whether the backward of an op has to compute the gradient of `x`, and none of the weight."""
+    # In no_grad mode the node is not read: after some writes, torch raises if the node of a view is read.
     is_tracked = isinstance(x, Tensor) and torch.is_grad_enabled() and x.grad_fn is not None
     return is_tracked and (weight is None or not weight.requires_grad)
 
@@ -456,7 +455,7 @@ def _cast_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: d
 
 
 def _index_handler(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes an index with tensors, which does not save the tensor that it reads."""
+    """Observes `tensor[indices]` with tensors among the indices, which does not save `tensor`."""
     index = args[1]
     has_tensors = any(isinstance(one, Tensor) for one in (index if type(index) is tuple else (index,)))
     if not has_tensors or observer.scope.policy.level < RecomputeLevel.EVERY_OP:
@@ -508,7 +507,7 @@ _HANDLERS.update(
 
 @functools.cache
 def _find_handler(func: Callable) -> Handler | None:
-    """Returns the handler of the calls of a function, or None."""
+    """Returns the handler of the calls of a function; None if its calls need no handler."""
     schema = write_handlers.find_schema(func)
     if schema is not None:
         takes_format = any(argument.name == "memory_format" for argument in schema.arguments)

@@ -1,16 +1,16 @@
-"""Recompute scopes under torch.compile, where there is no graph of autograd to read.
+"""Recompute scopes under torch.compile, in which autograd has no graph of the ops.
 
-Dynamo records ops in a graph. `begin_traced_scope` and `end_traced_scope` run while it does
-(torch._dynamo.comptime), and mark the ops between them. AOTAutograd carries the marks to the joint graph of
-forward and backward, and calls `_joint_graph_pass` before it divides that graph. The pass tags ops like a
-policy of selective checkpointing (joint_graph.py), and torch's partitioner recomputes or saves them. No op is
-added or replaced.
+Dynamo records ops in a graph. `begin_traced_scope` and `end_traced_scope` run while Dynamo traces
+(torch._dynamo.comptime), and mark the ops between the two calls. AOTAutograd carries the marks to the joint
+graph of forward and backward, and calls `_joint_graph_pass` before it divides the joint graph. The pass tags
+ops like a policy of selective checkpointing (joint_graph.py), and torch's partitioner recomputes or saves
+them. No op is added or replaced.
 
-A budget is left to torch's partitioner alone (activation_memory_budget), without tags.
+If there is a budget, no op is tagged: torch's partitioner alone meets the budget (activation_memory_budget).
 
 The pass is set in torch's configuration only while the backend compiles a graph with marks. A tag in the key
-of torch's caches keeps its result apart from that of the same graph without marks. Backends without
-AOTAutograd ("eager") ignore the marks. Works from torch 2.11.
+of torch's caches separates the compiled code from that of the same graph without marks. Backends without
+AOTAutograd ("eager") ignore the marks. The module needs torch 2.11.
 """
 
 from __future__ import annotations
@@ -32,34 +32,35 @@ from .joint_graph import SCOPE_META_KEY, ScopeOptions, scope_options
 from .policy import Policy, RecomputeLevel
 
 _OPTIONS_ATTRIBUTE = "_fastvit_compiled"
-_OWN_REFERENCES = 3  # the module, a local variable, and the argument of getrefcount
+_MAX_OWN_REFERENCES = 3  # from the module, a local variable, and the argument of getrefcount
 # The partitioner counts no padding and no views, and exceeds its budget by some percent.
 _BUDGET_MARGIN = 0.95
 # For each graph with an open scope: the names of the nodes before it, and how many scopes are open.
 _open_scopes: weakref.WeakKeyDictionary[Graph, tuple[set[str], int]] = weakref.WeakKeyDictionary()
-# Modules whose forward is compiled, or what remains of it after a graph break.
+# Modules whose forward, or the rest of the forward after a graph break, is compiled.
 _compiled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def enable_traced_scopes(module: nn.Module, policy: Policy) -> None:
     """Prepares a module whose hooks call `begin_traced_scope` and `end_traced_scope`.
 
-    Code that Dynamo compiled for a module without hooks would run for this one, because Dynamo does not guard
-    on hooks. Dynamo guards on the type of the dictionary of submodules, so a dictionary of another type takes
-    its place. If others hold the dictionary, it stays, and such code may keep more for backward.
+    Code that Dynamo compiled for a module without hooks would run for this module, because Dynamo does
+    not guard on hooks. Dynamo guards on the type of the dictionary of submodules, so an OrderedDict replaces
+    that dictionary. A dictionary to which other code refers is not replaced: code that was compiled without
+    hooks may then run, and keep more for backward.
 
-    Dynamo does not trace the hooks of the module that is compiled itself, so a hook of one of its submodules
+    Dynamo does not trace the hooks of the module on which torch.compile is called, so a hook of a submodule
     announces that module.
     """
     set_options(module, policy)
     _change_modules_type(module, OrderedDict)
-    inner = _first_parametrized_submodule(module)
-    if inner is not None and announce_compiled_module not in inner._forward_pre_hooks.values():
-        inner.register_forward_pre_hook(announce_compiled_module)
+    submodule = _first_parametrized_submodule(module)
+    if submodule is not None and announce_compiled_module not in submodule._forward_pre_hooks.values():
+        submodule.register_forward_pre_hook(announce_compiled_module)
 
 
 def set_options(module: nn.Module, policy: Policy) -> None:
-    """Stores on a module what compiled code reads of its policy."""
+    """Stores on a module the options of its policy that compiled code reads."""
     options = ScopeOptions(policy.level >= RecomputeLevel.MATMULS, policy.weight_casts, policy.kept_fraction)
     # Set through `__dict__`: an OptimizedModule forwards `setattr` to the module that it wraps. A plain tuple
     # is a constant to Dynamo, and loads from any pickle.
@@ -75,7 +76,7 @@ def disable_traced_scopes(module: nn.Module) -> None:
 
 def _change_modules_type(module: nn.Module, kind: type[dict]) -> None:
     modules = module.__dict__["_modules"]
-    if type(modules) is not kind and sys.getrefcount(modules) <= _OWN_REFERENCES:
+    if type(modules) is not kind and sys.getrefcount(modules) <= _MAX_OWN_REFERENCES:
         module.__dict__["_modules"] = kind(modules)
 
 
@@ -85,10 +86,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _first_parametrized_submodule(module: nn.Module) -> nn.Module | None:
-    """Returns the first submodule that has parameters, because the module most likely calls it."""
+    """Returns the first submodule that has parameters, because the module probably calls it."""
     lists = (nn.ModuleList, nn.ModuleDict)
-    inner = [m for m in module.modules() if m is not module and not isinstance(m, lists)]
-    return next((m for m in inner if next(m.parameters(), None) is not None), None)
+    submodules = [m for m in module.modules() if m is not module and not isinstance(m, lists)]
+    return next((m for m in submodules if next(m.parameters(), None) is not None), None)
 
 
 def announce_compiled_module(module: nn.Module, arguments: tuple) -> None:
@@ -177,8 +178,8 @@ class _ScopeBackend:
             _mark_nodes(list(graph_module.graph.nodes), self.options)
         graphs = [module.graph for module in graph_module.modules() if isinstance(module, GraphModule)]
         options = {node: scope_options(node) for graph in graphs for node in graph.nodes}
-        kept_fraction = min((found.kept_fraction for found in options.values() if found), default=1.0)
-        if kept_fraction == 0:
+        kept_fraction = min((scope.kept_fraction for scope in options.values() if scope), default=1.0)
+        if kept_fraction == 0:  # the fraction is unknown
             raise ValueError(
                 "convert: compiled code cannot meet a budget in bytes without example_inputs; pass them, or "
                 "a share of the bytes as the budget"
@@ -194,8 +195,8 @@ class _ScopeBackend:
 
 
 def _cache_key(options: dict[Node, ScopeOptions | None]) -> str:
-    """Returns a key for torch's caches: graphs with the same ops and other marks have another result."""
-    parts = [f"{node.name} {found}" for node, found in options.items()]
+    """Returns a key for torch's caches: the marks of a graph change the code that is compiled for its ops."""
+    parts = [f"{node.name} {scope}" for node, scope in options.items()]
     parts += [torch.compiler.config.cache_key_tag, *map(inspect.getsource, (joint_graph, recompute_rules))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

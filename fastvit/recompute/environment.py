@@ -1,7 +1,7 @@
-"""The settings of torch under which an op ran, and under which its recipe runs.
+"""An `Environment` holds the settings of torch under which an op ran, and under which its recipe runs.
 
-Autocast is no such setting: a recipe computes the op after autocast's casts, and runs without autocast. The
-settings that choose a kernel of attention or BatchNorm are none either, because a recipe names the kernel.
+Autocast is not among them: a recipe computes the op after autocast's casts, and runs without autocast. The
+settings that choose a kernel of attention or BatchNorm are not among them: a recipe names the kernel.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 _C: Any = torch._C
-Environment = tuple  # whether the settings are those of CUDA, and their values
+Environment = tuple  # `(is_cuda, *values)`: whether the settings are those of CUDA, and their values
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # getter and setter
 
 
-def _precision(backend: str, op: str) -> Setting:
+def _precision_setting(backend: str, op: str) -> Setting:
     """Returns the setting of the precision of float32 matmuls. torch's older functions change it too."""
     getter, setter = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
     return partial(getter, backend, op), partial(setter, backend, op)
 
 
-def _reduction(dtype: str) -> Setting:
+def _reduction_setting(dtype: str) -> Setting:
     """Returns the setting by which cuBLAS may sum in half precision."""
     name = f"cublas_allow_{dtype}_reduced_precision_reduction"
     setter = getattr(_C, f"_set_{name}")  # a function of one bool or two
@@ -33,49 +33,49 @@ def _reduction(dtype: str) -> Setting:
 
 _CPU_SETTINGS: tuple[Setting, ...] = (
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
-    _precision("mkldnn", "matmul"),
-    _precision("mkldnn", "conv"),
+    _precision_setting("mkldnn", "matmul"),
+    _precision_setting("mkldnn", "conv"),
 )
 _CUDA_SETTINGS: tuple[Setting, ...] = (
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
-    _reduction("fp16"),
-    _reduction("bf16"),
-    _precision("cuda", "matmul"),
-    _precision("cuda", "conv"),
+    _reduction_setting("fp16"),
+    _reduction_setting("bf16"),
+    _precision_setting("cuda", "matmul"),
+    _precision_setting("cuda", "conv"),
 )
-_CUDA_GETTERS = [get for get, _ in _CUDA_SETTINGS]
-_last_cpu_environment: Environment = ()  # thousands of saved tensors share one tuple
+_CUDA_GETTERS = [getter for getter, _ in _CUDA_SETTINGS]
+_last_cpu_environment: Environment = ()  # thousands of saved tensors share this tuple
 _get_mkldnn, _get_precision = _C._get_mkldnn_enabled, _C._get_fp32_precision_getter
 
 
 def current_environment(is_cuda: bool) -> Environment:
     """Returns the current settings that ops on a GPU, or on the CPU, read."""
     if is_cuda:
-        return True, *[get() for get in _CUDA_GETTERS]
+        return True, *[getter() for getter in _CUDA_GETTERS]
     # This reads the settings of _CPU_SETTINGS without a loop, because it runs for each saved tensor.
     global _last_cpu_environment
-    found = False, _get_mkldnn(), _get_precision("mkldnn", "matmul"), _get_precision("mkldnn", "conv")
+    environment = False, _get_mkldnn(), _get_precision("mkldnn", "matmul"), _get_precision("mkldnn", "conv")
     last = _last_cpu_environment
-    if found == last:
+    if environment == last:
         return last
-    _last_cpu_environment = found
-    return found
+    _last_cpu_environment = environment
+    return environment
 
 
 @contextlib.contextmanager
 def run_in_environment(environment: Environment) -> Iterator[None]:
-    """Sets the values inside the `with` statement."""
-    before = current_environment(environment[0])
+    """Sets the settings to those of `environment` inside the `with` statement, and restores them."""
+    outer_environment = current_environment(is_cuda=environment[0])
     try:
-        _set(environment)
+        _set_environment(environment)
         yield
     finally:
-        _set(before)
+        _set_environment(outer_environment)
 
 
-def _set(environment: Environment) -> None:
+def _set_environment(environment: Environment) -> None:
     is_cuda, *values = environment
-    for (_, set_to), value in zip(_CUDA_SETTINGS if is_cuda else _CPU_SETTINGS, values, strict=True):
-        set_to(value)
+    for (_, setter), value in zip(_CUDA_SETTINGS if is_cuda else _CPU_SETTINGS, values, strict=True):
+        setter(value)

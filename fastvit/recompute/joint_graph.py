@@ -1,9 +1,9 @@
 """Tags ops in the joint graph of forward and backward for torch's partitioner: recompute, or save.
 
-The ops with a cheap rule (recompute_rules.py), and pointwise ops, are recomputed if their inputs are saved
-for the backward anyway. Other sums are saved. Matmuls, convolutions, attention and random ops get no tag, so
-the partitioner saves their outputs. In contrast to a scope the whole graph is known, so concatenations are
-recomputed too if several of them take the same tensors.
+The ops with a cheap rule (recompute_rules.py), and pointwise ops, are recomputed if the backward reads their
+inputs anyway. Sums that are not recomputed are saved. Matmuls, convolutions, attention and random ops get no
+tag, so the partitioner saves their outputs. The pass knows the whole graph, in contrast to a scope, so
+concatenations are recomputed too if several concatenations take the same tensors.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from .recompute_rules import cheap_op_packets
 
 SCOPE_META_KEY = "fastvit"
 
-_MAX_CHAINED_SUMS = 4  # recomputed sums, each a term of the next
+_MAX_CHAINED_SUMS = 4  # Consecutive recomputed sums, each a term of the next sum.
 _aten = torch.ops.aten
 _CAST_PACKETS = {_aten._to_copy, torch.ops.prims.convert_element_type}
-_CONCATS = {_aten.cat, _aten.stack}
+_CONCAT_PACKETS = {_aten.cat, _aten.stack}
 _SUM_PACKETS = {_aten.add, _aten.sub}
 _MATMUL_PACKETS = {_aten.mm, _aten.addmm}
-_JOINT_GRAPH_FORMS = {  # ops with rules have these forms in a joint graph
+_JOINT_GRAPH_PACKETS = {  # A joint graph has these ops in place of ops with rules.
     *(_aten._native_batch_norm_legit_functional, _aten._native_batch_norm_legit_no_training),
     *(_aten._batch_norm_with_update_functional, torch.ops.prims.convert_element_type),
 }
-_SIDE_EFFECTS = {_aten.native_dropout, _aten.native_batch_norm, _aten.cudnn_batch_norm}
-# A compiler fuses a pooling with the ops before it, and computes these for each window: 1.4x a step's time.
+_SIDE_EFFECT_PACKETS = {_aten.native_dropout, _aten.native_batch_norm, _aten.cudnn_batch_norm}
+# A compiler fuses a pooling with earlier ops, and computes them again for each window. A step takes 1.4 times
+# as long.
 _POOL_PACKETS = {_aten.max_pool2d_with_indices, _aten.avg_pool2d}
-_CHEAP_PACKETS = (cheap_op_packets() | _JOINT_GRAPH_FORMS) - _SIDE_EFFECTS - _POOL_PACKETS
+_CHEAP_PACKETS = (cheap_op_packets() | _JOINT_GRAPH_PACKETS) - _SIDE_EFFECT_PACKETS - _POOL_PACKETS
 
 
 class ScopeOptions(NamedTuple):
-    """What compiled code reads of a policy."""
+    """The options of a policy that compiled code reads."""
 
     matmuls: bool
     weight_casts: bool
@@ -45,7 +46,7 @@ class ScopeOptions(NamedTuple):
 
 
 def scope_options(node: Node) -> ScopeOptions | None:
-    """Returns the options of the scope in which an op was; None outside of scopes."""
+    """Returns the options of the scope in which an op ran; None if there was no scope."""
     options = node.meta.get("custom", {}).get(SCOPE_META_KEY)
     return None if options is None else ScopeOptions(*options)
 
@@ -54,7 +55,7 @@ def tag_recompute(graph: Graph) -> None:
     """Tags the ops of a joint graph that the partitioner has to recompute, and sums that it has to save."""
     forward_nodes = _find_forward_nodes(graph)
     read_in_backward = _find_nodes_read_in_backward(graph, forward_nodes)
-    chained_sums: dict[Node, int] = {}  # of each op that may be recomputed; see `_count_chained_sums`
+    chained_sums: dict[Node, int] = {}  # For each op that may be recomputed.
     for node in graph.nodes:
         if node in forward_nodes and "recompute" not in node.meta and scope_options(node) is not None:
             count = _count_chained_sums(node, chained_sums, read_in_backward)
@@ -63,7 +64,7 @@ def tag_recompute(graph: Graph) -> None:
             elif _overload_packet(node) in _SUM_PACKETS:
                 # Otherwise the partitioner would save the terms, and recompute all earlier sums.
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    needed: set[Node] = set()
+    needed: set[Node] = set()  # recomputed, or a view in between
     for node in reversed(graph.nodes):
         if node in chained_sums and (node in read_in_backward or not needed.isdisjoint(node.users)):
             needed.add(node)
@@ -90,17 +91,17 @@ def _find_forward_nodes(graph: Graph) -> set[Node]:
 
 def _find_nodes_read_in_backward(graph: Graph, forward_nodes: set[Node]) -> set[Node]:
     """Returns the nodes that the backward reads, directly or through a view."""
-    found: set[Node] = set()
+    read_nodes: set[Node] = set()
     for node in reversed(graph.nodes):
         for user in node.users:
-            is_read = user not in forward_nodes or (_is_view(user) and user in found)
+            is_read = user not in forward_nodes or (_is_view(user) and user in read_nodes)
             if is_read and user.op != "output":
-                found.add(node)
-    return found
+                read_nodes.add(node)
+    return read_nodes
 
 
 def _count_chained_sums(node: Node, chained_sums: dict[Node, int], read_in_backward: set[Node]) -> int | None:
-    """Returns the number of recomputed sums on the longest way to the output of an op, this op included.
+    """Returns the number of recomputed sums on the longest path to the output of an op, with the op itself.
 
     Returns None if the op is not recomputed.
     """
@@ -115,22 +116,23 @@ def _count_chained_sums(node: Node, chained_sums: dict[Node, int], read_in_backw
         if base in chained_sums and not (op in _SUM_PACKETS and _overload_packet(base) in _MATMUL_PACKETS):
             count = max(count, chained_sums[base])
         elif base not in read_in_backward and base.op not in ("placeholder", "get_attr"):
-            # The base would be saved for this op alone, which frees nothing. But a list may share the base.
-            if 2 * _size_of(base) >= _size_of(node) and not (op in _CONCATS and len(base.users) > 1):
+            # The base would be saved for this op alone, which frees nothing unless the base is small. Several
+            # concatenations may share a base.
+            if 2 * _size_of(base) >= _size_of(node) and not (op in _CONCAT_PACKETS and len(base.users) > 1):
                 return None
     count += op in _SUM_PACKETS
     return count if count <= _MAX_CHAINED_SUMS else None
 
 
 def _has_cheap_op(node: Node) -> bool:
-    """Returns whether the options of the scope in which an op was let the op be recomputed."""
+    """Returns whether the options of the op's scope allow that the op is recomputed."""
     op, target, options = _overload_packet(node), cast(Any, node.target), scope_options(node)
     if options is None or op is None:
         return False
     if op in _MATMUL_PACKETS:
         rows, columns = cast(Node, node.args[-1]).meta["val"].shape
         is_known = isinstance(rows, int) and isinstance(columns, int)
-        return options.matmuls and is_known and rows <= columns  # no narrower than the input, as in a scope
+        return options.matmuls and is_known and rows <= columns  # the output is no narrower than the input
     if op in _CAST_PACKETS and _view_base(node.all_input_nodes[0]).op == "placeholder":
         return options.weight_casts
     return op in _CHEAP_PACKETS or torch.Tag.pointwise in target.tags  # a pointwise op fuses into a loop

@@ -1,4 +1,4 @@
-"""A `BitMask` has one bit an element, in place of dropout's mask or of what an activation has saved."""
+"""A `BitMask` stores one bit for each element of dropout's mask, or of what an activation has saved."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # A 64-bit integer of 8 bytes b[i], each 0 or 1, times _GATHER_BITS has the bits b[i] << i in its top byte:
-# no two of the 64 terms b[i] << 8 i + 56 - 7 j have the same exponent, and those of i > j overflow. A byte
-# times _COPY_BYTE is in all 8 bytes, of which _SELECT_BITS leaves bit i in byte i.
+# no two of the 64 terms b[i] << 8 i + 56 - 7 j have the same exponent, and the terms with i > j overflow. A
+# byte times _COPY_BYTE is a copy of the byte in all 8 bytes. _SELECT_BITS leaves bit i of byte i.
 _GATHER_BITS = sum(1 << (56 - 7 * i) for i in range(8))
 _COPY_BYTE = sum(1 << 8 * i for i in range(8))
 _SELECT_BITS = sum(1 << 9 * i for i in range(8)) - (1 << 64)  # as a signed integer
 
 
 class BitMask:
-    """One bit an element in place of a tensor: `true_value` where it is set, elsewhere `false_value`."""
+    """Stores a tensor of two values by one bit for each element: `true_value` if the bit is set."""
 
     __slots__ = ("dtype", "false_value", "packed", "reason", "size", "stride", "true_value")
 
     def __init__(self, bits: Tensor, dtype: torch.dtype, true_value: float = 1, false_value: float = 0):
         self.dtype, self.true_value, self.false_value = dtype, true_value, false_value
         self.reason = "where an activation passes the gradient on, a bit an element"
-        dense = torch.empty_like(bits, device="meta")  # its strides differ if the tensor is not dense
-        if dense.stride() != bits.stride():
+        # empty_like changes the strides of a tensor that is not dense.
+        if torch.empty_like(bits, device="meta").stride() != bits.stride():
             bits = bits.contiguous()
         self.size, self.stride = bits.size(), bits.stride()
         flat = bits.as_strided((bits.numel(),), (1,))
@@ -38,17 +38,17 @@ class BitMask:
     def unpack(self) -> Tensor:
         lanes = self.packed.to(torch.int64).mul_(_COPY_BYTE).bitwise_and_(_SELECT_BITS)
         bits = lanes.view(torch.uint8).ne(0).as_strided(self.size, self.stride)
-        if self.false_value == 0:  # takes half as long on a CPU
+        if self.false_value == 0:  # this branch takes half as long as torch.where on a CPU
             ones = bits.to(self.dtype)
             return ones if self.true_value == 1 else ones.mul_(self.true_value)
-        like: dict[str, Any] = {"dtype": self.dtype, "device": bits.device}
+        options: dict[str, Any] = {"dtype": self.dtype, "device": bits.device}
         return torch.where(
-            bits, torch.full((), self.true_value, **like), torch.full((), self.false_value, **like)
+            bits, torch.full((), self.true_value, **options), torch.full((), self.false_value, **options)
         )
 
 
 def dropout_bit_mask(tensor: Tensor, p: float) -> BitMask:
-    """Packs a dropout mask into bits. Its elements are 0 and 1, or 0 and 1 / (1 - p) rounded to its dtype."""
+    """Packs a dropout mask into bits. The elements of the mask are 0 and 1, or 0 and 1 / (1 - p) rounded."""
     one = torch.ones((), dtype=tensor.dtype)
     is_bool = tensor.dtype is torch.bool
     mask = BitMask(tensor != 0, tensor.dtype, 1 if is_bool else one.div_(1 - p).item())
@@ -66,25 +66,26 @@ def _leaky_relu_mask(node, tensor: Tensor) -> BitMask:
 
 
 def _hardtanh_mask(node, tensor: Tensor) -> BitMask | None:
-    """Asks the op's own backward, which compares half precision with its bounds in float32.
+    """Returns a mask of the elements whose gradient passes, by the op's own backward.
 
-    Returns None where the dtype has no number between the bounds to stand for what passes.
+    That backward compares half precision with the bounds in float32. Returns None if the dtype has no number
+    between the bounds, by which the mask could replace these elements.
     """
     low, high = node._saved_min_val, node._saved_max_val
-    wide = torch.float32 if tensor.element_size() == 2 else tensor.dtype
+    comparison_dtype = torch.float32 if tensor.element_size() == 2 else tensor.dtype
     bounds = torch.tensor([low, high], dtype=torch.float64)
-    inside = ((bounds[0] + bounds[1]) / 2).to(tensor.dtype).to(wide)
-    if not bounds.to(wide)[0] < inside < bounds.to(wide)[1] or not math.isfinite(low + high):
+    passing_value = ((bounds[0] + bounds[1]) / 2).to(tensor.dtype).to(comparison_dtype)
+    lower, upper = bounds.to(comparison_dtype)
+    if not lower < passing_value < upper or not math.isfinite(low + high):
         return None
-    if (
-        tensor.is_cpu and tensor.isnan().any()
-    ):  # the layout of the gradient decides whether that of a NaN passes
+    # The layout of the gradient decides whether the gradient of a NaN passes on a CPU.
+    if tensor.is_cpu and tensor.isnan().any():
         return None
     passes = torch.ops.aten.hardtanh_backward(torch.ones_like(tensor), tensor, low, high) != 0
-    return BitMask(passes, tensor.dtype, inside.item(), math.inf)
+    return BitMask(passes, tensor.dtype, passing_value.item(), math.inf)
 
 
-# The node name of an activation: which of its saved tensors decides, and the mask in its place.
+# Node name of an activation -> the node's attribute of the saved tensor, and the function that makes the mask.
 ACTIVATION_MASKS: dict[str, tuple[str, Callable[[Any, Tensor], BitMask | None]]] = {
     "ReluBackward0": ("_raw_saved_result", _relu_mask),
     "LeakyReluBackward0": ("_raw_saved_self", _leaky_relu_mask),

@@ -17,6 +17,7 @@ from .views import PASS_THROUGH_NODES, VIEW_RULES, as_signed, as_strided_in, as_
 from .write_tracker import WriteTracker
 
 LEAF_NODE = "torch::autograd::AccumulateGrad"
+_REASON_UNSEEN_CALL = "the call was not seen"
 REASON_SHARDED = "a parameter that FSDP has sharded again when the block ends"
 
 
@@ -67,8 +68,8 @@ class NodeReader:
     """Reads one node for a rule.
 
     Attributes:
-        num_ops_from_target: ops between the node and the tensor that is to be recomputed.
-        metadata: metadata of the node's output; each read of them from the node makes an object.
+        num_ops_from_target: number of ops between the node and the tensor that is to be recomputed.
+        metadata: metadata of the node's output. Stored, because each read from the node makes a new object.
         flops: operations of a matmul for each element of the output; set by the rule.
         environment: environment in which the op ran; None if the op has saved no tensor.
     """
@@ -96,11 +97,11 @@ class NodeReader:
         return as_signed(getattr(self.node, _saved_name(name)))
 
     def saved_operand(self, name: str) -> Operand:
-        """Returns an input that the op saved; None if the op did not get it."""
+        """Returns an input that the op saved; None if the call had no such input."""
         return self.packed_operand(getattr(self.node, _raw_saved_name(name)).data)
 
     def packed_operand(self, packed: object, is_private: bool = False) -> Operand:
-        """Returns the operand for an object that the op has packed.
+        """Returns the operand for what the pack hook returned for a tensor.
 
         Args:
             is_private: whether only the op knows the tensor, so that nobody writes to it.
@@ -132,15 +133,15 @@ class NodeReader:
         return packed.size()
 
     def graph_operand(self, index: int) -> Operand:
-        """Returns an input that requires a gradient, by the edge to its node."""
+        """Returns an input that requires a gradient, by the number of the edge to its node."""
         node, number = self.edges[index]
         views: tuple = ()
         while node is not None:
             if (view := VIEW_RULES.get(name := node.name())) is not None:
                 views = (view(node, number), *views)
                 node, number = node.next_functions[0]
-            elif (written := as_strided_of_write(node)) is not None:
-                views = (written, *views)
+            elif (write_view := as_strided_of_write(node)) is not None:
+                views = (write_view, *views)
                 node, number = node.next_functions[0]
             elif name in PASS_THROUGH_NODES:
                 node, number = node.next_functions[number]
@@ -159,7 +160,7 @@ class NodeReader:
         return View(operand, views)
 
     def require_rules(self) -> None:
-        """Raises NotRecomputable early if an input has no rule at this level, and no op saved the input.
+        """Raises NotRecomputable early for an input that no op saved, and whose rule has a higher level.
 
         Most residual sums have such a term, and the recipe of their other term may be long.
         """
@@ -170,18 +171,18 @@ class NodeReader:
                 raise NotRecomputable
 
     def pinned_leaf(self, leaf: Tensor) -> Operand:
-        """Returns a leaf that the op did not save, pinned when the op ran."""
+        """Returns the pin of a leaf that the op did not save, from the time when the op ran."""
         call = OutputInfo.of_node(self.node).call_args
         leaves = self.planner.tracker.find_pins(self.node) if call is None else call.leaves
         pinned = next((one for one in leaves if one.source is leaf), None)
         if pinned is None:
-            raise NotRecomputable("the call was not seen")
+            raise NotRecomputable(_REASON_UNSEEN_CALL)
         return self.planner.require_intact(pinned)
 
     def operand(self, name: str, index: int) -> Operand:
-        """Returns an input: the one that the op has saved under `name`, or else that of the edge `index`."""
+        """Returns an input: that which the op saved as `name`, or else the input of the edge `index`."""
         packed = getattr(self.node, _raw_saved_name(name)).data
-        if packed is None or type(packed) is PackedShape:  # the op has not saved it
+        if packed is None or type(packed) is PackedShape:  # the op has not saved the values
             return self.graph_operand(index)
         return self.packed_operand(packed)
 
@@ -189,7 +190,7 @@ class NodeReader:
         """Returns the call observer's facts of the op's call."""
         call = OutputInfo.of_node(self.node).call_args
         if call is None:
-            raise NotRecomputable("the call was not seen")
+            raise NotRecomputable(_REASON_UNSEEN_CALL)
         return call
 
     def bias(self, index: int) -> Operand:
@@ -200,7 +201,7 @@ class NodeReader:
         if self.edges[index][0] is not None:
             return self.graph_operand(index)
         if call is None:
-            raise NotRecomputable("the call was not seen")
+            raise NotRecomputable(_REASON_UNSEEN_CALL)
         return None
 
     def reader_of(self, node) -> NodeReader:

@@ -1,7 +1,7 @@
 """Rules of normalisations, which are recomputed from the input and the statistics that the op has saved.
 
-The eps, and a bias without gradient, come from the call (call_observer.py). Running statistics are never
-written.
+The eps, and a bias without gradient, come from the call (call_observer.py). Recipes do not write running
+statistics.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def rms_norm_rule(reader: NodeReader) -> OpCall:
     )
 
 
-def _norm_operands(reader: NodeReader, x: str, *optional: str) -> tuple[Operand, ...]:
-    return reader.operand(x, 0), *[reader.saved_operand(name) for name in optional]
+def _norm_operands(reader: NodeReader, x_name: str, *saved_names: str) -> tuple[Operand, ...]:
+    return reader.operand(x_name, 0), *[reader.saved_operand(name) for name in saved_names]
 
 
 def group_norm_rule(reader: NodeReader) -> OpCall:
@@ -56,10 +56,9 @@ def cudnn_batch_norm_rule(reader: NodeReader) -> OpCall:
 
 
 def _batch_norm_op_call(reader: NodeReader, eps: float, norm: Callable[..., Tensor]) -> OpCall:
-    """Recomputes BatchNorm by `norm`, from saved mean and 1 / std, or from running statistics."""
-    names, training = ("result1", "result2"), reader.attribute("training")
-    if not training:
-        names = "running_mean", "running_var"
+    """Returns the call of `norm`, with saved mean and 1 / std in training, else with running statistics."""
+    training = reader.attribute("training")
+    names = ("result1", "result2") if training else ("running_mean", "running_var")
     statistics = [reader.saved_operand(name) for name in names]
     if None in statistics:
         raise NotRecomputable
@@ -68,7 +67,7 @@ def _batch_norm_op_call(reader: NodeReader, eps: float, norm: Callable[..., Tens
 
 
 def _cudnn_batch_norm(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor, training: bool, eps: float):
-    """Runs cuDNN's kernel in evaluation too, because its roundings are not those of torch's own kernel."""
+    """Runs cuDNN's kernel in evaluation too, because cuDNN rounds otherwise than torch's own kernel."""
     running_mean, running_var = (None, None) if training else (mean, var)
     return torch.cudnn_batch_norm(x, w, b, running_mean, running_var, training, 0.0, eps)[0]
 
@@ -87,12 +86,12 @@ def _batch_norm_from_statistics(
     """Recomputes BatchNorm from its saved mean and 1 / sqrt(var + eps), in one pass over x if possible.
 
     torch's CPU kernel for dense tensors computes x * scale + (bias - mean * scale) with scale = weight *
-    invstd, in training as in evaluation. With `scale` for a weight, a variance of 1 and an eps of 0 the
-    evaluation computes the same bits. For other tensors the statistics are recomputed too.
+    invstd, in training as in evaluation. With `scale` as the weight, a variance of 1 and an eps of 0, the
+    evaluation computes the same bits. For other tensors the kernel computes the statistics again.
     """
     if x.is_cuda:
         return torch.batch_norm_elemt(x, w, b, mean, invstd, eps)
-    # In half precision `scale` would be rounded.
+    # In half precision `scale` would be rounded, and the bits would differ.
     is_full_precision = mean.dtype in (torch.float32, torch.float64) and (w is None or w.dtype == mean.dtype)
     if x.device.type == "cpu" and is_full_precision and _is_dense(x):
         scale = invstd if w is None else invstd * w
@@ -110,11 +109,11 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def sync_batch_norm_rule(reader: NodeReader) -> OpCall:
-    """Recomputes torch.nn.SyncBatchNorm from the statistics of all ranks, which it saves."""
+    """Recomputes torch.nn.SyncBatchNorm from the statistics of all ranks, which the op has saved."""
     saved = [one.data for one in reader.node._raw_saved_tensors]
     x, weight, mean, invstd, *_ = map(reader.packed_operand, saved)
     bias = getattr(saved[3], "bias", None)
     if bias is None:
         raise NotRecomputable("the call was not seen")
-    elemt: Callable[..., Tensor] = torch.batch_norm_elemt
-    return lambda *tensors: elemt(*tensors, 0.0), (x, weight, bias, mean, invstd)
+    normalize: Callable[..., Tensor] = torch.batch_norm_elemt
+    return lambda *tensors: normalize(*tensors, 0.0), (x, weight, bias, mean, invstd)

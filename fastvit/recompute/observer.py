@@ -24,7 +24,7 @@ from .recipe import Recipe
 from .recompute_rules import RECOMPUTE_RULES
 from .storage import storage_id, view_base
 
-_next_sequence_nr = torch._C._autograd._get_sequence_nr  # of the next node of this thread
+_next_sequence_nr = torch._C._autograd._get_sequence_nr  # Returns the number of the next node of this thread.
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,12 @@ class SavedMemory:
 
 
 class SeenTensor(NamedTuple):
-    """A saved tensor. `time` is that of the op that saved it, `created` that of the op that made it.
-
-    Times are sequence numbers of nodes.
-    """
+    """A saved tensor, and two times, which are sequence numbers of nodes."""
 
     packed: PackedTensor
     annotation: Any
-    time: int
-    created: int
+    time: int  # number of the node whose op saved the tensor
+    created: int  # number of the node whose op made the tensor
 
 
 class SavedTensorObserver:
@@ -73,20 +70,21 @@ class SavedTensorObserver:
 
     def __init__(self, annotate: Callable[[Tensor], Any]):
         self._annotate = annotate
-        self._seen: list[tuple[weakref.ref[PackedTensor], Any, int, int]] = []
-        self.first_time = _next_sequence_nr()
+        # Arguments of `SeenTensor`, the first one by a weak reference.
+        self._references: list[tuple[weakref.ref[PackedTensor], Any, int, int]] = []
+        self.first_time = _next_sequence_nr()  # number of the first node that the observer sees
         self.plan_times: list[int] = []  # the number of the next node at each plan of a scope
         self.unused_recipes: list[Recipe] = []  # recipes of tensors that are kept all the same
 
     def add(self, packed: PackedTensor, tensor: Tensor) -> None:
-        """Called for each saved tensor."""
-        time = _next_sequence_nr() - 1  # an op's node exists when the op saves
+        """Adds a saved tensor."""
+        time = _next_sequence_nr() - 1  # the op that saves has made the newest node
         node = view_base(tensor).grad_fn
         created = time if node is None else node._sequence_nr()
-        self._seen.append((weakref.ref(packed), self._annotate(tensor), time, created))
+        self._references.append((weakref.ref(packed), self._annotate(tensor), time, created))
 
     def add_plan(self) -> None:
-        """Called after each plan of a scope."""
+        """Adds the time of a plan of a scope, which has just ended."""
         self.plan_times.append(_next_sequence_nr())
 
     def next_time(self) -> int:
@@ -94,13 +92,16 @@ class SavedTensorObserver:
         return _next_sequence_nr()
 
     def drop_recipes(self) -> None:
-        """Drops unused recipes, which hold tensors. The scope holds the observer."""
+        """Drops unused recipes, which hold tensors."""
         self.unused_recipes.clear()
 
     def seen_tensors(self) -> list[SeenTensor]:
         """Returns the saved tensors that are alive."""
-        seen = ((reference(), *rest) for reference, *rest in self._seen)
-        return [SeenTensor(packed, *rest) for packed, *rest in seen if packed is not None]
+        return [
+            SeenTensor(packed, annotation, time, created)
+            for reference, annotation, time, created in self._references
+            if (packed := reference()) is not None
+        ]
 
     def saved_memory(self, exclude: Iterable[Tensor] = ()) -> list[SavedMemory]:
         """Returns an entry for each storage or recipe of the saved tensors that are alive.
@@ -110,22 +111,22 @@ class SavedTensorObserver:
         excluded_storages = {0, *map(storage_id, exclude)}
         groups = self._group_by_memory(excluded_storages)
         kept = {key for key in groups if isinstance(key, int)}
-        counted, found = kept | excluded_storages, []
+        counted, entries = kept | excluded_storages, []
         for key, group in groups.items():
             saved = [(annotation, packed.unpack) for annotation, packed in group]
             if isinstance(key, Recipe):
-                found.append(_recomputed_memory(key, saved, kept, counted))
+                entries.append(_recomputed_memory(key, saved, kept, counted))
             else:
-                found.append(_kept_memory(group[0][1], saved))
-        return found
+                entries.append(_kept_memory(group[0][1], saved))
+        return entries
 
     def _group_by_memory(
         self, excluded_storages: set[int]
     ) -> dict[Recipe | int, list[tuple[Any, PackedTensor]]]:
-        """Returns the packed tensors that are alive by their recipe, or by the storage that they keep."""
+        """Returns the living packed tensors with annotations, by recipe or by the id of the storage."""
         groups: dict[Recipe | int, list[tuple[Any, PackedTensor]]] = defaultdict(list)
         for packed, annotation, *_ in self.seen_tensors():
-            state, key = packed.state, id(packed)
+            state, key = packed.state, id(packed)  # the key of a replaced tensor, which has no storage
             if isinstance(state, Recomputed):
                 groups[state.recipe].append((annotation, packed))
                 continue
@@ -139,24 +140,29 @@ class SavedTensorObserver:
 def _recomputed_memory(
     recipe: Recipe, saved: list[tuple[Any, Callable[[], Tensor]]], kept: set[int], counted: set[int]
 ) -> SavedMemory:
-    """Returns the entry of a recipe, and adds the storages of its operands to `counted`."""
+    """Returns the entry of a recipe, and adds the storages of its operands to `counted`.
+
+    Args:
+        kept: storages that ops have saved; the reason of the entry speaks of these alone.
+        counted: storages whose bytes are not counted again.
+    """
     recipes = recipe.in_topological_order()
     tensors = [
-        tensor for one in recipes for tensor in map(_tensor_of, one.kept_operands()) if tensor is not None
+        tensor for one in recipes for tensor in map(_held_tensor, one.kept_operands()) if tensor is not None
     ]
     sizes = {storage_id(tensor): tensor.nbytes for tensor in tensors}
-    inputs = sum(key in kept and size >= MIN_RECOMPUTE_BYTES for key, size in sizes.items())
+    num_saved_inputs = sum(key in kept and size >= MIN_RECOMPUTE_BYTES for key, size in sizes.items())
     new_kept_bytes = sum(size for key, size in sizes.items() if key not in counted)
     counted.update(sizes)
     ops = list(dict.fromkeys(display_op_name(one.info.node_name) for one in recipes))
-    reason = f"{'its' if len(ops) == 1 else 'the'} saved input{'s' if inputs > 1 else ''}"
-    reason = f"recomputed by {', '.join(ops)} from {reason}"
+    inputs = f"{'its' if len(ops) == 1 else 'the'} saved input{'s' if num_saved_inputs > 1 else ''}"
+    reason = f"recomputed by {', '.join(ops)} from {inputs}"
     return SavedMemory(
         saved, reason, new_kept_bytes, recipe.nbytes, recipe.info.site, recipe.clear_cached_outputs
     )
 
 
-def _tensor_of(operand: Any) -> Tensor | None:
+def _held_tensor(operand: Any) -> Tensor | None:
     return operand.held_tensor() if isinstance(operand, PackedTensor) else operand.tensor
 
 

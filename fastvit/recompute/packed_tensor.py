@@ -1,9 +1,9 @@
 """A `PackedTensor` is what a scope's pack hook returns for a saved tensor. It is in one of four states:
 
-Pending     it holds the tensor, and the planner has not planned it yet
-Kept        it holds the tensor until the backward
-Replaced    it holds a bit mask of the tensor, or what the hooks around the scope packed
-Recomputed  it holds the recipe that recomputes the tensor
+Pending     holds the tensor, which the planner has not planned yet
+Kept        holds the tensor until the backward
+Replaced    holds a bit mask of the tensor, or what the hooks around the scope packed
+Recomputed  holds the recipe that recomputes the tensor
 
 A packed tensor holds its recipe, and a recipe holds its operands. All are freed when autograd's graph drops
 the packed tensors.
@@ -36,29 +36,30 @@ class AsStridedArgs(NamedTuple):
     storage_offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> AsStridedArgs:
+    def of_tensor(cls, tensor: Tensor) -> AsStridedArgs:
+        """Returns the size, strides and storage offset of `tensor`."""
         # The constructor of a named tuple is a function in Python, and takes longer than the three reads.
         return share_args(tuple.__new__(cls, (tensor.size(), tensor.stride(), tensor.storage_offset())))
 
 
 _known_args: dict[AsStridedArgs, AsStridedArgs] = {}
-_MAX_KNOWN_ARGS = 4096
+_MAX_KNOWN_ARGS = 4096  # at this number all are dropped, because sizes may change at every step
 
 
 def share_args(args: AsStridedArgs) -> AsStridedArgs:
-    """Returns one object for equal arguments: tensors of all blocks and steps have few layouts.
+    """Returns the same object for equal arguments, because the tensors of a model have few layouts.
 
     The garbage collector's time grows with the square of the number of objects that saved tensors have.
     """
     try:
-        found = _known_args.get(args)
+        known = _known_args.get(args)
     except TypeError:  # sizes that are symbols have no hash
         return args
-    if found is None:
+    if known is None:
         if len(_known_args) >= _MAX_KNOWN_ARGS:
             _known_args.clear()
-        found = _known_args[args] = args
-    return found
+        known = _known_args[args] = args
+    return known
 
 
 class Kept:
@@ -103,7 +104,7 @@ class Replaced:
 
     def __init__(self, replacement: OuterPackedTensor | BitMask, tensor: Tensor):
         self.replacement = replacement
-        self.as_strided_args = AsStridedArgs.of(tensor)
+        self.as_strided_args = AsStridedArgs.of_tensor(tensor)
         self.storage_nbytes = tensor.untyped_storage().nbytes()
 
     def unpack(self) -> Tensor:
@@ -117,7 +118,7 @@ class Recomputed:
 
     def __init__(self, recipe: Any, as_strided_in_base: AsStridedArgs | None):
         self.recipe = recipe  # a Recipe; recipe.py imports this module
-        self.as_strided_in_base = as_strided_in_base  # the offset counts from the base's first element
+        self.as_strided_in_base = as_strided_in_base  # its offset counts from the base's first element
 
     def unpack(self) -> Tensor:
         return run_without_grad_or_autocast(self._recompute)
@@ -130,11 +131,10 @@ class Recomputed:
 
 
 class PackedTensor:
-    """Holds one saved tensor, in one of the states.
+    """Holds a saved tensor, its recipe or what replaces it, by a state.
 
-    Autograd packs thousands of tensors a step. Attributes that each of them has are in slots. Attributes that
-    few of them have are in a dictionary, which the first such attribute creates; their defaults are class
-    attributes.
+    Autograd packs thousands of tensors a step. Attributes of all are in slots. Attributes that few have
+    are in a dictionary, which the first of these attributes creates. Their defaults are class attributes.
     """
 
     __slots__ = (
@@ -157,7 +157,7 @@ class PackedTensor:
     make_mask: Callable[[Tensor], BitMask | None] | None = None  # makes the mask, if a mask is enough
     mask_node: Any = None  # the node of the op that asks for the mask, until the plan
     mask_site: OpSite | None = None  # the site of the op that asks for the mask
-    writes = 0  # untracked writes to the memory before the op
+    writes = 0  # number of untracked writes to the memory before the op
     stream = 0  # the stream of the op that saved the tensor
     is_overwritten = False  # a borrower of the memory wrote to it before the scope could copy it
 
@@ -168,10 +168,10 @@ class PackedTensor:
         self.environment: Environment | None = None  # environment of the op that saved the tensor
         self.pin: PinnedTensor | None = None  # a small tensor as the op read it, for recipes
         self.is_recipe_operand = False
-        self.is_excluded = False  # no recipe may read it: an untracked write, or only a mask is left
+        self.is_excluded = False  # recipes may not read it: it was written to, or is a mask
         self.holds_base = False  # recipes may read all memory of the op output
-        # The address of the program's tensor, and a reference that reserves the address. The state holds a
-        # detached tensor.
+        # The address of the program's tensor, of which the state holds a detached alias. The reference reserves
+        # the address.
         self.source_address, self.source_reference = 0, None
         if state.tensor.is_cuda and (stream := current_stream_id(state.tensor)):
             self.stream = stream
@@ -253,7 +253,7 @@ class PackedTensor:
             self.pre_write_copy = copy_memory(self.state.tensor)
 
     def find_dropped_memory(self) -> tuple[torch.dtype, AsStridedArgs] | None:
-        """Returns the dtype of the tensor, and where it lay in its storage, if the tensor is gone."""
+        """Returns dtype and place in the storage of a tensor that is dropped; None if the tensor is held."""
         state, info = self.state, self.info
         if isinstance(state, Replaced) and isinstance(state.replacement, BitMask):
             return state.replacement.dtype, state.as_strided_args
@@ -266,7 +266,7 @@ class PackedTensor:
         return None
 
     def keep(self, tensor: Tensor) -> None:
-        """Keeps `tensor`: the memory that autograd would have kept, and that was written to."""
+        """Keeps `tensor`, which has the memory that autograd would have kept, and that was written to."""
         self.state, self.is_excluded = Kept(tensor, tensor._version), True
 
     def replace_tensor(self, replacement: OuterPackedTensor | BitMask) -> None:
@@ -318,7 +318,7 @@ class OuterPackedTensor:
         self.tensor: Tensor | None = None
 
     def unpack(self) -> Tensor:
-        """Returns the result of the outer hook, which is called once, as it may drop what it returned."""
+        """Returns the result of the outer unpack hook. The hook may free its input, so it is called once."""
         if self.tensor is None:
             self.tensor, self.packed = self.unpack_hook(self.packed), None
         return self.tensor
@@ -328,17 +328,17 @@ class OuterPackedTensor:
         tensor = self.unpack()
         if tensor.stride() == self.stride:
             return tensor
-        like: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
-        return torch.empty_strided(self.size, self.stride, **like).copy_(tensor)
+        options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+        return torch.empty_strided(self.size, self.stride, **options).copy_(tensor)
 
 
 def unpack_hook(packed: PackedTensor | PackedShape) -> Tensor:
-    with torch._C.DisableTorchFunction():  # autograd calls no modes and subclasses either
+    with torch._C.DisableTorchFunction():  # autograd itself calls no modes and subclasses
         return packed.unpack()
 
 
 def run_without_grad_or_autocast(function: Callable[[], Tensor]) -> Tensor:
-    """Runs `function` without grad mode and autocast, whatever the backward runs in."""
+    """Runs `function` without grad mode and autocast, even if the backward runs in them."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return run_without_grad_or_autocast(function)

@@ -1,8 +1,8 @@
 """A `PinnedTensor` is an operand of a recipe, as the op read it.
 
-A small tensor is copied when the op runs. For a large one the version counter is stored. The scope counts
-writes that do not raise the counter, as through `.data`, as long as it is open (write_tracker.py). After the
-forward such writes to large tensors are not noticed.
+A small tensor is copied when the op runs. For a large tensor the version counter is stored. An open scope
+counts writes that do not raise the counter, as through `.data` (write_tracker.py). After the forward nothing
+notices writes of this kind to large tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .storage import copy_memory, current_stream_id, is_freed, record_current_stream
 
-MAX_COPY_BYTES = 2**16  # larger vectors are not copied when an op reads them
+MAX_COPY_BYTES = 2**16  # Larger vectors are pinned without a copy.
 
 
 class OperandChanged(Exception):
@@ -40,19 +40,19 @@ class PinnedTensor:
 
     pre_write_copy: Tensor | None = None
     version = 0
-    writes = 0  # untracked writes to the memory before the op
+    writes = 0  # number of untracked writes to the memory before the op
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None, copies: bool = False):
         """Pins `tensor` now.
 
         Args:
             dtype: the dtype to which autocast has cast the op's operand.
-            copies: whether the tensor is copied; a small one, and one of another dtype, always is.
+            copies: whether the tensor is copied; a small one, or one of another dtype, always is.
         """
         self.source = tensor if tensor.requires_grad else None  # the tensor in autograd's graph
         self.stream = current_stream_id(tensor)
         self.is_copy = copies or is_small(tensor) or (dtype is not None and dtype is not tensor.dtype)
-        self.number: tuple[Any, torch.dtype] | None = None
+        self.number: tuple[Any, torch.dtype] | None = None  # a CPU scalar and its dtype
         self.tensor: Tensor | None = None
         if self.is_copy and tensor.dim() == 0 and tensor.device.type == "cpu":
             self.number = tensor.item(), dtype or tensor.dtype
@@ -71,7 +71,7 @@ class PinnedTensor:
         return self.tensor is not None and is_freed(self.tensor)
 
     def held_tensor(self) -> Tensor | None:
-        """Returns the tensor whose memory recipes read, if it is one of the program's."""
+        """Returns the tensor whose memory recipes read, if it is not a copy; else None."""
         return None if self.is_copy else self.tensor
 
     @property
@@ -105,7 +105,7 @@ class PinnedTensor:
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Returns whether `tensor` is a number or a vector, such as one of channels."""
+    """Returns whether `tensor` is a number or a vector, such as the weights of channels."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.nbytes > MAX_COPY_BYTES:
         return False
     return tensor.dim() <= 1 or max(tensor.shape) == tensor.numel()

@@ -1,9 +1,10 @@
 """`RecomputePlanner` goes once over the pending tensors of a scope, in the order of autograd's graph.
 
-It chooses for each: keep it, or recompute it by a recipe. It builds a recipe by walking the graph from an
-output to the inputs of its op. All consumers of the output share the recipe. A node has the op's name, the
-tensors that the op saved, and edges to the nodes that made its inputs. The same op on the same memory layout
-gives the same bits. recompute_rules.py lists the ops that are recomputed. Views are followed to their base.
+The planner chooses for each tensor: keep it, or recompute it by a recipe. To build a recipe, the planner
+walks the graph from an output to the inputs of its op. All consumers of the output share the recipe. A node
+has the op's name, the tensors that the op saved, and edges to the nodes that made its inputs. The same op on
+the same memory layout gives the same bits. recompute_rules.py lists the ops that are recomputed. Views are
+followed to their base.
 
 The graph lacks the value of padding, and inputs without gradient that the op did not save. A tensor that
 depends on one of these is kept, unless call_observer.py has stored it.
@@ -38,31 +39,31 @@ OpCall = tuple[Callable[..., Tensor], tuple[Operand, ...]]  # a function and its
 Rule = Callable[[NodeReader], OpCall]
 Rules = Mapping[str, tuple[RecomputeLevel, Rule]]  # the lowest level that uses a rule, by the name of a node
 
-# A recipe moves at most so many bytes for each byte of the tensor. In half precision and under autocast,
-# matmuls are so fast that long recipes show in a step's time: a LayerNorm and a cast move 7, a LayerScale, a
-# residual sum and a cast 11, a rotary embedding and a cast 26. In float32, each one of a chain of residual
-# sums of BatchNorms moves 5 more.
-_MAX_BYTES_MOVED_PER_BYTE, _MAX_BYTES_MOVED_PER_BYTE_IN_HALF = 24, 10
-# The longest chain of recomputed tensors between an output and kept tensors. A budget's sites limit chains
-# themselves.
+# The most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast,
+# matmuls are so fast that long recipes slow a step down. A LayerNorm and a cast move 7 bytes, a LayerScale, a
+# residual sum and a cast 11, a rotary embedding and a cast 26. In float32, each sum in a chain of residual sums
+# of BatchNorms adds 5.
+_MAX_MOVED_PER_BYTE, _MAX_MOVED_PER_BYTE_IN_HALF = 24, 10
+# The longest chain of recomputed tensors between an output and kept tensors. A budget limits chains
+# by its choice of sites.
 _MAX_RECOMPUTE_DEPTH = {
     RecomputeLevel.CHEAP: 4,
     RecomputeLevel.MATMULS: 4,
     RecomputeLevel.EVERY_OP: 32,
 }
 _REASON_BLOCK_IO = "it goes into a block, or comes out of one"
-_MAX_RECIPE_OPS = 40  # in one recipe
+_MAX_RECIPE_OPS = 40  # ops of one recipe, with those of its operand recipes
 _MAX_UNSAVED_OPS = 40  # consecutive ops whose outputs no op has saved
 
 
 class RecomputePlanner:
-    """Plans pending tensors: keep, or recompute.
+    """Chooses for each pending tensor whether it is kept or recomputed.
 
     Args:
         keeps_bases: whether a kept view holds its whole base, so that recipes may read the rest of the base.
         unused_recipes: a list to which the plan adds the recipes of tensors that are kept all the same. None
-            if nobody reads these recipes and the reasons why tensors are kept: then no recipe is built for an
-            output that the policy keeps.
+            if there is no observer to read these recipes and the reasons why tensors are kept. Then no recipe
+            is built for an output that the policy keeps.
     """
 
     def __init__(
@@ -82,10 +83,9 @@ class RecomputePlanner:
             assert packed.info is not None
             self._unplanned.setdefault(packed.info, []).append(packed)
         self._without_recipe: set[OutputInfo] = set()  # outputs for which no recipe was found
-        self._unsharded_recipes: set[Recipe] = (
-            set()
-        )  # those that read no parameter that FSDP has sharded again
-        self._new_recipes: list[Recipe] = []  # references, so that no recipe is built twice
+        # Recipes that read no parameter that FSDP has sharded again.
+        self._unsharded_recipes: set[Recipe] = set()
+        self._new_recipes: list[Recipe] = []  # keeps recipes alive, so that none is built twice
 
     def plan(self) -> None:
         """Plans all pending tensors."""
@@ -103,7 +103,7 @@ class RecomputePlanner:
             return
         pending = _pending_state(packed_tensors)
         if info.as_strided_args is None:
-            info.as_strided_args = pending.base or AsStridedArgs.of(pending.tensor)
+            info.as_strided_args = pending.base or AsStridedArgs.of_tensor(pending.tensor)
         recipe = None
         try:
             recipe = self._choose_recipe(info, pending)
@@ -172,7 +172,7 @@ class RecomputePlanner:
     def _is_kept_by_policy(self, info: OutputInfo, producer) -> bool:
         """Returns whether the policy keeps an output whatever its recipe.
 
-        The output may be the cast of a weight: under autocast these are a third of the saved tensors.
+        The check of casts of weights saves time: under autocast these casts are a third of the saved tensors.
         """
         if self._has_selection and self.policy.reason_to_keep(info.site):
             return True
@@ -189,24 +189,25 @@ class RecomputePlanner:
             raise NotRecomputable(f"its recipe goes through more than {max_depth} recomputed tensors")
         if recipe.num_ops > _MAX_RECIPE_OPS and policy.level < RecomputeLevel.EVERY_OP:
             raise NotRecomputable(f"its recipe has more than {_MAX_RECIPE_OPS} ops")
-        factor = recipe.bytes_moved / (recipe.nbytes or 1)
-        max_moved = _MAX_BYTES_MOVED_PER_BYTE_IN_HALF if is_half_precision else _MAX_BYTES_MOVED_PER_BYTE
-        if factor > max_moved and policy.level < RecomputeLevel.MATMULS:
-            raise NotRecomputable(f"its recipe moves {factor:.0f} bytes for each that it frees")
+        moved_per_byte = recipe.bytes_moved / (recipe.nbytes or 1)
+        max_moved_per_byte = _MAX_MOVED_PER_BYTE_IN_HALF if is_half_precision else _MAX_MOVED_PER_BYTE
+        if moved_per_byte > max_moved_per_byte and policy.level < RecomputeLevel.MATMULS:
+            raise NotRecomputable(f"its recipe moves {moved_per_byte:.0f} bytes for each that it frees")
 
     def find_rule(self, node_name: str) -> Rule | None:
+        """Returns the rule of a node; None if there is none at the policy's level."""
         level, rule = self.rules.get(node_name, (RecomputeLevel.EVERY_OP, None))
         return rule if level <= self.policy.level else None
 
     def level_of(self, node_name: str) -> RecomputeLevel | None:
-        """Returns the lowest level that uses the rule of a node; None where there is no rule."""
-        found = self.rules.get(node_name)
-        return None if found is None else found[0]
+        """Returns the lowest level that uses the rule of a node; None if there is no rule."""
+        level, _ = self.rules.get(node_name, (None, None))
+        return level
 
     def is_excluded(self, node_name: str) -> bool:
         """Returns whether only a higher level than the policy's uses the rule of a node."""
-        found = self.rules.get(node_name)
-        return found is not None and found[0] > self.policy.level
+        level = self.level_of(node_name)
+        return level is not None and level > self.policy.level
 
     def find_operand(self, node, num_ops_from_target: int) -> Operand:
         """Returns an operand for the output of `node`: the packed tensor that keeps it, or a recipe.
@@ -226,7 +227,7 @@ class RecomputePlanner:
         if (packed := self._find_kept(info)) is not None:
             state = packed.state
             assert info.as_strided_args is not None
-            if not isinstance(state, Kept) or AsStridedArgs.of(state.tensor) == info.as_strided_args:
+            if not isinstance(state, Kept) or AsStridedArgs.of_tensor(state.tensor) == info.as_strided_args:
                 return packed
             return View(packed, ((torch.as_strided, *info.as_strided_args),))
         if (recipe := self._existing_recipe(info)) is not None:
@@ -236,7 +237,7 @@ class RecomputePlanner:
         return self._build_recipe(node, info, num_ops_from_target)
 
     def _find_kept(self, info: OutputInfo) -> PackedTensor | None:
-        """Returns a packed tensor that holds the memory of an output as its op left it."""
+        """Returns a packed tensor that holds the memory of an output, unwritten; None if there is none."""
         for packed in info.packed_tensors:
             if packed.holds_base and self._is_intact(packed) and not packed.is_sharded_now():
                 return packed
@@ -261,7 +262,7 @@ class RecomputePlanner:
         return operand
 
     def _existing_recipe(self, info: OutputInfo) -> Recipe | None:
-        """Returns the recipe of an output that another consumer has."""
+        """Returns the recipe of an output that has another consumer; None if there is no recipe yet."""
         recipe = None if info.recipe is None else info.recipe()
         return None if recipe is None else self.require_unsharded(recipe)
 
@@ -283,7 +284,7 @@ class RecomputePlanner:
         """Returns a new recipe for the output of `node`.
 
         Raises:
-            NotRecomputable: there is none. This plan does not look for a recipe of the output again.
+            NotRecomputable: there is no recipe. This plan does not look for a recipe of the output again.
         """
         rule = self.find_rule(node.name())
         try:
@@ -306,7 +307,7 @@ class RecomputePlanner:
         return recipe
 
     def is_unsaved_matmul(self, node) -> bool:
-        """Returns whether the node's tensor is the output of a matmul that is not kept."""
+        """Returns whether the output of `node` is that of a matmul, or a view of it, and is not kept."""
         node = follow_views(node)
         if node is None or self.level_of(skip_unsafe_view(node).name()) is not RecomputeLevel.MATMULS:
             return False

@@ -1,4 +1,4 @@
-"""What a recompute scope may recompute: `Policy`."""
+"""A `Policy` says which outputs of ops a recompute scope may recompute."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ class OpSite(NamedTuple):
     """One op call in the forward of a block."""
 
     block: str
-    node_name: str  # of the autograd node of the op
-    number: int  # among the calls of this op in the block's forward
+    node_name: str  # name of the autograd node of the op
+    number: int  # 1 for the first call of this op in the block's forward
 
 
 class RecomputeLevel(IntEnum):
-    """Which ops a scope may recompute; each level adds to the one before."""
+    """The ops that a scope may recompute; each level adds ops to the level below."""
 
-    CHEAP = 0  # ops that take little arithmetic
-    MATMULS = 1  # Linears that do not narrow
+    CHEAP = 0  # ops with little arithmetic
+    MATMULS = 1  # Linears whose output is no narrower than their input
     EVERY_OP = 2  # every op with a rule: attention, convolutions and Linears that narrow
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a scope recomputes.
+    """The choice of outputs that a scope may recompute.
 
     Args:
-        level: which ops a scope may recompute. The highest level keeps inputs and outputs of blocks, unless
-            `only_sites` are given.
-        weight_casts: recompute autocast's copies of weights too.
-        only_sites: the op calls whose outputs are recomputed; None for all.
-        skip: keep the outputs of ops with these skip keys.
-        kept_fraction: fraction of the kept bytes that a budget leaves. Compiled code uses it. 0 if unknown.
+        level: the ops that a scope may recompute. The highest level keeps inputs and outputs of blocks,
+            unless `only_sites` is set.
+        weight_casts: whether autocast's copies of weights are recomputed too.
+        only_sites: the op calls whose outputs are recomputed; None for all calls.
+        skip: skip keys of the ops whose outputs are kept.
+        kept_fraction: the fraction of the kept bytes that a budget leaves, for compiled code; 0 if unknown.
     """
 
     level: RecomputeLevel = RecomputeLevel.CHEAP
@@ -52,7 +52,7 @@ class Policy:
         self.__dict__.update(state)
 
     def reason_to_keep(self, site: OpSite | None) -> str:
-        """Returns why the output of `site` is kept; empty where it may be recomputed."""
+        """Returns why the output of `site` is kept; empty if it may be recomputed."""
         if self.only_sites is not None and site not in self.only_sites:
             return "the budget is met without it"
         return "skipped" if self.skips(site) else ""
@@ -67,12 +67,12 @@ class Policy:
 def skip_key(site: OpSite) -> tuple[str, str]:
     """Returns the pair of a block's name and an op's name by which `convert(skip=)` takes this site.
 
-    The op's name is the one that a report prints. Its plain name is taken too.
+    The op's name is that of a report. `skip` also takes the result of `op_name`.
     """
     return site.block, display_op_name(site.node_name)
 
 
-_DISPLAY_NAMES = {
+_DISPLAY_NAMES = {  # by `op_name`
     "to_copy": "cast",
     "clone": "copy",
     "reshape_alias": "view",
@@ -88,6 +88,6 @@ def display_op_name(node_name: str) -> str:
 
 @lru_cache(1024)
 def op_name(node_name: str) -> str:
-    """Returns the plain op name of an autograd node: `GeluBackward0` is gelu."""
-    plain = re.sub(r"((Function)?Backward\d*|<.*>)$", "", node_name.split("::")[-1])
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[0-9]D)(?=[A-Z])", "_", plain).lower().removeprefix("native_")
+    """Returns the name op name of an autograd node: `GeluBackward0` is gelu."""
+    name = re.sub(r"((Function)?Backward\d*|<.*>)$", "", node_name.split("::")[-1])
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[0-9]D)(?=[A-Z])", "_", name).lower().removeprefix("native_")

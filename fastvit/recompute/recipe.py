@@ -25,7 +25,7 @@ _OUTPUT_INFO_KEY = "fastvit.output_info"  # key in an autograd node's metadata
 
 
 class InPlaceCall(NamedTuple):
-    """An op in place on a view, of which the graph shows only that a part of the base was written to."""
+    """An op in place on a view, for which the graph shows only that a part of the base was written to."""
 
     write: Callable[[Tensor], Any]
     view: AsStridedArgs
@@ -62,14 +62,14 @@ class OutputInfo:
     )
     is_content_known = True  # False after a write to the memory that the graph does not show
     is_layout_known = True  # False after a cast to a given memory format, which the graph does not show
-    expected_version: int | None = None  # version counter that the op left; None is 0
-    is_block_io = False  # whether this is the input or output of a block
+    expected_version: int | None = None  # version counter after the op; None is 0
+    is_block_io = False  # whether the output is an input or output of a block
 
     def __init__(self, node_name: str) -> None:
         self.node_name = node_name
         self.recipe: weakref.ref[Recipe] | None = None
-        self.block, self.site_number = "", 0  # block and call that saved the output first
-        self.as_strided_args: AsStridedArgs | None = None  # of the output, if an op has saved it
+        self.block, self.site_number = "", 0  # where the output was saved first; 0 if nowhere
+        self.as_strided_args: AsStridedArgs | None = None  # layout of the output; None if no op has saved it
         self.reason = ""  # why the output is kept
         self.call_args: CallArgs | None = None
         self.packed_tensors: WeakList[PackedTensor] = WeakList()  # the output, and views of it
@@ -81,12 +81,12 @@ class OutputInfo:
 
     @staticmethod
     def find(node) -> OutputInfo | None:
-        """Returns the facts on the output of `node`, or None."""
+        """Returns the facts on the output of `node`, or None if nothing is stored."""
         return node.metadata.get(_OUTPUT_INFO_KEY)
 
     @classmethod
     def of_node(cls, node) -> OutputInfo:
-        """Returns the facts on the output of `node`; creates them if there are none."""
+        """Returns the facts on the output of `node`; creates an object if there is none."""
         info = node.metadata.get(_OUTPUT_INFO_KEY)
         if info is None:
             info = node.metadata[_OUTPUT_INFO_KEY] = cls(skip_unsafe_view(node).name())
@@ -128,20 +128,20 @@ class Recipe:
         self.info, self.function, self.operands, self.environment = info, function, operands, environment
         self.dtype: torch.dtype | None = None
         self.operand_recipes = tuple([one for one in map(base_of, operands) if type(one) is Recipe])
-        self.output: Tensor | None = None  # held while a consumer waits for it
-        self.num_consumers = 0  # number of packed tensors and recipes that take the output
-        self.num_served = 0  # consumers that got the output of this computation
-        self.stream, self.version = 0, 0  # stream and version counter when the output was made
+        self.output: Tensor | None = None  # cached until the last consumer has it
+        self.num_consumers = 0  # number of packed tensors and recipes that read the output
+        self.num_served = 0  # number of consumers that got the cached output
+        self.stream, self.version = 0, 0  # stream and version counter of the cached output
         self.sequence_nr = 0  # the sequence number of the node
         self.is_tracked = False  # whether the write tracker knows the operands
         self.depth = 0  # recomputed tensors on the longest path to kept tensors
-        self.num_ops = 1  # with the ops of operand recipes
+        self.num_ops = 1  # number of ops, with those of operand recipes
         self.nbytes = 0  # bytes of the output
-        self.bytes_moved = 0  # read and written, from tensors that ops have saved
-        self.flops = 0  # operations of its matmuls
+        self.bytes_moved = 0  # bytes read and written, from tensors that ops have saved to the output
+        self.flops = 0  # floating-point operations of matmuls
 
     def add_operand_costs(self, nbytes: int, flops: int) -> None:
-        """Sums the costs of computing the output, of `nbytes`, from kept tensors."""
+        """Adds the costs of operand recipes to those of the op, whose output has `nbytes`."""
         self.nbytes, self.bytes_moved, self.flops = nbytes, nbytes, flops
         for base in map(base_of, self.operands):
             if base is None:
@@ -149,7 +149,7 @@ class Recipe:
             self.bytes_moved += min(base.nbytes, 2 * nbytes)
             if isinstance(base, Recipe):
                 self.num_ops += base.num_ops
-                # Another op has saved the operand too: it is recomputed anyway, and its cost is not counted.
+                # The cost of a saved operand is not counted, because it is recomputed anyway.
                 is_saved = base.info.as_strided_args is not None
                 self.depth = max(self.depth, base.depth + is_saved)
                 if not is_saved:
@@ -157,7 +157,7 @@ class Recipe:
                     self.flops += base.flops
 
     def add_consumer(self) -> None:
-        """Counts a consumer of the output. With its first consumer, the recipe consumes its operands."""
+        """Counts a consumer of the output. The first consumer makes the recipe a consumer of its operands."""
         if self.num_consumers == 0:
             for base in map(base_of, self.operands):
                 if type(base) is PackedTensor:
@@ -167,7 +167,7 @@ class Recipe:
         self.num_consumers += 1
 
     def is_computed(self) -> bool:
-        """Returns whether the output is cached, and no backward has written over it after unpacking."""
+        """Returns whether the output is cached, unwritten, and of the current stream."""
         output = self.output
         return (
             output is not None
@@ -207,24 +207,24 @@ class Recipe:
             output = output.to(self.dtype)
         args = self.info.as_strided_args
         if args is not None and output.stride() != args.stride:
-            laid_out = torch.empty_strided(args.size, args.stride, dtype=output.dtype, device=output.device)
-            output = laid_out.copy_(output)
+            strided = torch.empty_strided(args.size, args.stride, dtype=output.dtype, device=output.device)
+            output = strided.copy_(output)
         self.output, self.stream, self.version = output, current_stream_id(output), output._version
 
     def in_topological_order(self, skip: Callable[[Recipe], bool] = lambda _: False) -> list[Recipe]:
-        """Returns the recipes on which this one depends, and itself last; none that `skip` selects."""
-        found: dict[Recipe, None] = {}
-        waiting = [self]
-        while waiting:
-            missing = [one for one in waiting[-1].operand_recipes if one not in found and not skip(one)]
+        """Returns the recipes on which this recipe depends, this recipe last; none that `skip` selects."""
+        ordered: dict[Recipe, None] = {}
+        stack = [self]
+        while stack:
+            missing = [one for one in stack[-1].operand_recipes if one not in ordered and not skip(one)]
             if missing:
-                waiting += missing
+                stack += missing
             else:
-                found[waiting.pop()] = None
-        return list(found)
+                ordered[stack.pop()] = None
+        return list(ordered)
 
     def kept_operands(self) -> list[PackedTensor | PinnedTensor]:
-        """Returns the tensors that this recipe reads directly."""
+        """Returns the packed and pinned tensors that this recipe reads, without those of operand recipes."""
         return [
             base for base in map(base_of, self.operands) if isinstance(base, (PackedTensor, PinnedTensor))
         ]
@@ -235,10 +235,10 @@ class Recipe:
             one.output, one.num_served = None, 0
 
 
-def _explain(changed: OperandChanged, recipe: Recipe, later: list[Recipe]) -> str:
+def _explain(changed: OperandChanged, recipe: Recipe, unfinished_recipes: list[Recipe]) -> str:
     """Returns the error message for an op that cannot be recomputed, with the advice to keep its output."""
     op = display_op_name(recipe.info.node_name)
-    site = next((one.info.site for one in later if one.info.site is not None), None)
+    site = next((one.info.site for one in unfinished_recipes if one.info.site is not None), None)
     if site is None:
         return f"fastvit: cannot recompute the output of {op}: {changed}"
     block, name = skip_key(site)
@@ -249,7 +249,7 @@ def _explain(changed: OperandChanged, recipe: Recipe, later: list[Recipe]) -> st
 
 
 class View:
-    """A view of an operand: functions that make it, each with its other arguments."""
+    """A view of an operand. Each entry of `views` is a function of a tensor and its other arguments."""
 
     __slots__ = ("base", "views")
 

@@ -1,7 +1,7 @@
-"""`RECOMPUTE_RULES` has a rule for each kind of op that is recomputed, by the names of autograd's nodes.
+"""`RECOMPUTE_RULES` has a rule for each kind of op that is recomputed, by the name of its node.
 
-A rule reads a node and returns a function and its operands: the same op on the same memory layout, for the
-same bits. A rule raises `NotRecomputable` if the node lacks an argument.
+A rule reads a node and returns a function and its operands: the same op on the same memory layout, so the
+bits are the same. A rule raises `NotRecomputable` if the node lacks an argument.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 
 
 def _unary_rule(function: Callable[..., Tensor], *options: str, saves_input: bool = True) -> Rule:
-    """Returns the rule of an op of one tensor, and of options that its node has under these names."""
+    """Returns the rule of an op of one tensor. `options` are the names of its other arguments in the node."""
 
     def rule(reader: NodeReader) -> OpCall:
         operand = reader.operand("self", 0) if saves_input else reader.graph_operand(0)
@@ -38,6 +38,7 @@ def _unary_rule(function: Callable[..., Tensor], *options: str, saves_input: boo
 
 
 def _bind_options(function: Callable[..., Tensor], *options: object) -> Callable[[Tensor], Tensor]:
+    """Returns `function` as a function of a tensor alone."""
     return (lambda t: function(t, *options)) if options else function
 
 
@@ -65,7 +66,7 @@ def _sum_rule(function: Callable[..., Tensor]) -> Callable[[NodeReader], OpCall]
 
 
 def _is_residual(reader: NodeReader) -> bool:
-    """Returns whether this sum has two terms of its shape, one a matmul that is not kept."""
+    """Returns whether this sum has two terms of its shape, one of them a matmul that is not kept."""
     shape = reader.metadata.shape
     terms = [node for node, _ in reader.edges]
     if any(node is None or node._input_metadata[0].shape != shape for node in terms):
@@ -74,6 +75,7 @@ def _is_residual(reader: NodeReader) -> bool:
 
 
 def _scale_rule(reader: NodeReader) -> OpCall:
+    """Recomputes the product of a tensor and a number."""
     return _bind_options(torch.mul, reader.attribute("other")), (reader.graph_operand(0),)
 
 
@@ -93,13 +95,13 @@ def _native_dropout_rule(reader: NodeReader) -> OpCall:
     """Recomputes `input * mask * scale`."""
     reader.call_args()  # raises unless the call was in training; the node of an evaluation looks the same
     mask, output = reader.saved_operand("result1"), reader.metadata
-    on_gpu = output.device.type == "cuda"
-    if not on_gpu and output.dtype.itemsize == 2:  # some versions of torch round the scale
+    is_cuda = output.device.type == "cuda"
+    if not is_cuda and output.dtype.itemsize == 2:  # some versions of torch round the scale
         raise NotRecomputable
-    keep = 1 - reader.attribute("p")
-    if on_gpu and output.dtype is not torch.float64:
-        keep = c_float(keep).value  # the kernel divides by it in float32
-    return lambda t, mask: t.mul(mask).mul_(1 / keep), (reader.graph_operand(0), mask)
+    keep_probability = 1 - reader.attribute("p")
+    if is_cuda and output.dtype is not torch.float64:
+        keep_probability = c_float(keep_probability).value  # the kernel divides by a float32
+    return lambda t, mask: t.mul(mask).mul_(1 / keep_probability), (reader.graph_operand(0), mask)
 
 
 def _addcmul_rule(reader: NodeReader) -> OpCall:
@@ -151,7 +153,7 @@ def _make_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _unsafe_view_rule(reader: NodeReader) -> OpCall:
-    """Recomputes `aten._unsafe_view`, which follows a clone that a reshape makes, or a matmul."""
+    """Recomputes `aten._unsafe_view`, which follows a matmul, or the clone of a reshape."""
     producer = reader.edges[0][0]
     if producer is None:
         raise NotRecomputable
@@ -160,9 +162,9 @@ def _unsafe_view_rule(reader: NodeReader) -> OpCall:
         return lambda t: t.contiguous().view(shape), (reader.reader_of(producer).graph_operand(0),)
     rule, level = reader.planner.find_rule(producer.name()), reader.planner.level_of(producer.name())
     if rule is not None and level is not RecomputeLevel.CHEAP:
-        inner = reader.reader_of(producer)
-        matmul, operands = rule(inner)
-        reader.flops, reader.environment = inner.flops, inner.environment
+        matmul_reader = reader.reader_of(producer)
+        matmul, operands = rule(matmul_reader)
+        reader.flops, reader.environment = matmul_reader.flops, matmul_reader.environment
         return lambda *tensors: matmul(*tensors).view(shape), operands
     raise NotRecomputable
 
@@ -186,7 +188,7 @@ def _mm_rule(reader: NodeReader) -> OpCall:
 def _require_no_narrowing(reader: NodeReader, weight: str) -> None:
     """Raises NotRecomputable for a matmul whose output is narrower than its input: too much arithmetic.
 
-    A budget may choose it all the same.
+    At the level EVERY_OP the matmul is recomputed all the same.
     """
     shape = reader.attribute(f"{weight}_sym_sizes")
     if shape[0] > shape[1] and reader.policy.level < RecomputeLevel.EVERY_OP:
@@ -211,22 +213,27 @@ def _softmax_rule(function: Callable[[Tensor, int], Tensor]) -> Rule:
 
 
 def _attention_rule(op: Callable[..., tuple], *masks: str, **options: bool) -> Rule:
-    """Returns the rule of attention without dropout; with dropout the op does not return its mask."""
+    """Returns the rule of attention. With dropout the output is kept: the op does not return its mask.
+
+    Args:
+        masks: the arguments of `op` that are masks.
+        options: further arguments of `op`.
+    """
     names = "query", "key", "value", *masks
 
     def rule(reader: NodeReader) -> OpCall:
         if reader.attribute("dropout_p"):
             raise NotRecomputable
         reader.flops = 4 * reader.size_of("key")[-2]
-        given = options | {name: reader.attribute(name) for name in ("is_causal", "scale")}
+        all_options = options | {name: reader.attribute(name) for name in ("is_causal", "scale")}
         arguments = *map(reader.operand, names[:3], range(3)), *map(reader.saved_operand, masks)
-        return lambda *tensors: op(**dict(zip(names, tensors, strict=True)), **given)[0], arguments
+        return lambda *tensors: op(**dict(zip(names, tensors, strict=True)), **all_options)[0], arguments
 
     return rule
 
 
 def _convolution_rule(reader: NodeReader) -> OpCall:
-    """Recomputes a convolution by the kernel that operands and settings choose, without cuDNN's benchmark."""
+    """Recomputes a convolution unless cuDNN's benchmark may have chosen the kernel."""
     if reader.metadata.device.type == "cuda" and torch.backends.cudnn.benchmark:
         raise NotRecomputable("cuDNN may choose another kernel, in its benchmark mode")
     x, weight = reader.operand("input", 0), reader.operand("weight", 1)
@@ -246,7 +253,7 @@ def _copy_slices_rule(reader: NodeReader) -> OpCall:
     write, (size, stride, offset), base, copies = call
     copy = next(iter(copies), None)
 
-    def written(tensor: Tensor) -> Tensor:
+    def write_to_base(tensor: Tensor) -> Tensor:
         memory = torch.empty_strided(base.size, base.stride, dtype=tensor.dtype, device=tensor.device)
         view = as_strided_in(memory, size, stride, offset)
         if copy is None:
@@ -258,9 +265,9 @@ def _copy_slices_rule(reader: NodeReader) -> OpCall:
 
     # The op has saved a copy of the view. The copy is the operand if the view covers its whole base.
     if copy is not None and math.prod(size) == math.prod(base.size):
-        return written, (reader.packed_operand(copy),)
-    copy = None
-    return written, (reader.graph_operand(0),)
+        return write_to_base, (reader.packed_operand(copy),)
+    copy = None  # `write_to_base` then takes the base
+    return write_to_base, (reader.graph_operand(0),)
 
 
 def _fastvit_layer_rule(reader: NodeReader) -> OpCall:
@@ -335,12 +342,12 @@ _CHEAP_RULES: dict[str, Rule] = {
 
 
 def cheap_op_packets() -> set[OpOverloadPacket]:
-    """Returns the ops of the cheap rules: `FusedRmsNormBackward0` is the node of `aten._fused_rms_norm`."""
-    words = (
+    """Returns the ops of the cheap rules, such as `aten._fused_rms_norm` for `FusedRmsNormBackward0`."""
+    names = (
         re.sub("(?<=[a-zD])(?=[A-Z])", "_", name.partition("Backward")[0]).lower() for name in _CHEAP_RULES
     )
-    ops = (getattr(_aten, name, None) or getattr(_aten, f"_{name}", None) for name in words)
-    return {op for op in ops if op is not None}  # layers in Python are no ops, and are left out
+    ops = (getattr(_aten, name, None) or getattr(_aten, f"_{name}", None) for name in names)
+    return {op for op in ops if op is not None}  # the nodes of autograd Functions have no op
 
 
 _MATMUL_RULES: dict[str, Rule] = {"AddmmBackward0": _addmm_rule, "MmBackward0": _mm_rule}

@@ -1,15 +1,15 @@
 """A `Scope` owns the saved-tensor hooks and the call observer of one recompute scope.
 
-The pack hook returns a `PackedTensor` for every saved tensor and adds it to the pending list. It plans
-nothing. At the end of a block, or after MAX_PENDING tensors, a plan of all of them (planner.py) chooses which
-are kept, recomputed or replaced by a mask. The plan knows all that the block saves: queries and keys are
-saved before the values with which they share memory.
+The pack hook returns a `PackedTensor` for every saved tensor and adds it to the pending list. The hook plans
+nothing. At the end of a block, or after MAX_PENDING tensors, a plan of all pending tensors (planner.py)
+chooses which are kept, recomputed or replaced by a mask. The plan waits for all that the block saves, because
+queries and keys are saved before the values with which they share memory.
 
 Operands of recipes are taken when the op runs: the pack hook pins small tensors, and the call observer pins
 those that the op does not save. No tensor is kept only for a recipe, except pinned copies and masks. Pending
 tensors are referred to weakly: a scope holds no tensors.
 
-After Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
+The method is that of Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost",
 arXiv:1604.06174.
 """
 
@@ -54,13 +54,13 @@ _peek_functorch_transform = torch._C._functorch.peek_interpreter_stack
 _WeakTensorRef = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 _count_function_modes = torch._C._len_torch_function_stack
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
-MAX_PENDING = 512  # tensors that wait for a plan
+MAX_PENDING = 512  # pending tensors at which a plan is made, although the block has not ended
 
-Hooks = tuple[Callable, Callable]
+Hooks = tuple[Callable, Callable]  # pack hook and unpack hook
 
 
 def current_saved_tensor_hooks() -> Hooks | None:
-    """Returns the saved-tensor hooks that autograd calls now."""
+    """Returns the saved-tensor hooks that autograd calls now; None if there are none."""
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -78,10 +78,10 @@ class Scope:
         self._pinned: WeakList[PackedTensor] = WeakList()
         self._call_observer = CallObserver(self)
         self._write_tracker = self._call_observer.tracker
-        self._num_outputs = 0  # packed tensors that are outputs of nodes
-        self._outer_hooks: Hooks | None = None  # hooks around this scope, through which kept tensors go
+        self._num_outputs = 0  # outputs of nodes that were packed so far
+        self._outer_hooks: Hooks | None = None  # hooks around this scope; they pack what this scope keeps
         self._pending: WeakList[PackedTensor] = WeakList()
-        self._site_counts: dict[str, dict[str, int]] = defaultdict(dict)  # for each block, by node name
+        self._site_counts: dict[str, dict[str, int]] = defaultdict(dict)  # op calls by block, node name
         self._saved_tensor_observer = saved_tensor_observer
 
     def enter(self) -> None:
@@ -91,7 +91,7 @@ class Scope:
         self._call_observer.push_below()
 
     def remove_observer(self) -> bool:
-        """Removes the call observer. Returns False inside of an observed call: try again after the call."""
+        """Removes the call observer. Returns False inside an observed call: the caller must try again."""
         return self._call_observer.remove()
 
     def leave(self) -> None:
@@ -117,7 +117,7 @@ class Scope:
             _autograd._push_saved_tensors_default_hooks(*hooks)
 
     def check_open(self) -> None:
-        """Closes the scope if it is dead, and something has popped its hooks in place of its own."""
+        """Closes dead scopes if this scope's hooks are not on top: a dead scope may be the cause."""
         hooks = current_saved_tensor_hooks()
         if hooks is None or hooks[0] != self.pack:
             self._close_dead_scopes()
@@ -155,17 +155,15 @@ class Scope:
         return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> PackedTensor | PackedShape:
-        node, calls = tensor.grad_fn, self._call_observer
+        node, shape_only_size = tensor.grad_fn, self._call_observer.shape_only_size
         if node is None:
             packed = self._pack_leaf(tensor)
         else:
-            if calls.shape_only_size is not None and calls.shape_only_size == tensor.size():
+            if shape_only_size is not None and shape_only_size == tensor.size():
                 return PackedShape(tensor)
             self._num_outputs += 1
-            if (
-                not self._num_outputs % 4
-            ):  # the search takes time, so the scope does not search for each tensor
-                self._close_dead_scopes()  # a dead scope would pack what other models save
+            if not self._num_outputs % 4:  # The search takes time, so only every fourth tensor starts one.
+                self._close_dead_scopes()  # A dead scope would pack what other models save.
             packed = self._pack_output(tensor, node)
             packed.environment = current_environment(tensor.is_cuda)
         if self._write_tracker.write_counts and (writes := self._write_tracker.count_writes(tensor)):
@@ -178,19 +176,19 @@ class Scope:
 
     def _pack_leaf(self, tensor: Tensor) -> PackedTensor:
         """Packs a tensor without a node, and pins it for recipes if it is small."""
-        calls, held = self._call_observer, tensor if tensor.is_leaf else tensor.detach()
-        packed = PackedTensor(Kept(held, tensor._version), _REASON_NO_PRODUCER)
-        p = calls.running_dropout_p
+        call_observer, kept_tensor = self._call_observer, tensor if tensor.is_leaf else tensor.detach()
+        packed = PackedTensor(Kept(kept_tensor, tensor._version), _REASON_NO_PRODUCER)
+        p = call_observer.running_dropout_p
         if p is not None and type(tensor) is Tensor and self._may_pack_dropout_mask(packed, tensor):
-            # The mask is packed instead of drawn again: drawing random numbers takes ten times as long.
+            # The mask is packed instead of drawn again: to draw random numbers takes ten times as long.
             packed.replace_tensor(masks.dropout_bit_mask(tensor, p))
-        elif calls.biases and (bias := calls.biases.pop(storage_id(tensor), None)) is not None:
+        elif (biases := call_observer.biases) and (bias := biases.pop(storage_id(tensor), None)) is not None:
             packed.bias = bias
         elif is_small(tensor):
-            if calls.pinned_operand is ... or calls.pinned_operand is tensor:
+            if call_observer.pinned_operand is ... or call_observer.pinned_operand is tensor:
                 packed.pin = PinnedTensor(tensor, copies=True)
                 self._pinned.append(packed)
-        else:  # every op whose settings matter saves a larger tensor too
+        else:  # An op whose result depends on torch's settings saves a large tensor.
             packed.environment = current_environment(tensor.is_cuda)
         return packed
 
@@ -199,45 +197,46 @@ class Scope:
         return tensor.nbytes >= MIN_RECOMPUTE_BYTES and not self.policy.reason_to_keep(packed.mask_site)
 
     def _pack_output(self, tensor: Tensor, node: Any) -> PackedTensor:
-        """Packs an output of a node, or a view of one; the pending list gets it if it may be recomputed."""
+        """Packs an output of a node, or a view of an output; pending if the planner may recompute it."""
         if len(self._pending) >= MAX_PENDING:
             self.plan_pending()
         base = tensor._base
         producer: Any = node if base is None else base.grad_fn
         version = tensor._version
         if producer is None:  # a view of a leaf, such as a transposed weight
-            held = tensor if node.name() in VIEW_RULES else tensor.detach()
-            return PackedTensor(Kept(held, version), _REASON_NO_PRODUCER)
+            kept_tensor = tensor if node.name() in VIEW_RULES else tensor.detach()
+            return PackedTensor(Kept(kept_tensor, version), _REASON_NO_PRODUCER)
         # An op's output refers to its node, and the node to what is packed. A detached tensor makes no cycle.
-        held = tensor.detach()
+        kept_tensor = tensor.detach()
         if not self._is_open:
-            return PackedTensor(Kept(held, version))
+            return PackedTensor(Kept(kept_tensor, version))
         output = tensor if base is None else base
         if reason := self._reason_to_keep(tensor, node, output, producer):
-            packed = PackedTensor(Kept(held, version), reason)
+            packed = PackedTensor(Kept(kept_tensor, version), reason)
             packed.is_excluded = version > 0
             return packed
         is_half_precision = output.element_size() == 2 or _is_autocast_enabled()
-        pending = Pending(held, version, producer, self.block, is_half_precision)
-        pending.base = None if base is None else AsStridedArgs.of(base)
+        pending = Pending(kept_tensor, version, producer, self.block, is_half_precision)
+        pending.base = None if base is None else AsStridedArgs.of_tensor(base)
         return self._add_pending(pending, tensor)
 
     def _add_pending(self, pending: Pending, tensor: Tensor) -> PackedTensor:
         """Adds a tensor to the pending list, and pins what its recipe may need later."""
-        packed, producer, calls = PackedTensor(pending), pending.producer, self._call_observer
+        packed, producer = PackedTensor(pending), pending.producer
         packed.source_address, packed.source_reference = tensor._cdata, _WeakTensorRef(tensor)
         if self.policy.weight_casts and producer.name() == "ToCopyBackward0":
             self._pin_weight(producer)
         self._pending.append(packed)
-        if calls.in_place_copies is not None and producer.name() == "CloneBackward0":
-            calls.in_place_copies.append(packed)
+        copies = self._call_observer.in_place_copies
+        if copies is not None and producer.name() == "CloneBackward0":
+            copies.append(packed)
         return packed
 
     def _reason_to_keep(self, tensor: Tensor, node: Any, base: Tensor, producer: Any) -> str:
         """Returns why an output is kept without a plan; empty if the planner may look for a recipe."""
         if tensor.is_nested or base.is_nested:
             return "it is nested"
-        # The graph does not tell other outputs, and views of another dtype, from the first output.
+        # The graph shows neither which output of an op a tensor is, nor that a view has another dtype.
         is_known = not base.output_nr and base.dtype is tensor.dtype and tensor.layout is torch.strided
         if is_known and tensor._version:
             is_known = self._has_only_tracked_writes(base, producer)
@@ -248,24 +247,26 @@ class Scope:
         return f"one of several outputs of {op}, or written to before it was saved"
 
     def _has_only_tracked_writes(self, base: Tensor, node: Any) -> bool:
-        """Returns whether all writes to `base` are ops in place that the graph shows, the last one `node`."""
-        info, expected = OutputInfo.of_node(node), self._call_observer.expected_write
-        if expected is not None and expected[0] is base and expected[1] == base._version:
-            info.expected_version = base._version  # the op saves its output before its call returns
+        """Returns whether the graph shows all writes to `base`, as ops in place, the last one `node`."""
+        info, expected_write = OutputInfo.of_node(node), self._call_observer.expected_write
+        if expected_write is not None:  # the op saves its output before its call returns
+            target, version_after = expected_write
+            if target is base and version_after == base._version:
+                info.expected_version = version_after
         version = info.expected_version
         if version is None:
             version = getattr(node, "fastvit_expected_version", None)
         return version == base._version
 
     def _pin_weight(self, cast: Any) -> None:
-        """Pins the weight that autocast has cast, when the cast is saved first."""
+        """Pins the weight that autocast has cast, when an op saves the cast for the first time."""
         weight, info = cast.next_functions[0][0], OutputInfo.of_node(cast)
         if info.call_args is None and weight is not None and weight.name() == LEAF_NODE:
             pinned = self._call_observer.pin(weight.variable)
             self._call_observer.store_call_args(cast, CallArgs(leaves=(pinned,)))
 
     def plan_pending(self) -> None:
-        """Plans all pending tensors, and keeps them if the plan raises."""
+        """Plans all pending tensors. Keeps those without a plan if the planner raises."""
         pending, self._pending = list(self._pending), WeakList()
         if not pending:
             return
@@ -273,18 +274,16 @@ class Scope:
             try:
                 self._plan(pending)
             finally:
-                _keep(pending)
+                _keep_unplanned(pending)
 
     def prepare_write(self, tensor: Tensor, is_shown: bool) -> None:
         """Called before a write to `tensor`: recipes that read the memory get a copy.
 
         Args:
-            is_shown: whether autograd's graph or the version counter shows the write. If neither does,
-                autograd reads what is written.
+            is_shown: whether autograd's graph or the version counter shows the write. If neither does, the
+                backward without a scope would read what is written.
         """
-        if (
-            self._outer_hooks is not None
-        ):  # these hooks may copy what they pack, so they pack before the write
+        if self._outer_hooks is not None:  # These hooks may copy, so they pack before the write.
             self.plan_pending()
         self._write_tracker.save_pre_write_copies(tensor)
         for packed in () if is_shown else self._write_tracker.restore_dropped(tensor):
@@ -298,7 +297,7 @@ class Scope:
     def abandon(self) -> None:
         """Keeps all pending tensors, without a plan."""
         pending, self._pending = list(self._pending), WeakList()
-        _keep(pending)
+        _keep_unplanned(pending)
 
     def _plan(self, pending: list[PackedTensor]) -> None:
         self._find_output_infos(pending)
@@ -306,15 +305,15 @@ class Scope:
         for packed in masked:
             if self._reason_to_refuse_mask(packed):
                 packed.make_mask = None
-        unseen_outputs = self._write_tracker.check_lent_memory(pending)
+        unheld_outputs = self._write_tracker.check_lent_memory(pending)
         keeps_bases, observer = self._outer_hooks is None, self._saved_tensor_observer
-        unused = None if observer is None else observer.unused_recipes
+        unused_recipes = None if observer is None else observer.unused_recipes
         RecomputePlanner(
-            self.policy, RECOMPUTE_RULES, pending, self._write_tracker, keeps_bases, unused
+            self.policy, RECOMPUTE_RULES, pending, self._write_tracker, keeps_bases, unused_recipes
         ).plan()
         if observer is not None:
             observer.add_plan()
-        for info in unseen_outputs:
+        for info in unheld_outputs:  # a later plan may read them, if it holds their memory
             info.is_content_known = True
         for packed in masked:
             if packed.make_mask is not None:
@@ -342,14 +341,14 @@ class Scope:
         return number
 
     def _reason_to_refuse_mask(self, packed: PackedTensor) -> str:
-        """Returns why the policy refuses a mask in place of what an activation saved; empty if allowed."""
+        """Returns why the policy refuses a mask in place of a tensor; empty if the policy allows the mask."""
         info = OutputInfo.of_node(packed.mask_node)
         self._number_site(info, self.block)
         packed.mask_site = site = info.site
         return self.policy.reason_to_keep(site)
 
     def replace_by_mask(self, packed: PackedTensor) -> None:
-        """Replaces a tensor that is planned already by a mask, if nothing else reads it."""
+        """Replaces a planned tensor by its mask, if no recipe and no other op reads the tensor."""
         if type(packed.state) is not Pending:
             if packed.make_mask is not None and not self._reason_to_refuse_mask(packed):
                 self._replace_by_mask_if_possible(packed)
@@ -364,9 +363,9 @@ class Scope:
                 packed.is_excluded = True
 
 
-def _keep(planned: list[PackedTensor]) -> None:
-    """Keeps the tensors without a plan, and drops references to nodes, which hold the packed tensors."""
-    for packed in planned:
+def _keep_unplanned(tensors: list[PackedTensor]) -> None:
+    """Keeps the tensors without a plan. Drops references to nodes, which hold the packed tensors."""
+    for packed in tensors:
         if type(state := packed.state) is Pending:
             packed.state = Kept(state.tensor, state.version)
         if packed.mask_node is not None:

@@ -1,8 +1,8 @@
-"""Each thread has a stack of open scopes. An entry's scope is None where no scope could be opened.
+"""Each thread has a stack of open scopes. The scope of an entry is None if no scope could be opened.
 
 A scope is open as long as its owner runs. No hook of a module runs after a KeyboardInterrupt, so an entry
-holds the frame of its owner's call: an entry whose frame is no longer on Python's stack is dead, and the next
-call of anything closes it.
+holds the frame of its owner's call. An entry whose frame is no longer on Python's stack is dead. The next
+call that uses the stack closes the dead entry.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def recompute_scope(matmuls: bool = False, recompute_weight_casts: bool = False)
     bits as without the scope. Running statistics are not touched.
 
     The backward may run inside or outside of the scope. Scopes nest: the end of an inner scope plans which
-    of the outputs so far are kept. Inside other saved-tensor hooks (save_on_cpu, an activation offloader),
-    kept tensors go through those hooks. Inside torch's checkpoint a scope has no effect. If saved-tensor
-    hooks are disabled, a scope has no effect either, and warns once.
+    of the outputs so far are kept. Saved-tensor hooks around the scope (save_on_cpu, an activation
+    offloader) pack the kept tensors. A scope has no effect in torch's checkpoint. If saved-tensor hooks are
+    disabled, a scope has no effect either, and warns once.
 
     An output that was written to before it was saved is kept, unless the write is an op in place that was
     called in Python and is recomputed too. A scope sees writes under no_grad, through `detach()`, `.data` and
-    NumPy. It does not see a write that counts no version by code that is not Python's, such as a kernel of
-    one's own: gradients of what is recomputed from that memory are wrong. `fastvit.verify` finds it.
+    NumPy. It does not see writes of other code, such as a custom kernel, that do not raise the version
+    counter: gradients of what is recomputed from that memory are wrong. `fastvit.verify` finds such a write.
 
     Args:
         matmuls: recompute the output of a Linear too, if it is no narrower than the input. This halves the
@@ -70,12 +70,12 @@ def recompute_scope(matmuls: bool = False, recompute_weight_casts: bool = False)
 
 
 class _Entry(NamedTuple):
-    """An owner, its scope, the scope's policy and block before it, and the frame of the owner's call."""
+    """The scope that an owner has opened, or whose policy and block the owner has set until `close_scope`."""
 
     owner: object
     scope: Scope | None
-    before: tuple[Policy, str] | None
-    frame: FrameType | None  # None for an owner that closes its scope after any exception
+    outer_settings: tuple[Policy, str] | None  # policy and block to restore, if the scope was open
+    frame: FrameType | None  # frame of the owner's call; None if the owner always calls `close_scope`
 
     def is_dead(self) -> bool:
         """Returns whether the owner's call has ended without `close_scope`."""
@@ -99,13 +99,13 @@ class _Entry(NamedTuple):
                 scope.mark_block_io(results)
                 scope.plan_pending()
         finally:
-            if self.before is None:
+            if self.outer_settings is None:
                 scope.leave()
                 if not scope.remove_observer():
                     _stack.closed_in_calls.append(scope)
                 torch_patches.remove_open_scope()
             else:
-                scope.policy, scope.block = self.before
+                scope.policy, scope.block = self.outer_settings
 
 
 class _Stack(threading.local):
@@ -114,7 +114,7 @@ class _Stack(threading.local):
     def __init__(self):
         self.entries: list[_Entry] = []
         self.observer: SavedTensorObserver | None = None
-        self.closed_in_calls: list[Scope] = []  # their call observers are to be removed
+        self.closed_in_calls: list[Scope] = []  # scopes whose call observer could not be removed yet
 
 
 _stack = _Stack()
@@ -127,16 +127,16 @@ def open_scope(
     inputs: Iterable[object] = (),
     frame: FrameType | None = None,
 ) -> None:
-    """Opens a scope until `close_scope(owner)`, or sets policy and block of the one that is open.
+    """Opens a scope until `close_scope(owner)`, or sets policy and block of the open scope.
 
     Args:
         inputs: inputs of the block; objects that are no tensors are ignored.
         frame: frame of the call with which the scope dies; None for an owner that always calls `close_scope`.
     """
     close_dead_scopes()
-    scope, before = torch_patches.find_top_scope(), None
+    scope, outer_settings = torch_patches.find_top_scope(), None
     if scope is not None:
-        before = scope.policy, scope.block
+        outer_settings = scope.policy, scope.block
         scope.enter_block(policy, block)
         scope.mark_block_io(inputs)
     elif _can_open():
@@ -144,11 +144,11 @@ def open_scope(
         scope.enter_block(policy, block)
         torch_patches.add_open_scope()
         scope.enter()
-    _stack.entries.append(_Entry(owner, scope, before, frame))
+    _stack.entries.append(_Entry(owner, scope, outer_settings, frame))
 
 
 def close_scope(owner: object, results: Iterable[object] = ()) -> None:
-    """Closes the scope that `owner` opened last, and those inside it that an exception has left open."""
+    """Closes the scope that `owner` opened last, and inner scopes that an exception has left open."""
     entries = _stack.entries
     if entries and (entries[-1].owner is owner or any(entry.owner is owner for entry in entries)):
         while entries[-1].owner is not owner:
@@ -172,15 +172,15 @@ def observe_saved_tensors(annotate: Callable[[Tensor], object]) -> Iterator[Save
     Args:
         annotate: returns the observer's annotation of a saved tensor.
     """
-    before, _stack.observer = _stack.observer, SavedTensorObserver(annotate)
+    outer_observer, _stack.observer = _stack.observer, SavedTensorObserver(annotate)
     try:
         yield _stack.observer
     finally:
-        _stack.observer = before
+        _stack.observer = outer_observer
 
 
 def reason_no_scope() -> str:
-    """Returns why no scope can be opened here; empty if one can."""
+    """Returns why no scope can be opened here; empty if a scope can be opened."""
     if torch.jit.is_tracing():
         return "torch.jit.trace records it"
     hooks = current_saved_tensor_hooks()
@@ -204,7 +204,7 @@ def _can_open() -> bool:
 
 
 def active_scope() -> Scope | None:
-    """Returns the scope whose hooks are on top of autograd's stack of hooks, if they are a scope's."""
+    """Returns the scope whose hooks are on top of autograd's stack; None if other hooks are, or none."""
     if torch.compiler.is_compiling():
         return None
     close_dead_scopes()

@@ -1,7 +1,8 @@
-"""`record_step` returns a record of one training forward, by which the step is replayed on paper.
+"""`record_step` returns a record of one training forward, from which the memory of the step is computed.
 
 Time counts the nodes of autograd's graph in the order in which the forward made them. The backward runs the
-node with the highest number first, so its times go on from the last node of the forward to the first one.
+node with the highest number first, so the times of the backward continue in the reverse order: node n of
+a forward of N nodes runs in the backward at time 2 N - 1 - n.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class Value:
         created: time at which the forward made the value.
         name: name of the op that made the value.
         site: the op call by which a policy recomputes the value; None if no policy has the choice.
-        uses: times at which ops saved the value, in order. Empty if only recipes read it.
+        uses: times at which ops saved the value, in order. Empty if only recipes read the value.
         operands: values that the op of this value reads, and that may be recomputed.
         pinned_bytes: bytes that a recipe holds and no op has saved, such as a mask of attention.
-        mask_bytes: bytes of the bit mask that stays in place of the value; 0 if it is recomputed.
+        mask_bytes: bytes of the bit mask that stays in place of the value; 0 if the value is recomputed.
         bytes_moved: bytes that the op reads and writes.
         flops: operations of a matmul, in `dtype`.
         level: the lowest level that recomputes the op.
@@ -67,7 +68,7 @@ class Value:
 
 
 class Gradient(NamedTuple):
-    """The bytes of a gradient, and when the backward holds it first and last."""
+    """The bytes of a gradient, and the first and last time at which the backward holds the gradient."""
 
     nbytes: int
     first: int
@@ -81,9 +82,9 @@ class StepRecord:
     Attributes:
         values: all values, in the order in which the forward made them.
         length: number of nodes of the forward.
-        plans: the last node before each plan of a scope, which dropped what is recomputed.
+        plans: the time of the last node before each plan of a scope. The plan drops what is recomputed.
         gradients: gradients of activations, and of parameters while their nodes run.
-        weight_gradients: gradients of parameters, from the time that makes them to the end of the step.
+        weight_gradients: gradients of parameters, from their creation to the end of the step.
         result_bytes: bytes that the forward returned and no op has saved.
     """
 
@@ -105,23 +106,25 @@ def record_step(
         results: the tensors that the forward returned.
         exclude: tensors whose memory does not count, such as parameters.
     """
-    results, first = list(results), observer.first_time
-    length = max(observer.next_time() - first, 1)
-    builder = _ValueBuilder(first, {0, *map(storage_id, exclude)})
-    seen = observer.seen_tensors()
+    results, first_number = list(results), observer.first_time
+    length = max(observer.next_time() - first_number, 1)
+    builder = _ValueBuilder(first_number, {0, *map(storage_id, exclude)})
+    saved_tensors = observer.seen_tensors()
     for recipe in (
         *observer.unused_recipes,
-        *(one.packed.state.recipe for one in seen if isinstance(one.packed.state, Recomputed)),
+        *(one.packed.state.recipe for one in saved_tensors if isinstance(one.packed.state, Recomputed)),
     ):
         builder.add_recipe(recipe)
     observer.drop_recipes()
-    for one in seen:
+    for one in saved_tensors:
         builder.add_saved(one)
     values = sorted(builder.finish(), key=lambda value: value.created)
-    plans = [time - first - 1 for time in observer.plan_times]
+    plans = [time - first_number - 1 for time in observer.plan_times]
     saved = builder.saved_storages()
     sizes = {storage_id(one): _nbytes_of_storage(one) for one in results if storage_id(one) not in saved}
-    return StepRecord(values, length, plans, *_find_gradients(results, first, length), sum(sizes.values()))
+    return StepRecord(
+        values, length, plans, *_find_gradients(results, first_number, length), sum(sizes.values())
+    )
 
 
 def _nbytes_of_storage(tensor: Tensor) -> int:
@@ -132,32 +135,34 @@ class _ValueBuilder:
     """Makes values of recipes and of packed tensors.
 
     Args:
-        first: the sequence number of the forward's first node.
+        first_number: the sequence number of the forward's first node.
         excluded_storages: ids of storages that do not count.
     """
 
-    def __init__(self, first: int, excluded_storages: set[int]):
-        self._first, self._excluded_storages = first, excluded_storages
+    def __init__(self, first_number: int, excluded_storages: set[int]):
+        self._first_number, self._excluded_storages = first_number, excluded_storages
         self._value_of_info: dict[OutputInfo, Value] = {}
-        self._value_of_memory: dict[int, Value] = {}  # by the storage, or the packed tensor
+        self._value_of_memory: dict[int, Value] = {}  # by the id of the storage or of the packed tensor
         self._operand_infos: list[tuple[Value, list[OutputInfo]]] = []
 
     def add_recipe(self, recipe: Recipe) -> None:
+        """Makes values of a recipe and of the recipes of its operands."""
         if recipe.info not in self._value_of_info:
             for one in recipe.in_topological_order(skip=lambda one: one.info in self._value_of_info):
                 self._add_op(one)
 
     def _add_op(self, recipe: Recipe) -> None:
-        info, moved, flops = recipe.info, recipe.bytes_moved, recipe.flops
-        for inner in recipe.operand_recipes:
-            if inner.info.as_strided_args is None:  # the costs of the recipe contain those of the inner one
-                moved, flops = moved - inner.bytes_moved, flops - inner.flops
+        info, bytes_moved, flops = recipe.info, recipe.bytes_moved, recipe.flops
+        for operand_recipe in recipe.operand_recipes:
+            if operand_recipe.info.as_strided_args is None:  # `add_operand_costs` has added its costs
+                bytes_moved -= operand_recipe.bytes_moved
+                flops -= operand_recipe.flops
         bases = [base_of(operand) for operand in recipe.operands]
         pins = [base.tensor for base in bases if isinstance(base, PinnedTensor) and not base.is_copy]
         level = RECOMPUTE_RULES.get(info.node_name, (RecomputeLevel.EVERY_OP, None))[0]
         value = Value(
             recipe.nbytes,
-            recipe.sequence_nr - self._first,
+            recipe.sequence_nr - self._first_number,
             display_op_name(info.node_name),
             info.site,
             pinned_bytes=sum(
@@ -165,7 +170,7 @@ class _ValueBuilder:
                 for one in pins
                 if one is not None and storage_id(one) not in self._excluded_storages
             ),
-            bytes_moved=max(moved, 0),
+            bytes_moved=max(bytes_moved, 0),
             flops=max(flops, 0),
             dtype=recipe.dtype,
             level=RecomputeLevel.EVERY_OP if pins else level,
@@ -174,8 +179,9 @@ class _ValueBuilder:
         self._operand_infos.append((value, [base.info for base in read if base.info is not None]))
         self._value_of_info[info] = value
 
-    def add_saved(self, one: SeenTensor) -> None:
-        packed, state = one.packed, one.packed.state
+    def add_saved(self, saved: SeenTensor) -> None:
+        """Adds a saved tensor to its value. Makes a value if the tensor has no recipe."""
+        packed, state = saved.packed, saved.packed.state
         value = self._value_of_info.get(packed.info) if packed.info is not None else None
         if value is None and isinstance(state, Kept):
             if (key := storage_id(state.tensor)) in self._excluded_storages:
@@ -183,42 +189,47 @@ class _ValueBuilder:
             value = self._value_of_memory.get(key)
             if value is None:
                 name = display_op_name(packed.info.node_name) if packed.info is not None else packed.reason
-                value = Value(_nbytes_of_storage(state.tensor), one.created - self._first, name)
+                value = Value(_nbytes_of_storage(state.tensor), saved.created - self._first_number, name)
                 self._value_of_memory[key] = value
         elif value is None:
             assert not isinstance(state, (Kept, Recomputed))
-            value = Value(state.storage_nbytes, one.created - self._first, "packed by hooks around the scope")
+            value = Value(
+                state.storage_nbytes, saved.created - self._first_number, "packed by hooks around the scope"
+            )
             if isinstance(state.replacement, BitMask):
                 value.mask_bytes, value.name = state.replacement.packed.nbytes, state.replacement.reason
                 value.site, value.bytes_moved = packed.mask_site, value.nbytes
             self._value_of_memory[id(packed)] = value
         if not value.uses:
-            value.owner = one.annotation
-        value.created = min(value.created, one.created - self._first)
-        value.uses.append(one.time - self._first)
+            value.owner = saved.annotation
+        value.created = min(value.created, saved.created - self._first_number)
+        value.uses.append(saved.time - self._first_number)
 
     def saved_storages(self) -> set[int]:
         """Returns the ids of the storages of saved tensors that have no recipe."""
         return {*self._value_of_memory}
 
     def finish(self) -> list[Value]:
+        """Connects the values with their operands, and returns all values."""
         for value, infos in self._operand_infos:
             value.operands = [self._value_of_info[info] for info in infos if info in self._value_of_info]
-        every = [*self._value_of_info.values(), *self._value_of_memory.values()]
-        for value in every:
+        values = [*self._value_of_info.values(), *self._value_of_memory.values()]
+        for value in values:
             value.created = max(value.created, 0)  # an input of the model is older than the forward
             value.uses.sort()
-        return every
+        return values
 
 
-_RESHAPES = "View ReshapeAlias Alias Permute Transpose T Unsqueeze Squeeze UnsafeView Clone Add"
+_ALIAS_OPS = "View ReshapeAlias Alias Permute Transpose T Unsqueeze Squeeze UnsafeView Clone Add"
 # Nodes that return the gradient that they get, or a view of it.
-_ALIASES = {*(f"{name}Backward0" for name in _RESHAPES.split()), "SqueezeBackward1", *PASS_THROUGH_NODES}
+_ALIAS_NODES = {*(f"{name}Backward0" for name in _ALIAS_OPS.split()), "SqueezeBackward1", *PASS_THROUGH_NODES}
 
 
-def _find_gradients(results: list[Tensor], start: int, length: int) -> tuple[list[Gradient], list[Gradient]]:
-    """Returns the gradients that the backward holds, by the shapes in autograd's graph; those of weights."""
-    times = _find_node_times(results, start, length)
+def _find_gradients(
+    results: list[Tensor], first_number: int, length: int
+) -> tuple[list[Gradient], list[Gradient]]:
+    """Returns the gradients that the backward holds, of activations and of weights, by shapes in the graph."""
+    times = _find_node_times(results, first_number, length)
     backward = _BackwardReplay(times, length)
     for result in results:
         if result.grad_fn in times:
@@ -229,15 +240,15 @@ def _find_gradients(results: list[Tensor], start: int, length: int) -> tuple[lis
     return gradients, list(backward.weight_gradients.values())
 
 
-def _find_node_times(results: list[Tensor], start: int, length: int) -> dict[Any, int]:
-    """Returns the times of the nodes of a forward, from which the `results` are reached."""
+def _find_node_times(results: list[Tensor], first_number: int, length: int) -> dict[Any, int]:
+    """Returns the times of the forward's nodes on which the `results` depend."""
     times: dict[Any, int] = {}
-    waiting = [result.grad_fn for result in results if result.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node not in times and 0 <= (time := node._sequence_nr() - start) < length:
+    stack = [result.grad_fn for result in results if result.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node not in times and 0 <= (time := node._sequence_nr() - first_number) < length:
             times[node] = time
-            waiting += [producer for producer, _ in node.next_functions if producer is not None]
+            stack += [producer for producer, _ in node.next_functions if producer is not None]
     return times
 
 
@@ -258,9 +269,8 @@ class _BackwardReplay:
 
     def __init__(self, times: dict[Any, int], length: int):
         self._times, self._length, self._end = times, length, 2 * length - 1
-        self._gradients_of: dict[Any, list[_Span]] = defaultdict(
-            list
-        )  # of the output of a node, until it runs
+        # Node -> the gradients of its output, until the node runs.
+        self._gradients_of: dict[Any, list[_Span]] = defaultdict(list)
         self.spans: list[_Span] = []
         self.weight_gradients: dict[Parameter, Gradient] = {}
 
@@ -275,26 +285,26 @@ class _BackwardReplay:
         self._gradients_of[node].append(span)
 
     def run_node(self, node: Any) -> None:
-        """Adds the gradients that a node returns, and drops those that it gets."""
-        now, gradients = self._end - self._times[node], self._gradients_of.pop(node, [])
+        """Adds the gradients that a node returns, and drops those that the node gets."""
+        time, gradients = self._end - self._times[node], self._gradients_of.pop(node, [])
         is_convolution = node.name() == "ConvolutionBackward0"
-        alias = gradients[0] if node.name() in _ALIASES and len(gradients) == 1 else None
+        alias = gradients[0] if node.name() in _ALIAS_NODES and len(gradients) == 1 else None
         for producer, number in node.next_functions:
             if producer is None:
                 continue
             nbytes, is_cpu = _describe_gradient(producer._input_metadata[number])
             if is_convolution and is_cpu:
-                # oneDNN computes a gradient in a layout of its own, and copies it, that of an input twice.
-                self._add(2 * nbytes if producer in self._times else nbytes, now, now)
+                # oneDNN computes a gradient in another layout and copies it, that of an input twice.
+                self._add(2 * nbytes if producer in self._times else nbytes, time, time)
             if producer in self._times:
-                self._pass_gradient(producer, nbytes, now, alias)
+                self._pass_gradient(producer, nbytes, time, alias)
                 continue
             if isinstance(weight := getattr(producer, "variable", None), Parameter):
-                self.weight_gradients.setdefault(weight, Gradient(weight.nbytes, now, self._end))
+                self.weight_gradients.setdefault(weight, Gradient(weight.nbytes, time, self._end))
             if alias is None:
-                self._add(nbytes, now, now)
+                self._add(nbytes, time, time)
 
-    def _pass_gradient(self, producer: Any, nbytes: int, now: int, alias: _Span | None) -> None:
+    def _pass_gradient(self, producer: Any, nbytes: int, time: int, alias: _Span | None) -> None:
         """Passes a gradient to the node `producer`.
 
         Args:
@@ -302,15 +312,15 @@ class _BackwardReplay:
         """
         last, gradients = self._end - self._times[producer], self._gradients_of[producer]
         accumulated = next((one for one in gradients if one.nbytes == nbytes), None)
-        if accumulated is not None:  # autograd adds to the first gradient in place
+        if accumulated is not None:  # autograd adds in place to the gradient that came first
             accumulated.extend(last)
             if alias is None:
-                self._add(nbytes, now, now)
+                self._add(nbytes, time, time)
         elif alias is not None and alias.nbytes == nbytes:
             alias.extend(last)
             gradients.append(alias)
         else:
-            gradients.append(self._add(nbytes, now, last))
+            gradients.append(self._add(nbytes, time, last))
 
 
 def _describe_gradient(metadata: Any) -> tuple[int, bool]:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# These functions do not call subclasses of Tensor. Sparse tensors and those of torch.func have no storage.
+# These functions do not call subclasses of Tensor. Sparse tensors and tensors of torch.func have no storage.
 has_storage, _storage_id = torch._C._has_storage, torch._C._storage_id  # type: ignore[attr-defined]
-_get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in a torch for the CPU
+_get_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None if torch was built without CUDA
 
 
 def view_base(tensor: Tensor) -> Any:
@@ -30,13 +30,13 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def copy_memory(tensor: Tensor) -> Tensor:
-    """Returns a copy with the whole storage, because recipes may read the rest of a view's base."""
+    """Returns a copy of `tensor` and its whole storage, because recipes may read all of a view's base."""
     memory = tensor.new_empty(0).set_(tensor.untyped_storage().clone())
     return memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def current_stream_id(tensor: Tensor) -> int:
-    """Returns the current stream of the tensor's device; 0 on the CPU."""
+    """Returns the id of the current stream of the tensor's device; 0 on the CPU."""
     return _get_raw_stream(tensor.get_device()) if tensor.is_cuda and _get_raw_stream else 0
 
 

@@ -1,7 +1,7 @@
-"""Replaces two functions of torch, which an open scope would change, while a scope is open.
+"""Replaces two functions of torch as long as a scope is open, because the scope would change their results.
 
 `torch.overrides.has_torch_function` is true under any function mode, and torch's transformer modules then
-take another path. `torch.autograd.graph.disable_saved_tensors_hooks`, by which torch.func works, raises where
+take another path. `torch.autograd.graph.disable_saved_tensors_hooks`, which torch.func calls, raises if
 there are hooks.
 """
 
@@ -19,12 +19,12 @@ from .call_observer import CallObserver, pop_modes
 from .scope import Scope, current_saved_tensor_hooks
 
 _lock = threading.Lock()
-_num_open = 0  # open scopes of all threads
+_num_open = 0  # number of open scopes in all threads
 _replaced: list[tuple[Any, str, Any]] = []  # owners, names and the original functions
 
 
 def add_open_scope() -> None:
-    """Replaces the functions, if this is the only open scope of the process."""
+    """Replaces the functions, if no other scope of the process is open."""
     global _num_open
     with _lock:
         _num_open += 1
@@ -43,20 +43,22 @@ def remove_open_scope() -> None:
             setattr(owner, name, original)
 
 
-def _replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+def _replace(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
     original = getattr(owner, name)
     _replaced.append((owner, name, original))
-    setattr(owner, name, make(original))
+    setattr(owner, name, wrap(original))
 
 
 def find_top_scope() -> Scope | None:
-    """Returns the scope whose hooks are on top of autograd's stack of hooks, if they are a scope's."""
+    """Returns the scope whose hooks are on top of autograd's stack; None if other hooks are, or none."""
     hooks = current_saved_tensor_hooks()
     scope = getattr(hooks[0], "__self__", None) if hooks else None
     return scope if isinstance(scope, Scope) else None
 
 
 def _has_torch_function(original: Callable) -> Callable:
+    """Returns `has_torch_function` that ignores the modes of scopes."""
+
     def has_torch_function(relevant_args: Iterable[object]) -> bool:
         if torch.compiler.is_compiling():
             return original(relevant_args)
@@ -71,6 +73,8 @@ def _has_torch_function(original: Callable) -> Callable:
 
 
 def _disable_saved_tensors_hooks(original: Callable) -> Callable:
+    """Returns `disable_saved_tensors_hooks` that removes the hooks of a scope meanwhile."""
+
     @contextlib.contextmanager
     @functools.wraps(original)
     def disable_saved_tensors_hooks(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""Rules of views, by the names of autograd's nodes, which lead from a view to its base."""
+"""Rules of views, by the names of their nodes: (node, output number) -> the call that makes the view."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def as_signed(value):
-    """Returns an attribute of a node with its sign. A node gives integers as unsigned."""
+    """Returns an attribute of a node with its sign. Nodes return integers as unsigned 64-bit integers."""
     if type(value) is tuple:
         return tuple([as_signed(one) for one in value])
     return value - 2**64 if type(value) is int and value >= 2**63 else value
 
 
-ViewCall = tuple  # a function of a tensor, and its other arguments
+ViewCall = tuple  # `(function, *arguments)`: a function of a tensor, and its other arguments
 
 
 def _view_rule(node, _: int) -> ViewCall:
@@ -29,7 +29,7 @@ def _expand_rule(node, _: int) -> ViewCall:
 
 
 def _make_view_rule(name: str, *integers: str, returns_several: bool = False) -> Callable:
-    """Returns the rule of a view by a method of Tensor; `returns_several` if it returns several views."""
+    """Returns the rule of a method of Tensor that returns a view, or several if `returns_several`."""
     saved, method = [sys.intern(f"_saved_{integer}") for integer in integers], getattr(Tensor, name)
 
     def rule(node, number: int) -> ViewCall:
@@ -58,7 +58,7 @@ def _slice_rule(node, _: int) -> ViewCall:
 
 
 def as_strided_of_write(node) -> ViewCall | None:
-    """Returns the view to which an op in place has written. The base of such a view has no storage offset."""
+    """Returns the call for a view that an op in place wrote; None for other nodes. The base has offset 0."""
     if node.name() != "AsStridedBackward0" or node.next_functions[0][0].name() != WRITE_TO_VIEW:
         return None
     size, stride = as_signed(node._saved_size), as_signed(node._saved_stride)
@@ -96,7 +96,7 @@ def follow_views(node):
 
 
 def skip_unsafe_view(node):
-    """Returns `node`, or the node behind an unsafe view, as of a reshaping copy or of a matmul.
+    """Returns `node`, or the node before an unsafe view, which follows a reshaping copy or a matmul.
 
     A matmul with a bias has an unsafe view in torch 2.15, and a view in 2.13.
     """
@@ -106,7 +106,7 @@ def skip_unsafe_view(node):
 def reaches_through_views(node, number: int, producer) -> bool:
     """Returns whether only views lie between the node of a tensor and `producer`, the node of its base.
 
-    Other nodes may change the tensor: a Function may write into its input and return it, without a version.
+    Other nodes may change the tensor: a Function may write into its input and return it at the same version.
 
     Args:
         node, number: the node that made the tensor, and the number of the output.
@@ -123,5 +123,6 @@ def reaches_through_views(node, number: int, producer) -> bool:
 
 
 _VIEW_NODES = {*VIEW_RULES, "AsStridedBackward0", "DiagonalBackward0", "SqueezeBackward2"}
-# These nodes return their inputs: FSDP2 has them around the forward of each unit; full backward hooks too.
+# These nodes return their inputs. FSDP2 adds them around the forward of each unit, and so do the full backward
+# hooks of modules.
 PASS_THROUGH_NODES = {"RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"}

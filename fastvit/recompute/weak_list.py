@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_MIN_LIMIT = 256
+_MIN_LIMIT = 256  # length at which dead references are dropped for the first time
 
 
 class WeakList(list[T]):
-    """Refers to objects in the order in which they were appended. Drops dead references when it has doubled.
+    """Refers to objects in the order in which they were appended. Drops dead references if it has doubled.
 
     The class is a list of the references, so that each of many short lists is a single object. Its length
     includes dead references that are not dropped yet.
@@ -28,7 +28,7 @@ class WeakList(list[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Yields the objects that are alive."""
-        for reference in list(_references(self)):  # an append may drop dead references meanwhile
+        for reference in list(_references(self)):  # a copy, because an append may change the list
             if (one := reference()) is not None:
                 yield one
 

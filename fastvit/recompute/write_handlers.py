@@ -1,7 +1,7 @@
 """Handlers of calls that write to tensors, or lend their memory.
 
 The version counter of a tensor shows that it was written to, and not by which op. A handler runs the call and
-stores whether the op of the new node alone has written. It adds any other write to the scope's tracker.
+stores whether only the op of the new node has written. The handler adds other writes to the scope's tracker.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class WriteObserver(Protocol):
 
 
 def get_argument(args: tuple, kwargs: dict, index: int, name: str, default: Any = None) -> Any:
+    """Returns the argument of a call at position `index`, or by name."""
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
 def inplace_option_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes a function of torch.nn.functional with the option `inplace`, which it passes by name."""
+    """Observes a function with the option `inplace`, which torch's modules and functions pass by name."""
     is_in_place = kwargs.get("inplace")
     return in_place_handler(observer, func, args, kwargs) if is_in_place else func(*args, **kwargs)
 
@@ -46,9 +47,8 @@ def in_place_handler(observer: WriteObserver, func: Callable, args: tuple, kwarg
     """Observes an op that writes into its first argument, a tensor or several, or into `out`."""
     call, targets = partial(func, *args, **kwargs), kwargs.get("out")
     if targets is None:
-        targets = (
-            args[0] if args else kwargs.get("input", kwargs.get("tensor"))
-        )  # torch.nn.init passes it by name
+        # torch.nn.init passes the tensor by name.
+        targets = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
     if isinstance(targets, Tensor):
         if getattr(func, "__name__", "") in _METADATA_ONLY and targets.is_leaf:
             return _observe_metadata_write(observer, targets, call)
@@ -68,13 +68,13 @@ def _observe_write(
     """Runs an op that may write into `x`.
 
     If the op creates an autograd node and the version counter rises by one, this op alone wrote the tensor.
-    The recipe of its output then computes the op, on a view by the function that `make_write()` returns.
+    The recipe of its output then computes the op. The function of `make_write()` repeats a write to a view.
     """
     if not has_storage(x) or x.is_inference():
         return call()
     base = view_base(x)
     tracker, node = observer.tracker, base.grad_fn
-    before, version = base._version, x._version
+    base_version, version = base._version, x._version
     observer.scope.prepare_write(x, is_shown=node is not None)
     if node is None:
         try:
@@ -82,37 +82,39 @@ def _observe_write(
         finally:
             if base.grad_fn is None and x._version != version and not tracker.is_unshared_number(x):
                 tracker.add_write(x)
-    is_tracked = before == (OutputInfo.of_node(node).expected_version or 0) and torch.is_grad_enabled()
+    is_tracked = base_version == (OutputInfo.of_node(node).expected_version or 0) and torch.is_grad_enabled()
     is_view = is_tracked and base is not x and not base.storage_offset()
-    args = (AsStridedArgs.of(x), AsStridedArgs.of(base)) if is_view else None
+    args = (AsStridedArgs.of_tensor(x), AsStridedArgs.of_tensor(base)) if is_view else None
     copies: WeakList[PackedTensor] = WeakList()
     if args is not None:
         call = partial(observer.with_attribute, "in_place_copies", copies, call)
     try:
-        return observer.with_attribute("expected_write", (base, before + 1) if is_tracked else None, call)
+        return observer.with_attribute(
+            "expected_write", (base, base_version + 1) if is_tracked else None, call
+        )
     finally:
-        if base._version != before:
-            after: Any = base.grad_fn
-            if after is node:
+        if base._version != base_version:
+            new_node: Any = base.grad_fn
+            if new_node is node:
                 OutputInfo.of_node(node).is_content_known = False
-            elif is_tracked and base._version == before + 1:
-                info = OutputInfo.of_node(after)
-                info.expected_version = before + 1
+            elif is_tracked and base._version == base_version + 1:
+                info = OutputInfo.of_node(new_node)
+                info.expected_version = base_version + 1
                 if args is not None and (function := make_write()) is not None:
                     info.call_args = CallArgs(in_place=InPlaceCall(function, *args, copies))
 
 
 def _observe_metadata_write(observer: WriteObserver, x: Tensor, call: Callable) -> Any:
     """Runs an op that raises the version counter of a tensor without a graph, and writes nothing."""
-    info, before = observer.tracker.find_owner(x), x._version
+    info, version = observer.tracker.find_owner(x), x._version
     result = call()
-    if info is not None and x._version == before + 1 and (info.expected_version or 0) == before:
-        info.expected_version = before + 1
+    if info is not None and x._version == version + 1 and (info.expected_version or 0) == version:
+        info.expected_version = version + 1
     return result
 
 
 def _make_write(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor], Any] | None:
-    """Returns the function that recomputes an op in place, if its other arguments are numbers."""
+    """Returns the function that repeats an op in place; None if its other arguments are not all numbers."""
     numbers = (int, float, bool, type(None))
     if func in _RECOMPUTABLE_WRITES and all(type(one) in numbers for one in (*args, *kwargs.values())):
         return lambda t: func(t, *args, **kwargs)
@@ -120,7 +122,7 @@ def _make_write(func: Callable, args: tuple, kwargs: dict) -> Callable[[Tensor],
 
 
 def _set_data_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes `tensor.data = other`, which gives the tensor other memory. Both memories count as written to.
+    """Observes `tensor.data = other`, which gives the tensor other memory. Both count as written to.
 
     If an op has saved the tensor as an input, autograd holds the tensor, and the backward reads the other
     memory.
@@ -171,7 +173,7 @@ def _alias_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs:
 
 
 def _lend_handler(observer: WriteObserver, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Observes a call that lends the memory to NumPy or others, which may read or write it."""
+    """Observes a call that lends the memory to NumPy or other libraries, which may read or write it."""
     if isinstance(args[0], Tensor) and has_storage(args[0]):
         if observer.scope.has_outer_hooks():  # outer hooks may copy what they pack
             observer.scope.prepare_write(args[0], is_shown=False)
