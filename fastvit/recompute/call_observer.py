@@ -246,7 +246,8 @@ def _batch_norm_handler(weight: int, bias: int) -> Handler:
     """Returns a handler of a BatchNorm; `weight` and `bias` are positions.
 
     In evaluation the backward reads the input only for the gradient of the weight. In training the scope pins
-    no other small operand than the weight: the backward reads no running statistics, and no other code has the saved statistics.
+    no small operand but the weight: the backward reads no running statistics, and only the op has the
+    statistics that it saves.
     """
 
     def handle(observer: CallObserver, func: Callable, args: tuple, kwargs: dict) -> Any:

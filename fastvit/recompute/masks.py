@@ -85,7 +85,7 @@ def _hardtanh_mask(node, tensor: Tensor) -> BitMask | None:
     return BitMask(passes, tensor.dtype, passing_value.item(), math.inf)
 
 
-# Node name of an activation -> the node's attribute of the saved tensor, and the function that makes the mask.
+# Node name of an activation -> the node's attribute of the saved tensor, and the maker of the mask.
 ACTIVATION_MASKS: dict[str, tuple[str, Callable[[Any, Tensor], BitMask | None]]] = {
     "ReluBackward0": ("_raw_saved_result", _relu_mask),
     "LeakyReluBackward0": ("_raw_saved_self", _leaky_relu_mask),

@@ -52,14 +52,14 @@ def share_args(args: AsStridedArgs) -> AsStridedArgs:
     The garbage collector's time grows with the square of the number of objects that saved tensors have.
     """
     try:
-        known = _known_args.get(args)
+        shared_args = _known_args.get(args)
     except TypeError:  # sizes that are symbols have no hash
         return args
-    if known is None:
+    if shared_args is None:
         if len(_known_args) >= _MAX_KNOWN_ARGS:
             _known_args.clear()
-        known = _known_args[args] = args
-    return known
+        shared_args = _known_args[args] = args
+    return shared_args
 
 
 class Kept:
@@ -170,8 +170,8 @@ class PackedTensor:
         self.is_recipe_operand = False
         self.is_excluded = False  # recipes may not read it: it was written to, or is a mask
         self.holds_base = False  # recipes may read all memory of the op output
-        # The address of the program's tensor, of which the state holds a detached alias. The reference reserves
-        # the address.
+        # The address of the program's tensor, of which the state holds a detached alias. The reference
+        # reserves the address.
         self.source_address, self.source_reference = 0, None
         if state.tensor.is_cuda and (stream := current_stream_id(state.tensor)):
             self.stream = stream

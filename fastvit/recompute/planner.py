@@ -41,8 +41,8 @@ Rules = Mapping[str, tuple[RecomputeLevel, Rule]]  # the lowest level that uses 
 
 # The most bytes that a recipe moves for each byte of the tensor. In half precision and under autocast,
 # matmuls are so fast that long recipes slow a step down. A LayerNorm and a cast move 7 bytes, a LayerScale, a
-# residual sum and a cast 11, a rotary embedding and a cast 26. In float32, each sum in a chain of residual sums
-# of BatchNorms adds 5.
+# residual sum and a cast 11, a rotary embedding and a cast 26. In float32, each sum in a chain of residual
+# sums of BatchNorms adds 5.
 _MAX_MOVED_PER_BYTE, _MAX_MOVED_PER_BYTE_IN_HALF = 24, 10
 # The longest chain of recomputed tensors between an output and kept tensors. A budget limits chains
 # by its choice of sites.

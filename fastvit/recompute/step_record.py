@@ -228,7 +228,7 @@ _ALIAS_NODES = {*(f"{name}Backward0" for name in _ALIAS_OPS.split()), "SqueezeBa
 def _find_gradients(
     results: list[Tensor], first_number: int, length: int
 ) -> tuple[list[Gradient], list[Gradient]]:
-    """Returns the gradients that the backward holds, of activations and of weights, by shapes in the graph."""
+    """Returns the gradients that the backward holds, of activations and of weights, by the graph's shapes."""
     times = _find_node_times(results, first_number, length)
     backward = _BackwardReplay(times, length)
     for result in results:

@@ -123,6 +123,6 @@ def reaches_through_views(node, number: int, producer) -> bool:
 
 
 _VIEW_NODES = {*VIEW_RULES, "AsStridedBackward0", "DiagonalBackward0", "SqueezeBackward2"}
-# These nodes return their inputs. FSDP2 adds them around the forward of each unit, and so do the full backward
+# These nodes return their inputs. FSDP2 adds them around the forward of each unit, and so do full backward
 # hooks of modules.
 PASS_THROUGH_NODES = {"RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"}

@@ -71,7 +71,7 @@ class WriteTracker:
         self._recipes.clear()
 
     def is_unshared_number(self, tensor: Tensor) -> bool:
-        """Returns whether `tensor` is a leaf of one element that shares no memory. Recipes have copies of it."""
+        """Returns whether `tensor` is a leaf of one element that shares no memory; recipes have its copies."""
         is_number = not tensor.dim() and tensor.untyped_storage().nbytes() == tensor.element_size()
         return is_number and self.find_owner(tensor) is None
 
@@ -122,7 +122,7 @@ class WriteTracker:
         return next((pins for numbers, pins in self.pins_of_calls if number in numbers), ())
 
     def lend(self, tensor: Tensor) -> None:
-        """Called before `tensor` lends its memory to a borrower, such as NumPy, which may read or write it."""
+        """Called before `tensor` lends its memory to a borrower, such as NumPy, which may write to it."""
         info = self.find_owner(tensor)
         if info is None:  # a leaf: ops may read a borrower's writes from now on
             self.save_pre_write_copies(tensor)
