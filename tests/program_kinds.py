@@ -27,8 +27,8 @@ Placeholders in a line:
 | placeholder | stands for |
 |---|---|
 | `<<nn.GELU()>>` | a submodule, parameter or buffer: a new one, or an earlier one of the same text |
-| `{i}` | the number of a value, mostly of a recent one |
-| `{j}` | the number of any value |
+| `{i}` | the index in `v` of a value, mostly of a recent one |
+| `{j}` | the index in `v` of any value |
 | `{norm_t}`, `{norm_v}` | an entry of NORMS, applied to `t` or to `v[{i}]` |
 | `{activation}`, `{activation_out_of_place}` | an entry of ACTIVATIONS; one that does not work in place |
 | `{maskable}` | an entry of MASKABLE_ACTIVATIONS |

@@ -45,9 +45,7 @@ TOLERANCES = {
         {F64: 1e-12, F32: 3e-5, F16: 7e-4, BF16: 5e-3},
         "one rounding to storage; elu near saturation enlarges the rounding of the accumulation type",
     ),
-    "running": Tolerance(
-        {F64: 1e-13, F32: 1e-6, F16: 1e-3, BF16: 8e-3}, "one rounding to the buffer's dtype"
-    ),
+    "running": Tolerance({F64: 1e-13, F32: 1e-6, F16: 1e-3, BF16: 8e-3}, "one rounding to the buffer"),
     "layer_norm_forward": Tolerance(_ONE_UNIT_LIMITS, "one unit of storage"),
     "layer_norm_saved": Tolerance(_SUM_LIMITS, "a row's mean and deviation in the accumulation type"),
     "layer_norm_backward": Tolerance(_ONE_UNIT_LIMITS, "one unit of storage"),

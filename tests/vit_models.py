@@ -90,8 +90,6 @@ class RMSNorm(nn.Module):
 
 
 class Mlp(nn.Module):
-    """timm's MLP with 4 times as many hidden features."""
-
     def __init__(self, act=nn.GELU, drop=0.0):
         super().__init__()
         self.fc1, self.act, self.fc2 = nn.Linear(DIM, 4 * DIM), act(), nn.Linear(4 * DIM, DIM)
@@ -114,8 +112,6 @@ class SwiGLU(nn.Module):
 
 
 class FastvitAct(nn.Module):
-    """An activation of fastvit as a module."""
-
     def __init__(self, activation):
         super().__init__()
         self.activation = activation
@@ -129,9 +125,7 @@ class FastvitSwiGLU(SwiGLU):
         return self.fc2(self.norm(fastvit.functional.gated_act(self.fc1_g(x), self.fc1_x(x))))
 
 
-class PackedSwiGLU(nn.Module):
-    """A SwiGLU in which one Linear makes the gate and x."""
-
+class PackedSwiGLU(nn.Module):  # one Linear makes the gate and x
     def __init__(self):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(DIM, 8 * DIM), nn.Linear(4 * DIM, DIM)
@@ -142,8 +136,6 @@ class PackedSwiGLU(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """timm's scale of each feature of a branch."""
-
     def __init__(self, inplace=False):
         super().__init__()
         self.gamma, self.inplace = nn.Parameter(torch.full((DIM,), 0.5)), inplace

@@ -3,8 +3,8 @@
     plain     an index past an array of known size ends the process
     asan      kernels and engine run under the address and undefined-behaviour sanitizers
     race      kernels run under the happens-before race checker
-    contract  the compiler fuses products and sums, as nvcc does; this mode is built only if it is named, as it
-              needs a processor with FMA
+    contract  the compiler fuses products and sums, as nvcc does; only built if it is named, since
+              the processor must have FMA
 
 Each mode has a folder in build/cuda_host: _cuda_host.so is a Python module, and `seeded` is a program whose
 kernels have seeded bugs.
