@@ -118,9 +118,9 @@ class Exchange:
         report = self.report
         local_text, peer_text = (_describe_words(tag, describe) for tag in (report.own_tag, report.peer_tag))
         return RuntimeError(
-            f"rank {report.rank} is in {local_text}, but rank {report.peer} in {peer_text}: the ranks of a group "
-            "must run the same layers in the same order; did one of them skip a layer, or repeat a step after an "
-            "error?"
+            f"rank {report.rank} is in {local_text}, but rank {report.peer} in {peer_text}: the ranks of a "
+            "group must run the same layers in the same order; did one of them skip a layer, or repeat a "
+            "step after an error?"
         )
 
 

@@ -62,7 +62,7 @@ class SharedMemoryBackend(PeerBackend):
         with contextlib.ExitStack() as until_mapped:
 
             def create_segment() -> str:
-                """Returns path and marker of a new file without a name on rank 0, and "none" on other ranks."""
+                """Returns path and marker of a new unnamed file on rank 0, and "none" on other ranks."""
                 if consensus.rank:
                     return "none"
                 fd = until_mapped.enter_context(tempfile.TemporaryFile(dir=SHM_DIR)).fileno()

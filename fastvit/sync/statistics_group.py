@@ -105,8 +105,8 @@ class StatisticsGroup:
         """Returns the tag of the next forward exchange.
 
         If a backward raised on this rank alone, the other ranks may have received all packets of this rank,
-        and continue with the next forward. So this rank counts one more forward exchange: the tags then differ,
-        and all ranks raise.
+        and continue with the next forward. So this rank counts one more forward exchange: then the tags
+        differ, and all ranks raise.
         """
         self._check_not_forked()
         key = (layer.layer_id, layer.op, channels, dtype)

@@ -5,8 +5,8 @@ would wait in different collectives, and gloo aborts the process when the sizes 
 process group of torch.distributed has a store.
 
 The keys of a question begin with its number. `answer` is the first answer; `other/<rank>` is an answer that
-differs from the first, and `differ` exists if one does; `count` is the number of ranks that have answered, and
-`here/<rank>` exists if a rank has; `end` is "all" or an error; `read` counts ranks that have read the answers.
+differs from the first, and `differ` exists if one does; `count` is the number of ranks that have answered,
+and `here/<rank>` exists if a rank has; `end` is "all" or an error; `read` counts ranks that read the answers.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ class StoreConsensus:
             self._store.set(key + "differ", "yes")
         if self._store.add(key + "count", 1) == self.world_size:
             self._store.compare_set(key + "end", "", "all")
-        # This key comes last: a rank that was killed before may be missing in "count", or may not have written
+        # This key comes last: a rank that was killed before may be missing in "count", or may have written no
         # "end", so the other ranks must take this rank for absent.
         self._store.set(f"{key}here/{self.rank}", "")
         self._wait_for_all(key)
@@ -148,8 +148,8 @@ class StoreConsensus:
                 if self._store.check([other_key := f"{key}other/{rank}"]):
                     answers[first_answer].remove(rank)
                     answers.setdefault(self._store.get(other_key).decode(), []).append(rank)
-            # The caller may raise, and the end of rank 0 may end the store. So rank 0 waits for the other ranks,
-            # and the limit -1 lets the other ranks poll not at all.
+            # The caller may raise, and the end of rank 0 may end the store. So rank 0 waits for the other
+            # ranks. With the limit -1 the other ranks do not poll at all.
             num_readers = self._store.add(key + "read", 1)
             for _ in poll_with_backoff(_STORE_GRACE_SECONDS if self.rank == 0 else -1):
                 if num_readers == self.world_size:
