@@ -120,7 +120,7 @@ def test_lazy_layers_are_left_until_they_are_real():
 @pytest.mark.parametrize(
     "layer,synchronised,attribute",
     [
-        (fastvit.InPlaceABN(3, activation="elu", channel_last=True), fastvit.InPlaceABNSync, "group"),
+        (fastvit.InPlaceABN(3, activation="elu", channel_last=True), fastvit.InPlaceABNSync, "process_group"),
         (fastvit.BatchNormAct(3, activation="gelu"), fastvit.BatchNormActSync, "process_group"),
     ],
 )

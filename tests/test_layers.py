@@ -848,5 +848,5 @@ def test_arrays_and_numbers_for_tensors_raise_type_error():
         ):
             make(3, process_group=[0, 1])
     with pytest.raises(TypeError, match="InPlaceABNSync: process_group is 2; a group expected"):
-        InPlaceABNSync(3, group=2)
+        InPlaceABNSync(3, process_group=2)
     assert InPlaceABN(np.int64(3))(torch.randn(2, 3)).shape == (2, 3)
