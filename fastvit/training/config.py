@@ -46,7 +46,7 @@ class ConfigError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """Ends a run. Every rank raises it at the same point, with the same message."""
+    """Raised to end a run, on every rank at the same point and with the same message."""
 
 
 def _option(default: Any, group: str, help: str, choices: Sequence[str] | None = None) -> Any:

@@ -67,7 +67,7 @@ class InMemoryDataset(ImageDataset):
 class SyntheticDataset(ImageDataset):
     """Generated images: the pattern of the class, plus noise that depends on the index alone."""
 
-    NOISE_FIELDS = 64  # Few fields save memory; images of one class repeat their noise after 64 indices.
+    NOISE_FIELDS = 64  # Few fields save memory. The noise repeats after so many indices.
 
     def __init__(self, num_images: int, classes: int, size: int, seed: int, first_index: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -100,9 +100,8 @@ def load_digits(seed: int) -> TrainTestData:
     # sklearn.datasets.load_digits reads this file; importing sklearn takes as long as importing torch.
     (folder,) = importlib.util.find_spec("sklearn").submodule_search_locations  # type: ignore[misc,union-attr]
     digits = torch.from_numpy(np.loadtxt(f"{folder}/datasets/data/digits.csv.gz", delimiter=","))
-    images = (
-        digits[:, :64].view(-1, 1, 8, 8).to(torch.float32) / 8 - 1
-    )  # Digits have the grey levels 0 to 16.
+    # Digits have the grey levels 0 to 16.
+    images = digits[:, :64].view(-1, 1, 8, 8).to(torch.float32) / 8 - 1
     labels = digits[:, 64].to(torch.int64)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     test, train = order.tensor_split([len(images) // 5])
@@ -201,9 +200,8 @@ def random_shift(images: Tensor, pixels: int, generator: torch.Generator, backgr
     """Shifts each image of `(N, C, H, W)` by up to `pixels` along each axis; new pixels are `background`."""
     n, _, height, width = images.shape
     padded = F.pad(images, [pixels] * 4, value=background)
-    windows = padded.unfold(2, height, 1).unfold(
-        3, width, 1
-    )  # A view (N, C, row, column, H, W) of all windows.
+    # A view (N, C, row, column, H, W) of all windows
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)
     rows, columns = torch.randint(0, 2 * pixels + 1, (2, n), generator=generator)
     return windows[torch.arange(n), :, rows, columns]
 
