@@ -38,9 +38,8 @@ def make_rank_rows(
     """Returns random moments of each rank, `(n,)`, or random sums, `(1, n)`."""
     numbers = torch.randn(world, n, dtype=dtype)
     numbers[:, n // 2 - 1 : n - 2].abs_()  # M2 is a sum of squares.
-    numbers[:, -2:] = torch.stack(
-        [torch.zeros(world), torch.arange(world) + 2.0], 1
-    )  # The count has two numbers.
+    # The count has two numbers.
+    numbers[:, -2:] = torch.stack([torch.zeros(world), torch.arange(world) + 2.0], 1)
     return list((numbers[:, None] if sums else numbers).to(device))
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from .config import ConfigError, abbreviate, first_line
 
-_AVERAGED_WEIGHTS = re.compile(
-    "(?<![a-z])(ema|teacher|average)"
-)  # Trainers use these names for averaged weights.
+# Trainers use these names for averaged weights.
+_AVERAGED_WEIGHTS = re.compile("(?<![a-z])(ema|teacher|average)")
 # torch.compile, FSDP and torch's checkpointing put these prefixes into names.
 _WRAPPER_PREFIXES = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
