@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .._deprecation import user_stacklevel
 from ..conversion.budget import parse_budget
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
@@ -226,7 +227,7 @@ def replace_old_value(name: str, value: Any, label: str) -> Any:
         return value
     # Python shows no DeprecationWarning to the user of a program.
     message = f"fastvit-train: {label} {value} is {new} now; the old value is gone in the next release"
-    warnings.warn(message, FutureWarning, stacklevel=2)
+    warnings.warn(message, FutureWarning, user_stacklevel())
     return new
 
 
