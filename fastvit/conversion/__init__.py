@@ -2,7 +2,7 @@
 
 convert_model.py   `convert`; skip_pairs.py: its argument `skip`
 blocks.py          which modules have a scope of their own
-scope_hooks.py     the hooks that open and close scopes, `revert`; hook_visibility.py: hides hooks from torch's code
+scope_hooks.py     the hooks that open and close scopes, `revert`; hook_visibility.py: hides them from torch
 budget.py          which sites meet a budget, by plan_search.py; budget_hook.py: plans in a training step
 report_model.py    `report`; memory_report.py: its result, which tells what a training forward keeps
 step_memory.py     the bytes over a step, computed by timeline.py; module_labels.py, report_pictures.py

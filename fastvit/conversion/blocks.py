@@ -55,7 +55,7 @@ def _has_norm(module: nn.Module) -> bool:
 
 
 def _count_weights(module: nn.Module) -> int:
-    """Returns the number of modules with weights, without normalisations; a shared module counts each time."""
+    """Returns the number of modules with weights, without normalisations; shared ones count each time."""
     return sum(
         "Norm" not in type(child).__name__ and any(map(_is_weight, child.parameters(recurse=False)))
         for _, child in module.named_modules(remove_duplicate=False)

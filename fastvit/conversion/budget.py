@@ -31,7 +31,7 @@ GRADIENTS = "gradients of activations and the result"  # The label of the bytes 
 
 
 class Budget(NamedTuple):
-    """The peak that a step may have: a fraction of the original's, or bytes; if both are 0, the least peak."""
+    """The peak that a step may have: a fraction of the original's, or bytes. Both are 0 for "least"."""
 
     fraction: float
     nbytes: int
@@ -82,7 +82,7 @@ def _describe_value(value: Value | None) -> str:
 
 
 def apply_plan(policy: Policy, plan: Plan, original: Plan) -> Policy:
-    """Returns `policy` with the level and the sites of `plan`; `original` is the plan that recomputes nothing."""
+    """Returns `policy` with the level and sites of `plan`. The plan `original` recomputes nothing."""
     kept_fraction = plan.kept_bytes / max(original.kept_bytes, 1)
     return dataclasses.replace(policy, level=plan.level, only_sites=plan.sites, kept_fraction=kept_fraction)
 
@@ -102,24 +102,24 @@ def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: For
     model_copy = add_scope_hooks(runner.copy_for_training(), make_recording_policy(policy))
     record = runner.record_step(model_copy, observe_saved_tensors(lambda _: None))
     step_plans = StepPlans(record, runner.devices[0])
-    original = step_plans.plans[0]
+    plans, original = step_plans.plans, step_plans.plans[0]
 
     def measure(plan: Plan) -> int:
         return runner.measure_step_peak(add_scope_hooks(model_copy, apply_plan(policy, plan, original)))
 
     if budget.is_least:
-        return apply_plan(policy, _find_least(step_plans.plans, measure)[0], original)
+        return apply_plan(policy, _find_least(plans, measure)[0], original)
     measured_original = runner.measure_original_peak()
     allowed = budget.find_allowed_bytes(measured_original)
     if allowed >= measured_original:
         return dataclasses.replace(policy, only_sites=frozenset())
-    # Bisection lets a smaller budget take the same plan or a later one, even if measured peaks are not in order.
+    # Bisection lets a smaller budget take the same plan or a later one, even if peaks are not in order.
     index = bisect_left(
         range(len(step_plans.plans)), True, key=lambda i: measure(step_plans.plans[i]) <= allowed
     )
-    if index < len(step_plans.plans):
-        return apply_plan(policy, step_plans.plans[index], original)
-    plan, least_peak = _find_least(step_plans.plans, measure)
+    if index < len(plans):
+        return apply_plan(policy, plans[index], original)
+    plan, least_peak = _find_least(plans, measure)
     if least_peak <= allowed:
         return apply_plan(policy, plan, original)
     message = describe_unmet_budget(budget, least_peak, measured_original, policy)
@@ -127,7 +127,7 @@ def plan_budget(model: nn.Module, policy: Policy, budget: Budget, arguments: For
 
 
 def _find_least(plans: list[Plan], measure: Callable[[Plan], int]) -> tuple[Plan, int]:
-    """Returns the plan with the least measured peak, and that peak; among equal peaks, the plan of least work.
+    """Returns the plan with the least measured peak, and that peak; of equal ones, that of least work.
 
     Near the least peak, peaks on paper differ from measured ones as much as from one another.
     """
@@ -145,8 +145,8 @@ def describe_unmet_budget(budget: Budget, least_peak: int, original_peak: int, p
     fraction = math.ceil(1000 * least_peak / max(original_peak, 1)) / 1000
     has_casts = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) and not policy.weight_casts
     return (
-        f"a budget of {budget} cannot be met; the least peak of a step is {least_peak} bytes, {fraction:.3f} of "
-        f"the original's {original_peak}; pass budget='least' or a budget of at least {fraction:.3f}"
+        f"a budget of {budget} cannot be met; the least peak of a step is {least_peak} bytes, {fraction:.3f} "
+        f"of the original's {original_peak}; pass budget='least' or a budget of at least {fraction:.3f}"
         + ("; recompute_weight_casts=True frees copies of weights too" if has_casts else "")
     )
 

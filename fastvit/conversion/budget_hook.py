@@ -34,16 +34,14 @@ class BudgetHook(ScopeHook):
         policy: the policy until the first plan. The hooks of the blocks share this object.
         block: the name of the module.
         budget: the budget to meet.
-        plan_state: the bytes of the inputs of the last plan (-1 before it), and whether the hook has warned.
+        last_plan: the bytes of the inputs of the last plan (-1 before it), and whether the hook has warned.
     """
 
-    def __init__(
-        self, policy: Policy, block: str, budget: Budget, plan_state: tuple[int, bool] = (-1, False)
-    ):
+    def __init__(self, policy: Policy, block: str, budget: Budget, last_plan: tuple[int, bool] = (-1, False)):
         super().__init__(policy, block)
         self.budget = budget
-        self.input_bytes, self.has_warned = plan_state
-        # By thread, the observer and the input bytes of the forward that runs and plans.
+        self.input_bytes, self.has_warned = last_plan
+        # For each thread the observer and the input bytes of the forward that runs and plans.
         self._planning_forwards: dict[int, tuple[SavedTensorObserver, int]] = {}
 
     def __reduce__(self):
@@ -91,16 +89,15 @@ class BudgetHook(ScopeHook):
         self.input_bytes = input_bytes
         plan = step_plans.plans[-1]
         if not self.budget.is_least:
-            allowed = self.budget.find_allowed_bytes(step_plans.original_peak)
+            original_peak = step_plans.original_peak
+            allowed = self.budget.find_allowed_bytes(original_peak)
             plan = step_plans.choose_plan(allowed) or plan
             if plan.peak_bytes > allowed and not self.has_warned:
                 self.has_warned = True
-                message = describe_unmet_budget(
-                    self.budget, plan.peak_bytes, step_plans.original_peak, self.policy
-                )
+                message = describe_unmet_budget(self.budget, plan.peak_bytes, original_peak, self.policy)
                 warnings.warn(
-                    f"convert: {message}; at that peak there are {step_plans.describe_holders(plan)} bytes. Until "
-                    f"then the plan is the one with the least peak, with inputs of {input_bytes} bytes",
+                    f"convert: {message}; at that peak there are {step_plans.describe_holders(plan)} bytes. "
+                    f"Until then the plan is the one with the least peak, with inputs of {input_bytes} bytes",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -114,7 +111,7 @@ class BudgetHook(ScopeHook):
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Returns whether torch.compile has compiled scopes in `module`; torch's partitioner has the budget then."""
+    """Returns whether torch.compile has compiled scopes in `module`, which have a budget of their own."""
     return any(map(dynamo_hooks.is_compiled, module.modules()))
 
 
