@@ -73,7 +73,7 @@ class BatchSearch:
         self._optimizer_bytes = sum(trained_nbytes) if is_gpu else 2 * max(trained_nbytes, default=0)
 
     def run_sizes(self, function: Callable[[], Result]) -> tuple[Result, Result]:
-        """Calls `function` once with each batch, by a part of the inputs, or by the inputs repeated."""
+        """Calls `function` once for each of `sizes`, with the inputs of the runner cut or repeated."""
         small, large = (self._run_size(function, size) for size in self.sizes)
         return small, large
 

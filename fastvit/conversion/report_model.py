@@ -35,9 +35,9 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
     allocator of torch (`fastvit.memory.live_bytes`). The bytes are those of all tensors that stay
     allocated while the result is held: saved tensors and the result. The peak of a step, forward and backward
     of the results, is measured too (`fastvit.memory.peak_bytes`), without gradients of parameters. Bytes over
-    the step, and the holders of the peak, are computed from what one more forward saves. Neither the model nor
-    its buffers, training flags and hooks change, nor do random states. Runs that last longer than a few seconds
-    are announced on stderr.
+    the step, and the holders of the peak, are computed from what one more forward saves. Neither the model
+    nor its buffers, training flags and hooks change, nor do random states. Runs that last longer than a few
+    seconds are announced on stderr.
 
     Call it as the model is trained: under the same autocast, with inputs of the same shape and dtype. If the
     model is in evaluation mode, the copies are set to training mode. A copy runs without
@@ -48,8 +48,8 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
     each trained parameter), the inputs, activations, and those gradients of parameters that exist when it
     holds most, if `zero_grad()` frees them before the forward; AdamW's own step must fit too. The batch is
     the first dimension of all tensors in the inputs. The bytes of activations are taken for an affine
-    function of the batch: steps are measured with the batch and with half of it, or, below 4, twice of it. Memory of
-    the loss and of the data loader is not counted.
+    function of the batch: steps are measured with the batch and with half of it, or, below 4, twice of it.
+    Memory of the loss and of the data loader is not counted.
 
     Args:
         model: converted or not. One more copy of its parameters must fit in memory.

@@ -98,11 +98,11 @@ def verify(
         assert fastvit.verify(model, images)
 
     Copies of `model` run with the same random numbers: one reverted, and one converted as `model` is, or by
-    `convert(model)` if `model` is not converted. `verify` compares outputs, inputs after the step, gradients of
-    all parameters and floating-point inputs, and buffers. At the end of the forward everything that backward
-    recomputes is also recomputed at once, and compared bit by bit with the saved tensor: they differ if
-    something wrote to that tensor unnoticed. Modules run in the modes (training or evaluation) that they are
-    in. Neither the model nor random states change.
+    `convert(model)` if `model` is not converted. `verify` compares outputs, inputs after the step, gradients
+    of all parameters and floating-point inputs, and buffers. At the end of the forward everything that
+    backward recomputes is also recomputed at once, and compared bit by bit with the saved tensor: they differ
+    if something wrote to that tensor unnoticed. Modules run in the modes (training or evaluation) that they
+    are in. Neither the model nor random states change.
 
     Gradients of inputs are left out if the model sets requires_grad on its inputs, as some do for
     checkpointing. If two runs of the original differ (atomic additions on CUDA, for example), the converted
@@ -111,8 +111,9 @@ def verify(
     Args:
         model: converted or not. One more copy of it at a time must fit in memory.
         inputs: positional arguments of its forward.
-        dtype: the dtype in which both copies compute. float64 tells a wrong gradient from roundings at any depth.
-            None is the model's own dtype: which outputs are recomputed may depend on it, and on autocast.
+        dtype: the dtype in which both copies compute. float64 tells a wrong gradient from roundings at any
+            depth. None is the model's own dtype: which outputs are recomputed may depend on it, and on
+            autocast.
         tolerance: largest allowed difference of a tensor, relative to its largest value. The default is 0,
             since the same op is repeated; for a model with layers of `fastvit.fuse` it depends on `dtype`.
             The scale of a gradient or buffer is at least 1e-4 of the model's largest one, because one that is
