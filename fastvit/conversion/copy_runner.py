@@ -21,7 +21,7 @@ from ..recompute import SavedTensorObserver, StepRecord, active_scope, record_st
 from .nested_values import ForwardArguments, copy_arguments, refuse_iterators, tensor_leaves
 from .scope_hooks import revert
 
-_PROGRESS_SECONDS = 3.0  # Before the first line on stderr, and between two lines.
+_SECONDS_BEFORE_PROGRESS = 3.0  # Before the first line on stderr, and between two lines.
 
 
 def split_example_inputs(inputs: Tensor | Sequence | Mapping) -> ForwardArguments:
@@ -143,7 +143,7 @@ class CopyRunner:
 
     def _show_progress(self) -> None:
         self._num_forwards += 1
-        if (time_now := time.monotonic()) - self._last_progress_time > _PROGRESS_SECONDS:
+        if (time_now := time.monotonic()) - self._last_progress_time > _SECONDS_BEFORE_PROGRESS:
             self._last_progress_time = time_now
             progress = f"forward {self._num_forwards}, after {time_now - self._start_time:.0f} s"
             print(f"fastvit.{self.caller}: runs a copy of the model: {progress}", file=sys.stderr)
