@@ -14,7 +14,7 @@ from ..recompute.policy import display_op_name, op_name
 from ..recompute.recompute_rules import RECOMPUTE_RULES
 from .blocks import name_scoped_modules
 
-_NUM_NEAREST = 3  # names that an error suggests
+_NUM_NEAREST = 3  # Names that an error suggests.
 
 
 def check_skip(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
@@ -39,9 +39,11 @@ def check_skip(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[t
 
 
 def _check_op_name(op: str) -> None:
-    # Ops without a rule are kept anyway, and a report may name them all the same.
-    recomputable = _op_names(("Dropout", *RECOMPUTE_RULES, *ACTIVATION_MASKS))
-    if op not in recomputable and op not in _op_names((*dir(torch._C._functions), *_function_nodes())):
+    # Outputs of ops without a rule are always kept, but a report may name these ops, so they are accepted.
+    recomputable = _list_op_names(("Dropout", *RECOMPUTE_RULES, *ACTIVATION_MASKS))
+    if op not in recomputable and op not in _list_op_names(
+        (*dir(torch._C._functions), *_iterate_function_nodes())
+    ):
         nearest = difflib.get_close_matches(op, sorted(recomputable), _NUM_NEAREST, cutoff=0)
         raise ValueError(
             f"convert: skip must have names of ops as fastvit.report prints them, got {op!r}; "
@@ -49,12 +51,12 @@ def _check_op_name(op: str) -> None:
         )
 
 
-def _op_names(node_names: Iterable[str]) -> set[str]:
+def _list_op_names(node_names: Iterable[str]) -> set[str]:
     """Returns the names that a report prints for the ops of autograd nodes, and their plain names."""
     return {name for node in node_names for name in (display_op_name(node), op_name(node)) if name}
 
 
-def _function_nodes() -> Iterator[str]:
+def _iterate_function_nodes() -> Iterator[str]:
     """Yields the node names of all classes of torch.autograd.Function that exist."""
     classes = [Function]
     while classes:
