@@ -1,4 +1,4 @@
-"""What is a block, which tensors cross its border, and who sees the hooks."""
+"""Tests which modules are blocks, which tensors cross a block's border, and who sees its hooks."""
 
 import copy
 import dataclasses

@@ -646,7 +646,7 @@ def test_double_backward_is_refused():
 
 @pytest.mark.parametrize("make", [InPlaceABN, SyncBatchNorm, BatchNormAct, fastvit.LayerNorm])
 def test_a_graph_of_the_backward_that_nothing_differentiates(make):
-    """What is saved is unpacked once, also by torch.utils.checkpoint, and gradients can be written to."""
+    """Saved tensors are unpacked once, also by torch.utils.checkpoint; gradients can be written to."""
     layer, x = make(3), torch.randn(4, 3, requires_grad=True)
     run, leaves, unpacked = lambda x: layer(x.clone()), (x, *layer.parameters()), []
     want = torch.autograd.grad(run(x).sin().sum(), leaves)

@@ -71,7 +71,7 @@ class WriteTracker:
         self._recipes.clear()
 
     def is_unshared_number(self, tensor: Tensor) -> bool:
-        """Returns whether `tensor` is a leaf of one element that shares no memory; recipes have its copies."""
+        """Returns whether `tensor` is a leaf of one element that shares no memory; recipes have copies."""
         is_number = not tensor.dim() and tensor.untyped_storage().nbytes() == tensor.element_size()
         return is_number and self.find_owner(tensor) is None
 
