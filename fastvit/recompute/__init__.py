@@ -1,19 +1,11 @@
 """Recomputes saved tensors in the backward pass instead of keeping them.
 
-<<<<<<< HEAD
 policy.py            the choice of ops whose outputs a scope may recompute
 packed_tensor.py     an object for each saved tensor, and its states; pins.py: operands; masks.py: bit masks
 recipe.py            an op call that recomputes a tensor; environment.py: the settings of torch
 planner.py           a plan of saved tensors: keep, or recompute by which recipe; node_reader.py reads a node
 recompute_rules.py   the ops that are recomputed, by the name of their node; norm_rules.py, views.py
-=======
-policy.py            which tensors a scope may recompute
-packed_tensor.py     an object for each saved tensor, and its states; pins.py, masks.py
-recipe.py            an op call that recomputes a tensor; environment.py
-planner.py           a plan of saved tensors: keep, or recompute by which recipe; node_reader.py
-recompute_rules.py   the ops that are recomputed, by the names of autograd's nodes; norm_rules.py, views.py
 op_names.py          the names of ops that `report` prints and `convert(skip=)` takes
->>>>>>> main
 call_observer.py     facts that the graph lacks, from the calls of torch's functions; write_handlers.py
 storage.py           the memory in which a tensor lies
 weak_list.py         objects that a list does not keep alive
