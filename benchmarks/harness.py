@@ -42,7 +42,7 @@ REUSE_MEMORY_VARIABLES = {
 
 
 def restart_with_reused_memory() -> None:
-    """Restarts this program with an allocator that retains freed memory. glibc reads its options at the start."""
+    """Restarts this program with an allocator that retains freed memory. glibc reads its options then."""
     if any(os.environ.get(name) != value for name, value in REUSE_MEMORY_VARIABLES.items()):
         os.environ.update(REUSE_MEMORY_VARIABLES)
         os.execv(sys.executable, [sys.executable, *sys.argv])
