@@ -3,12 +3,12 @@
 A fault is a contender that dominates the curve, or a budget that breaks a property of the curve:
 
     dominated     a rival of `convert` takes less time than the line between the curve's points at its bytes
-    not convex    a budget takes more time than another point of the curve, or a mix of two, of no larger peak
+    not convex    a budget takes more time than a point of the curve, or a mix, of no larger peak
     not monotone  a budget has a larger peak than a larger budget
     over budget   the peak is more than the budget
 
-The curve's points are the eager model, plain `convert` and the budgets. Each comparison allows MARGIN. A rival
-with fewer bytes than the curve's lowest point and with more time is listed, but is no fault.
+The curve's points are the eager model, plain `convert` and the budgets. Each comparison allows MARGIN. A
+rival with fewer bytes than the curve's lowest point and with more time is listed, but is no fault.
 """
 
 import re
@@ -107,10 +107,10 @@ def select_front(points: Iterable[CurvePoint], axis: str) -> list[CurvePoint]:
     return front
 
 
-def mix_time(left: CurvePoint, right: CurvePoint, share: float, axis: str) -> float:
+def mix_time(low: CurvePoint, high: CurvePoint, share: float, axis: str) -> float:
     """Returns the time on the line between two points, at a share of the eager model's bytes."""
-    low, high = getattr(left, axis), getattr(right, axis)
-    return left.time + (right.time - left.time) * (share - low) / (high - low)
+    low_share, high_share = getattr(low, axis), getattr(high, axis)
+    return low.time + (high.time - low.time) * (share - low_share) / (high_share - low_share)
 
 
 def find_faults(points: Iterable[CurvePoint]) -> list[CurveFault]:
@@ -142,10 +142,10 @@ def _find_domination(curve: list[CurvePoint], rival: CurvePoint, axis: str) -> C
         is_slower = rival.time > lowest.time
         return CurveFault(f"{axis}: {BELOW_LEAST if is_slower else 'dominated'}", rival, f"ours: {lowest}")
     allowed_time, reason = lowest.time, f"ours: {lowest}"
-    for left, right in pairwise(front):
-        if getattr(left, axis) < share <= getattr(right, axis):
-            allowed_time = mix_time(left, right, share, axis)
-            reason = f"ours: {allowed_time:.2f}x between {left.contender} and {right.contender}"
+    for low, high in pairwise(front):
+        if getattr(low, axis) < share <= getattr(high, axis):
+            allowed_time = mix_time(low, high, share, axis)
+            reason = f"ours: {allowed_time:.2f}x between {low.contender} and {high.contender}"
     is_dominated = rival.time < allowed_time * (1 - MARGIN)
     return CurveFault(f"{axis}: dominated", rival, reason) if is_dominated else None
 
@@ -156,9 +156,9 @@ def _find_dent(curve: list[CurvePoint], budget: CurvePoint) -> CurveFault | None
     higher = [point for point in curve if point.peak > budget.peak]
     alternatives = [(point.time, f"{point} alone") for point in lower]
     alternatives += [
-        (mix_time(left, right, budget.peak, "peak"), f"mix of {left.contender} and {right.contender}")
-        for left in lower
-        for right in higher
+        (mix_time(low, high, budget.peak, "peak"), f"mix of {low.contender} and {high.contender}")
+        for low in lower
+        for high in higher
     ]
     time, reason = min(alternatives, default=(budget.time, ""))
     is_dent = budget.time > time * (1 + MARGIN)

@@ -146,7 +146,7 @@ def _host_main(index: int, socket_fd: int) -> None:
 
 
 class _Packet(NamedTuple):
-    due: float  # the time of time.monotonic() at which the receiver gets the packet
+    due_time: float  # The receiver gets the packet at this time of time.monotonic().
     count: int  # Packets that are due at the same time keep their order.
     receiver: int  # a device
     data: bytes
@@ -154,25 +154,24 @@ class _Packet(NamedTuple):
 
 def _forward_packets(delay: float, devices: list[int]) -> None:
     """Reads the packets of every host, and writes each to its receiver after the delay."""
+    # The address is the destination in an IPv4 packet, bytes 16 to 19.
     device_by_address = {
         socket.inet_aton(host_address(index)): device for index, device in enumerate(devices)
     }
     queue: list[_Packet] = []  # a heap
     is_down, count = False, 0
     while True:
-        timeout = None if not queue else max(0.0, queue[0].due - time.monotonic())
+        timeout = None if not queue else max(0.0, queue[0].due_time - time.monotonic())
         for file in select.select([0, *devices], [], [], timeout)[0]:  # poll's timeout is whole milliseconds.
             data = os.read(file, 1 << 17)  # more than the MTU of a device
             if file == 0:  # The program reads commands of `set_network_down`, and the end of its parent.
                 if not data:
                     return
                 is_down = data[-1:] == b"1"
-            elif (
-                not is_down and (receiver := device_by_address.get(data[16:20])) is not None
-            ):  # IPv4's destination
+            elif not is_down and (receiver := device_by_address.get(data[16:20])) is not None:
                 count += 1
                 heapq.heappush(queue, _Packet(time.monotonic() + delay, count, receiver, data))
-        while queue and queue[0].due <= time.monotonic():
+        while queue and queue[0].due_time <= time.monotonic():
             packet = heapq.heappop(queue)
             if not is_down:
                 os.write(packet.receiver, packet.data)
