@@ -35,10 +35,10 @@ def check_tensor(name: str, x: object, argument: str | None = None) -> None:
         raise TypeError(f"{name}: a tensor expected, got an object of type {type(x).__name__}{hint}")
 
 
-def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
-    """Returns whether `value` is a number from `least` to `most`. A bool is none, and neither is nan."""
+def is_number(value: object, minimum: float, maximum: float) -> TypeGuard[float]:
+    """Returns whether `value` is a number from `minimum` to `maximum`. A bool and nan are no numbers."""
     number: Any = value  # Real has no order for type checkers
-    return isinstance(value, Real) and not isinstance(value, bool) and least <= number <= most
+    return isinstance(value, Real) and not isinstance(value, bool) and minimum <= number <= maximum
 
 
 def check_eps(name: str, eps: object) -> None:

@@ -24,18 +24,18 @@ def change_class(layer: nn.Module, cls: type, undo_attribute: str, **attributes:
     if issubclass(cls, _norm_base.ProcessGroupMixin):
         missing = {"process_group", "layer_id"} - layer.__dict__.keys()
         attributes |= dict.fromkeys(missing)
-    before = {name: layer.__dict__[name] for name in attributes if name in layer.__dict__}
+    old_attributes = {name: layer.__dict__[name] for name in attributes if name in layer.__dict__}
     layer.__dict__.update(attributes)
-    layer.__dict__[undo_attribute] = type(layer), before, tuple(attributes)
+    layer.__dict__[undo_attribute] = type(layer), old_attributes, tuple(attributes)
     layer.__class__ = cls
 
 
 def restore_class(layer: nn.Module, undo_attribute: str) -> None:
     """Undoes `change_class`."""
-    cls, before, names = layer.__dict__.pop(undo_attribute)
+    cls, old_attributes, names = layer.__dict__.pop(undo_attribute)
     for name in names:
         layer.__dict__.pop(name, None)
-    layer.__dict__.update(before)
+    layer.__dict__.update(old_attributes)
     layer.__class__ = cls
 
 

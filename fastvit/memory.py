@@ -58,9 +58,9 @@ def live_bytes(
     if not gpus:
         changes, result = _record_allocation_events(run_and_collect)
         return LiveBytes(sum(changes), result)
-    before = sum(map(torch.cuda.memory_allocated, gpus))
+    bytes_before = sum(map(torch.cuda.memory_allocated, gpus))
     result = run_and_collect()
-    return LiveBytes(sum(map(torch.cuda.memory_allocated, gpus)) - before, result)
+    return LiveBytes(sum(map(torch.cuda.memory_allocated, gpus)) - bytes_before, result)
 
 
 @renamed_arguments(work="function")
@@ -72,9 +72,9 @@ def peak_bytes(function: Callable[[], object], device: str | torch.device = "cpu
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        bytes_before = torch.cuda.memory_allocated(device)
         function()
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.max_memory_allocated(device) - bytes_before
     return max(itertools.accumulate(_record_allocation_events(function)[0], initial=0))
 
 

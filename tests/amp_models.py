@@ -8,10 +8,11 @@ import fastvit
 from fastvit.compat.apex import amp
 
 LEVELS = ["O0", "O1", "O2", "O3"]
-HALF = torch.bfloat16  # the CPU's
+HALF = torch.bfloat16  # the half precision of the CPU
 
 
 def network(seed: int = 0) -> nn.Module:
+    """Returns a model for images `(N, 1, 8, 8)` and 4 classes."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(1, 6, 3, bias=False),
@@ -24,6 +25,7 @@ def network(seed: int = 0) -> nn.Module:
 
 
 def data(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns images `(8, 1, 8, 8)` and labels `(8,)`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(8, 1, 8, 8, generator=generator), torch.randint(4, (8,), generator=generator)
 
@@ -40,8 +42,8 @@ def loss_of(model, seed: int = 0) -> torch.Tensor:
 
 
 def scaled_backward(loss, optimizer, **options) -> None:
-    with amp.scale_loss(loss, optimizer, **options) as scaled:
-        scaled.backward()
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
 
 
 def backward(model, optimizer, seed: int = 0, factor: float = 1.0, **options) -> None:
@@ -50,8 +52,8 @@ def backward(model, optimizer, seed: int = 0, factor: float = 1.0, **options) ->
 
 def step(model, optimizer, seed: int = 0, infinite: bool = False) -> None:
     optimizer.zero_grad()
-    with amp.scale_loss(loss_of(model, seed), optimizer) as scaled:
-        scaled.backward()
+    with amp.scale_loss(loss_of(model, seed), optimizer) as scaled_loss:
+        scaled_loss.backward()
         if infinite:
             next(model.parameters()).grad.view(-1)[0] = float("inf")
     optimizer.step()
@@ -59,9 +61,9 @@ def step(model, optimizer, seed: int = 0, infinite: bool = False) -> None:
 
 def record_forwards(module, look=lambda module, output: output.dtype) -> list:
     """Returns a list that gets the result of `look` in each forward of `module`."""
-    seen = []
-    module.register_forward_hook(lambda module, args, output: seen.append(look(module, output)))
-    return seen
+    results = []
+    module.register_forward_hook(lambda module, args, output: results.append(look(module, output)))
+    return results
 
 
 def call_under_o1(function, x):
@@ -80,5 +82,7 @@ def flat_parameters(model) -> torch.Tensor:
     return torch.cat([p.detach().float().flatten() for p in model.parameters()])
 
 
-def same_state(left: dict, right: dict) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+def same_state(state: dict, other_state: dict) -> bool:
+    return state.keys() == other_state.keys() and all(
+        torch.equal(state[key], other_state[key]) for key in state
+    )

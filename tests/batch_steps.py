@@ -1,4 +1,4 @@
-"""Measures the memory of real training steps with AdamW."""
+"""Measures the memory of training steps with AdamW."""
 
 import copy
 
@@ -8,13 +8,13 @@ from fastvit.memory import peak_bytes
 
 
 def measure_training(model, inputs) -> int:
-    """Returns the peak bytes of two steps of a copy of the model with AdamW; `inputs()` makes a batch."""
+    """Returns the peak bytes of two steps of a copy of the model with AdamW. `inputs()` makes the batch."""
 
     def train():
         copied = copy.deepcopy(model)
         optimizer = torch.optim.AdamW(copied.parameters())
         x = inputs()
-        for _ in range(2):  # the first step makes the optimizer's state
+        for _ in range(2):  # the first step allocates the optimizer's state
             optimizer.zero_grad()
             copied(x).sum().backward()
             optimizer.step()

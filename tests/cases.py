@@ -1,4 +1,4 @@
-"""Inputs of the tests of ops and layers in every layout, and comparisons with the reference."""
+"""Inputs for the tests of ops and layers in every layout, and comparisons with tests/reference.py."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,22 +12,24 @@ from fastvit import _checks, ops
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ACTIVATIONS, INVERTIBLE = list(_checks.ACTIVATIONS), list(_checks.INVERTIBLE_ACTIVATIONS)
-ACTIVATION_PARAM = 0.2  # slope or alpha
+ACTIVATION_PARAM = 0.2  # the slope of leaky_relu, or the alpha of elu
 
 
 def to_channels_last(x):
+    """Returns images or volumes in channels_last."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return x.contiguous(memory_format=formats[x.dim()])
 
 
 class Layout(NamedTuple):
-    """A layout in memory: a function that makes a float64 tensor of it, and the dimension of its channels."""
+    """A layout of tensors in memory."""
 
-    make_values: Callable[[Callable[..., torch.Tensor]], torch.Tensor]
+    make_values: Callable[[Callable[..., torch.Tensor]], torch.Tensor]  # takes make_randn's function
     channel_dim: int
 
 
-# Sizes are prime, or there is one channel, one position, or many. `r` is torch.randn with a fixed seed.
+# Most sizes are odd, so that vectors do not divide them. `_c1` has one channel, `_c96` 96 channels, and `_s1`
+# one element in each plane. `r(*shape)` returns a float64 tensor of random numbers.
 LAYOUTS = {
     "nchw": Layout(lambda r: r(6, 5, 7, 11), 1),
     "nchw_wide": Layout(lambda r: r(3, 3, 61, 67), 1),
@@ -59,6 +61,7 @@ def make_generator(seed: int = 0) -> torch.Generator:
 
 
 def make_randn(g: torch.Generator):
+    """Returns a function of a shape, which draws float64 numbers from the generator."""
     return lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
 
 
@@ -71,7 +74,7 @@ def copy_with_strides_of(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def make_differently_strided(images: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns images of other strides. `expanded` repeats channel 0; the others equal `images`."""
+    """Returns images of other strides. `expanded` repeats channel 0; the other tensors equal `images`."""
     is_channels_last = images.is_contiguous(memory_format=torch.channels_last)
     return {
         "other_format": images.contiguous() if is_channels_last else to_channels_last(images),
@@ -84,21 +87,22 @@ def make_differently_strided(images: torch.Tensor) -> dict[str, torch.Tensor]:
 class LayerInputs:
     """The inputs of a layer's step: x, dy, residual, weight, bias and running statistics.
 
-    Every third weight is negative. `parameters` is the dtype of weight, bias and running statistics.
+    Every third weight is negative. `parameters` is the dtype of weight, bias and running statistics; the
+    default is float64 for float64 inputs, and float32 for others.
     """
 
     def __init__(self, layout: str, dtype: torch.dtype, device: str = "cpu", seed: int = 0, parameters=None):
         g = make_generator(seed)
         make_values, self.channel_dim = LAYOUTS[layout]
-        double = make_values(make_randn(g))
-        self.channels = c = double.shape[self.channel_dim]
+        values = make_values(make_randn(g))
+        self.channels = c = values.shape[self.channel_dim]
 
-        def cast(values):
-            return copy_with_strides_of(double, values.to(dtype).to(device))  # .to() would close gaps
+        def cast(t):
+            return copy_with_strides_of(values, t.to(dtype).to(device))  # .to() would close gaps
 
-        self.x = cast(double * 2 + 3)
-        self.dy = cast(torch.randn(double.shape, generator=g, dtype=torch.float64))
-        self.residual = cast(torch.randn(double.shape, generator=g, dtype=torch.float64))
+        self.x = cast(values * 2 + 3)
+        self.dy = cast(torch.randn(values.shape, generator=g, dtype=torch.float64))
+        self.residual = cast(torch.randn(values.shape, generator=g, dtype=torch.float64))
         if parameters is None:
             parameters = torch.float64 if dtype == torch.float64 else torch.float32
         weight = torch.rand(c, generator=g, dtype=torch.float64) + 0.5
@@ -128,13 +132,13 @@ class _CopyToStridesOf(torch.autograd.Function):
 
 
 def copy_to_strides_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a differentiable copy of `values` with the strides of `like`, which is no leaf and no view."""
+    """Returns a differentiable copy of `values`, no leaf and no view, with the strides of `like`."""
     copied = _CopyToStridesOf.apply(values, like)
     assert copied.stride() == like.stride() and not copied._is_view()
     return copied
 
 
-# The row of TOLERANCES of each tensor that an op writes or returns, in this order.
+# For each op, the rows of TOLERANCES of the tensors that the op writes or returns, in this order.
 TOLERANCE_ROWS = {
     "bn_stats": ["bn_stats"],
     "bn_forward": ["bn_forward", "bn_stats"],
@@ -149,17 +153,18 @@ TOLERANCE_ROWS = {
 def assert_matches_reference(
     op: str, x: torch.Tensor, *arguments, running: LayerInputs | None = None, **options
 ) -> list[torch.Tensor]:
-    """Raises unless an op and the reference write and return the same within TOLERANCES.
+    """Raises unless an op and the reference write and return the same tensors within TOLERANCES.
 
-    Returns what the op wrote to x, what it returned, and then the buffers, copies of those of `running`.
+    Returns x if the op writes to x, then the tensors that the op returned, then the buffers after the op. The
+    op gets copies of the buffers of `running`.
     """
     results = []
     for module in (ops, reference):
         buffers = running.copy_buffers() if running else {}
-        written = [clone_with_strides(x)] if op == "bn_forward_inplace" else []
-        returned = getattr(module, op)(*(written or [x]), *arguments, **buffers, **options)
-        returned = returned if isinstance(returned, tuple) else (returned,)
-        results.append([*written, *returned, *buffers.values()])
+        writable = [clone_with_strides(x)] if op == "bn_forward_inplace" else []
+        outputs = getattr(module, op)(*(writable or [x]), *arguments, **buffers, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        results.append([*writable, *outputs, *buffers.values()])
     suffix = FROM_OUTPUT if options.get("from_output") else ""
     rows = [*(row + suffix for row in TOLERANCE_ROWS[op]), *["running"] * 3]
     for row, *pair in zip(rows, *results, strict=False):
@@ -171,7 +176,7 @@ def assert_matches_reference(
 def run_layer_step(layer, x: torch.Tensor, dy: torch.Tensor, *residual: torch.Tensor) -> list:
     """Returns the output of a layer's step and the gradients of its inputs and parameters.
 
-    The layer gets copies with the strides of `x` and `residual`, which are no leaves.
+    The layer gets copies of `x` and `residual` with the same strides. The copies are no leaves.
     """
     inputs = x, *residual
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
@@ -182,10 +187,10 @@ def run_layer_step(layer, x: torch.Tensor, dy: torch.Tensor, *residual: torch.Te
 
 
 def describe_model(model):
-    """Returns what a converter may change, then what it must not.
+    """Returns a tuple: the facts of a model that a converter may change, then those that it must keep.
 
-    The types and attributes of modules come first; then the identities of modules and tensors, the keys of
-    the state, and the repr.
+    A converter may change the types and attributes of modules. It must keep the identities of modules and
+    tensors, the keys of the state, and the repr.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return (
@@ -198,8 +203,8 @@ def describe_model(model):
 
 
 def assert_repeats_bits(run) -> None:
-    """Raises unless `run()` returns the same bits when it is repeated, with any number of threads."""
-    before = torch.get_num_threads()
+    """Raises unless repeated calls of `run()` return tensors of the same bits, with any number of threads."""
+    old_num_threads = torch.get_num_threads()
     try:
         expected = run()
         for num_threads in (1, 2, 3, 1):
@@ -207,11 +212,11 @@ def assert_repeats_bits(run) -> None:
             for a, b in zip(expected, run(), strict=True):
                 assert torch.equal(a, b), f"{num_threads} threads"
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(old_num_threads)
 
 
 def clone_with_strides(x: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of x with its strides, which an op may overwrite."""
+    """Returns a copy of x with the same strides, to which an op may write."""
     return copy_with_strides_of(x, x)
 
 

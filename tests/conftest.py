@@ -10,13 +10,13 @@ import os
 import tempfile
 import zlib
 
-# torch reads it when it loads OpenMP. By default idle threads spin on the cores that other processes need.
+# torch reads this variable when it loads OpenMP. Else idle threads spin on cores that other processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# CUDA reads it when it starts. Ranks that wait for each other need a queue each, and the default is 8.
+# CUDA reads this variable when it starts. Ranks that wait for each other need a queue each; the default is 8.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-# cuBLAS reads it when it starts. torch.use_deterministic_algorithms needs it where tests compare bits.
+# cuBLAS reads this variable when it starts. Tests that compare bits need it for deterministic algorithms.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# The cache of torch's compiler does not tell instruction sets apart, and then fails to compile its code.
+# torch's compiler caches code without its instruction set. With another one, cached code fails to compile.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{capability}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
@@ -26,8 +26,8 @@ import torch  # noqa: E402
 
 TEST_DEVICE = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
 # `make test` leaves these tests to `make test ALL=1`: long trainings, programs drawn at random, combinations
-# whose pairs other cases have, and tests that run tools. An entry is the beginning of a test's name, or the
-# beginning and the end with a * between them.
+# whose pairs of parameters other cases have, and tests that run tools. An entry is the beginning of a
+# test's name, or the beginning and the end with a * between them.
 THOROUGH = """
     test_benchmarks test_convert_programs test_demo test_exchange_model test_gpu_tool test_hosts
     test_kills test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
@@ -57,7 +57,7 @@ THOROUGH = """
     test_training_runs::test_a_killed test_training_runs::test_sigterm_to_one_rank_saves_all*options1]
     test_training_runs::test_stop_after
 """.split()
-CUDA_MODEL_TAKES_ONE_OF = 8  # on the model of CUDA `make test` runs one case in so many
+CUDA_MODEL_SAMPLE_PERIOD = 8  # `make test` runs one case in 8 of the ops on the model of CUDA
 is_cuda_context_lost = False
 
 
@@ -68,39 +68,38 @@ def pytest_configure(config):
         from cuda_host import redirect
 
         redirect.install()
-        torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors hold NaN until written
+        torch.use_deterministic_algorithms(True, warn_only=True)  # also fills new tensors with NaN
     if TEST_DEVICE == "cuda":
         torch.backends.cudnn.allow_tf32 = False  # tests compare convolutions in float32
-        torch.backends.cudnn.deterministic = (
-            True  # tests compare bits of two runs, which atomic sums would change
-        )
+        torch.backends.cudnn.deterministic = True  # tests compare bits, which atomic sums would change
         torch.backends.cudnn.benchmark = False
         _use_exact_hardswish()
 
 
 def _use_exact_hardswish():
-    """Replaces torch's hardswish, whose CUDA kernel multiplies doubles by a float 1 / 6, by the CPU's."""
+    """Replaces torch's hardswish by the CPU's, since the CUDA kernel multiplies doubles by a float 1 / 6."""
     hardswish = torch.nn.functional.hardswish
 
-    def exact(v, inplace=False):
+    def exact_hardswish(v, inplace=False):
         return hardswish(v.cpu()).to(v.device) if v.dtype == torch.float64 else hardswish(v, inplace)
 
-    torch.nn.functional.hardswish = exact
+    torch.nn.functional.hardswish = exact_hardswish
 
 
 def pytest_collection_modifyitems(items):
+    """Marks the tests that `make test` leaves out as thorough."""
     for item in items:
         name = item.nodeid.removeprefix("tests/").replace(".py", "", 1)
         is_sampled = TEST_DEVICE == "cuda_host" and "cuda_host" not in item.nodeid
-        left_out = is_sampled and zlib.crc32(name.encode()) % CUDA_MODEL_TAKES_ONE_OF
-        begins_and_ends = (entry.partition("*")[::2] for entry in THOROUGH)
-        if left_out or any(name.startswith(begin) and name.endswith(end) for begin, end in begins_and_ends):
+        is_left_out = is_sampled and zlib.crc32(name.encode()) % CUDA_MODEL_SAMPLE_PERIOD
+        entries = (entry.partition("*")[::2] for entry in THOROUGH)
+        if is_left_out or any(name.startswith(begin) and name.endswith(end) for begin, end in entries):
             item.add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish():
     """Makes gc.collect(), which tests of memory call, skip the objects of imports and of the collection."""
-    import torch._dynamo  # noqa: F401  else the first optimizer or profile imports it
+    import torch._dynamo  # noqa: F401  else the first optimizer or profile imports torch._dynamo
 
     gc.collect()
     gc.freeze()
@@ -115,13 +114,13 @@ def device() -> str:
 
 @pytest.fixture
 def default_device(device):
-    """Makes new tensors and modules on the device. On the CPU no function mode of torch is active."""
+    """Makes new tensors and modules on the device; for the CPU no function mode of torch is active."""
     with torch.device(device) if device != "cpu" else contextlib.nullcontext():
         yield
 
 
 def pytest_collectstart():
-    torch.manual_seed(0)  # test modules may draw numbers when they are imported
+    torch.manual_seed(0)  # test modules may draw random numbers when they are imported
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +140,7 @@ def amp_off():
 
 @pytest.fixture(scope="session")
 def ranks():
+    """Returns the pool of processes that run tests as ranks."""
     from ranks import Ranks
 
     pool = Ranks()
@@ -155,15 +155,15 @@ def engine():
 
     engine = redirect.install()
     names = [name for name in dir(engine.config) if not name.startswith("_")]
-    before = {name: getattr(engine.config, name) for name in names}
+    old_values = {name: getattr(engine.config, name) for name in names}
     yield engine
     engine.set_device(0)
-    for name, value in before.items():
+    for name, value in old_values.items():
         setattr(engine.config, name, value)
 
 
 def pytest_runtest_logreport(report):
-    """Notes whether an illegal access has cost the process its CUDA context; all later tests would fail."""
+    """Notes whether an illegal access has ended the CUDA context of this process: later tests would fail."""
     global is_cuda_context_lost
     if report.failed and torch.cuda.is_initialized():
         try:

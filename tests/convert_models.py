@@ -1,4 +1,4 @@
-"""A model that is a function, and steps of a model and of its converted copy, whose bits are compared."""
+"""A model whose forward is a function, and comparisons of a model's bits with those of its converted copy."""
 
 import contextlib
 import re
@@ -13,28 +13,29 @@ from fastvit.conversion.scope_hooks import add_scope_hooks
 from fastvit.recompute import Policy, RecomputeLevel
 
 DIM = 64  # features of a token
+# The arguments of convert for each level of these tests.
 LEVELS = {"default": {}, "products": {"matmuls": True}, "least": {"budget": "least"}}
-IN_PLACE_ERROR = "modified by an inplace operation"  # autograd says it if a saved tensor was written to
+IN_PLACE_ERROR = "modified by an inplace operation"  # in autograd's error if a saved tensor was written to
 
 
 def convert_at(level, model):
-    """Converts a model at a level. `least` recomputes every op in each step, without the plan of a budget."""
+    """Converts a model at a level of LEVELS. At `least` every op is recomputed, without a budget's plan."""
     if level == "least":
         return add_scope_hooks(model, Policy(RecomputeLevel.EVERY_OP))
     return fastvit.convert(model, **LEVELS[level])
 
 
 class FunctionModel(nn.Module):
-    """A model whose forward is `function(self, x)` and whose parts are modules, parameters and buffers."""
+    """A model whose forward is `function(self, x)`; `attributes` are its modules, parameters and buffers."""
 
-    def __init__(self, function, **parts):
+    def __init__(self, function, **attributes):
         super().__init__()
         self.function = function
-        for name, part in parts.items():
-            if isinstance(part, (nn.Module, nn.Parameter)):
-                setattr(self, name, part)
+        for name, value in attributes.items():
+            if isinstance(value, (nn.Module, nn.Parameter)):
+                setattr(self, name, value)
             else:
-                self.register_buffer(name, part)
+                self.register_buffer(name, value)
 
     def forward(self, x):
         return self.function(self, x)
@@ -49,10 +50,9 @@ def make_images(n=4, channels=3, size=16):
 
 
 def make_step(make, x, context=contextlib.nullcontext, between=lambda model: None):
-    """Returns a function `run(convert)` that runs a step of the model `convert(make())`.
+    """Returns a function `run(convert)`, which takes a step of the model `convert(make())`.
 
-    `run` returns the output and the gradients. `between(model)` is called after the forward and before the
-    backward.
+    `run` returns the output and the gradients. `between(model)` is called between forward and backward.
     """
 
     def run(convert):
@@ -76,11 +76,11 @@ def leave_unconverted(model):
 
 
 def assert_same_bits(actual, expected):
-    """Raises unless the tensors have the same dtypes, shapes and bits, those of NaN included."""
+    """Raises unless the tensors have the same dtypes, shapes and bits. NaN must have the same bits, too."""
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
         assert a.dtype is b.dtype and a.shape == b.shape
-        assert torch.equal(view_as_bytes(a), view_as_bytes(b)), f"by up to {(a - b).abs().max():.2g}"
+        assert torch.equal(view_as_bytes(a), view_as_bytes(b)), f"they differ by {(a - b).abs().max():.2g}"
 
 
 def view_as_bytes(tensor):
@@ -88,9 +88,9 @@ def view_as_bytes(tensor):
 
 
 def assert_eager_bits(run, **options):
-    """Raises unless `run(convert)` returns the same bits with a converted model.
+    """Raises unless `run(convert)` returns the same bits with and without conversion.
 
-    If autograd refuses the backward of the original model, it must refuse that of the converted one.
+    If autograd refuses the backward of the original model, autograd must refuse that of the converted model.
     """
     try:
         expected = run(leave_unconverted)
@@ -103,9 +103,10 @@ def assert_eager_bits(run, **options):
 
 
 def assert_eager_bits_or_named_error(run, **options):
-    """Raises unless `run(convert)` returns the same bits, or its error names the option with which it does.
+    """Raises unless `run(convert)` returns the same bits, perhaps with options that its errors name.
 
-    An error names an option that is set, or one pair of `skip`; up to six errors may follow each other.
+    An error names an option that is set, or one pair of `skip`. The next run has this option; at most five
+    further runs may follow the first.
     """
     expected = run(leave_unconverted)
     for _ in range(6):
@@ -113,15 +114,15 @@ def assert_eager_bits_or_named_error(run, **options):
             return assert_same_bits(run(partial(fastvit.convert, **options)), expected)
         except RuntimeError as error:
             options = extend_options_as_asked(str(error), options)
-    pytest.fail("six errors in turn do not name every tensor that must be kept")
+    pytest.fail("six errors one after another do not name all tensors that must be kept")
 
 
 def extend_options_as_asked(message, options):
-    """Returns `options` with the change that the error of a backward asks for."""
+    """Returns `options` with the change that the error message of a backward asks for."""
     if options.get("recompute_weight_casts") and "recompute_weight_casts" in message:
         return options | {"recompute_weight_casts": False}
     pair = re.search(r"""\(['"]([\w.]*)['"], ['"]([\w ]+)['"]\)""", message)
     assert "skip" in message and pair, f"the error names no pair of skip=: {message}"
-    pairs = options.get("skip", [])
-    assert pair.groups() not in pairs, f"a skipped tensor is recomputed: {message}"
-    return options | {"skip": [*pairs, pair.groups()]}
+    skip = options.get("skip", [])
+    assert pair.groups() not in skip, f"a skipped tensor is recomputed: {message}"
+    return options | {"skip": [*skip, pair.groups()]}

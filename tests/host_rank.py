@@ -16,7 +16,7 @@ import torch.distributed as dist
 import fastvit
 
 TIMEOUT_SECONDS = 4.0
-SIZES = (3, 5, 1, 4)
+ROWS_PER_RANK = (3, 5, 1, 4)
 
 
 def compare_with_one_batch(rank, world_size):
@@ -24,10 +24,10 @@ def compare_with_one_batch(rank, world_size):
     torch.manual_seed(0)
     layer = fastvit.InPlaceABNSync(7, dtype=torch.float64)
     big_batch_norm = torch.nn.BatchNorm1d(7, dtype=torch.float64)
-    largest_error, start = 0.0, sum(SIZES[:rank])
-    local = slice(start, start + SIZES[rank])
+    largest_error, start = 0.0, sum(ROWS_PER_RANK[:rank])
+    local = slice(start, start + ROWS_PER_RANK[rank])
     for _ in range(3):
-        x, dy = torch.randn(2, sum(SIZES), 7, dtype=torch.float64) * 2 + 3
+        x, dy = torch.randn(2, sum(ROWS_PER_RANK), 7, dtype=torch.float64) * 2 + 3
         local_leaf, leaf = (t.clone().requires_grad_() for t in (x[local], x))
         local_y = layer(local_leaf.clone())
         local_y.backward(dy[local])
@@ -48,7 +48,7 @@ def run_into_fault(rank, world_size, kind):
     if kind == "kill" and rank == world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind != "kill":
-        sys.stdin.readline()  # the test has cut the link
+        sys.stdin.readline()  # The test writes a line when it has cut the link.
     begin = time.monotonic()
     try:
         layers[kind == "first"](x)
@@ -67,7 +67,7 @@ def main():
     if job == "exact":
         dist.barrier()
     elif rank == 0:
-        time.sleep(2 * TIMEOUT_SECONDS)  # the other ranks still need the store, which rank 0 serves
+        time.sleep(2 * TIMEOUT_SECONDS)  # The other ranks still need the store of rank 0.
     os._exit(0)
 
 

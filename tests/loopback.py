@@ -37,16 +37,15 @@ def make_rank_rows(
 ) -> list[Tensor]:
     """Returns random moments of each rank, `(n,)`, or random sums, `(1, n)`."""
     numbers = torch.randn(world, n, dtype=dtype)
-    numbers[:, n // 2 - 1 : n - 2].abs_()  # M2 is a sum of squares
-    numbers[:, -2:] = torch.stack(
-        [torch.zeros(world), torch.arange(world) + 2.0], 1
-    )  # the count in two numbers
+    numbers[:, n // 2 - 1 : n - 2].abs_()  # M2 is a sum of squares.
+    # The count has two numbers.
+    numbers[:, -2:] = torch.stack([torch.zeros(world), torch.arange(world) + 2.0], 1)
     return list((numbers[:, None] if sums else numbers).to(device))
 
 
-def assert_mismatch(got: Tensor, exchange: Exchange, tags: list[Tag], rank: int, sums: bool) -> None:
-    """Raises unless a rank got NaN and reports the first rank whose tag differs; rank 2 of 4 has another."""
-    assert got[-1:].isnan().all() if sums else got.isnan().all()
+def assert_mismatch(actual: Tensor, exchange: Exchange, tags: list[Tag], rank: int, sums: bool) -> None:
+    """Asserts that a rank got NaN and reports the first rank whose tag differs; rank 2 has another tag."""
+    assert actual[-1:].isnan().all() if sums else actual.isnan().all()
     peer, direction = 2 if rank == 0 else 0, "backward" if sums else "forward"
     assert exchange.report.fault == ExchangeState.MISMATCH and exchange.report.peer == peer
     message = str(exchange.mismatch_error(describe_tag))

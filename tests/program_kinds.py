@@ -1,23 +1,24 @@
-"""The kinds of random programs: tables of source from which tests/program_source.py draws.
+"""The kinds of random programs: tables of templates from which tests/program_source.py draws the source.
 
-To add a case, add a line to a table. A line is a template of statements, mostly of a model's forward.
+Each template is called a line, and a new case is a new line of a table. Most lines are statements of a
+model's forward; they may hold several statements. A line that a table repeats is drawn more often.
 
 Names in a line:
 
 | name | meaning |
 |---|---|
-| `x` | the input of the forward, 8 x 8 x 6 x 6 |
-| `v` | the list of values so far, each 8 x 8 x 6 x 6; a line may append one, replace one or write to one |
-| `t`, `z`, `q`, `k`, `m`, `a`, `b`, `d` | temporaries of the line |
+| `x` | the input of the forward, `(8, 8, 6, 6)` |
+| `v` | the list of values so far, each `(8, 8, 6, 6)`; a line may append, replace or write to a value |
+| `t`, `z`, `q`, `k`, `m`, `a`, `b`, `d` | temporary names, which no other line reads |
 | `aliases` | a list of tensors without gradients that share memory with values; later lines write to them |
 | `extras` | a list of outputs of the model besides the last value |
 | `self`, `model` | the module whose forward this is; the model of the program |
-| `outputs`, `losses` | the outputs of a step, and a loss for each |
-| `first_half`, `last_half` | the trainable parameters of the model, in two halves |
+| `outputs`, `losses` | the outputs of a step, and a loss for each output |
+| `first_half`, `last_half` | the two halves of the model's trainable parameters |
 | `RUN`, `SCOPE` | the `Run` of tests/program_tools.py; a function that makes the scope of the forward |
-| `scale(8)`, `shift(8)` | parameters: an op saves a factor, and does not save what it adds |
-| `frozen_scale`, `frozen_shift` | the same without gradients |
-| `shift_buffer` | a buffer to add |
+| `scale(8)`, `shift(8)` | parameters `(8,)`; an op saves a scale that multiplies, but no added shift |
+| `frozen_scale(8)`, `frozen_shift(8)` | such parameters without gradients |
+| `shift_buffer(8)` | a buffer that is added |
 | `matrix(6, 6)` | a parameter for a matrix product |
 | other names | functions and classes of tests/program_tools.py |
 
@@ -25,29 +26,31 @@ Placeholders in a line:
 
 | placeholder | stands for |
 |---|---|
-| `<<nn.GELU()>>` | a part of the module: a new one, or an earlier one of the same text |
-| `{i}` | the number of a value, mostly of a recent one |
-| `{j}` | the number of any value |
+| `<<nn.GELU()>>` | a submodule, parameter or buffer: a new one, or an earlier one of the same text |
+| `{i}` | the index in `v` of a value, mostly of a recent one |
+| `{j}` | the index in `v` of any value |
 | `{norm_t}`, `{norm_v}` | an entry of NORMS, applied to `t` or to `v[{i}]` |
 | `{activation}`, `{activation_out_of_place}` | an entry of ACTIVATIONS; one that does not work in place |
 | `{maskable}` | an entry of MASKABLE_ACTIVATIONS |
 | `{sum}` | an entry of SUMS, which adds a value to `t` |
-| `{small}` | a vector of channels that the module has: a weight, bias or running statistic |
-| `{bias}` | a `{small}` that no backward reads |
-| `{large}` | a matrix that the module has, or the weight of a convolution or Linear of it |
+| `{small}` | a vector that the module has: a parameter or a running statistic |
+| `{bias}` | a vector like `{small}` that no backward reads |
+| `{large}` | a matrix that the module has, or the weight of its convolution or Linear |
 | `{batch_norm}` | a BatchNorm that the module has |
-| `{subclass}` | a subclass of Tensor, the same in the whole program |
+| `{subclass}` | a subclass of Tensor, which is the same in the whole program |
 | `{number}` | a number that no other line has |
 
 A placeholder stands for the same text wherever it occurs in a line. A line is left out if the module has no
-vector, matrix or BatchNorm that the line names. Between forward and backward these are the model's.
+vector, matrix or BatchNorm that the line names. A line between forward and backward takes its vector or
+matrix from the whole model.
 
-Two endings mark lines that write to a large tensor:
+The engine copies small tensors for its recipes, but not large ones. Two endings mark lines that write to a
+large tensor:
 
-- MAY_BE_REFUSED: a backward may need the old numbers. The engine may refuse the step with an error that names
-  a site and `skip`.
-- ONE_FORWARD_ONLY: no version counts the write. The engine cannot see such a write after a forward, so a step
-  of two forwards leaves the line out, and no table has one between forward and backward.
+- MAY_BE_REFUSED: a backward may need the numbers from before the write. The engine may refuse the step with
+  an error that names a site and `skip`.
+- ONE_FORWARD_ONLY: the version counter does not count the write. The engine cannot see such a write after a
+  forward. Therefore a step of two forwards leaves the line out, and `pre_backward_lines` has no such line.
 """
 
 from __future__ import annotations
@@ -60,23 +63,23 @@ ONE_FORWARD_ONLY = MAY_BE_REFUSED + ", which no version counts"
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """The tables of a kind. A program takes the default where its kinds have no entry."""
+    """The tables of a kind. A program takes a default if the tables of its kinds are empty."""
 
     lines: tuple[str, ...] = ()  # statements of a forward
-    around_lines: tuple[str, ...] = ()  # context managers around a statement of a forward
-    around_forward: tuple[str, ...] = ()  # context managers around the forward of the model
-    around_backward: tuple[str, ...] = ()  # context managers around the backward
-    around_step: tuple[str, ...] = ()  # context managers around the whole step
-    forwards: tuple[str, ...] = ()  # statements that set `outputs`
-    between: tuple[str, ...] = ()  # statements between the forward and the backward
-    backwards: tuple[str, ...] = ()  # statements that read `losses`
+    line_contexts: tuple[str, ...] = ()  # context managers around a statement of a forward
+    forward_contexts: tuple[str, ...] = ()  # context managers around the forward of the model
+    backward_contexts: tuple[str, ...] = ()  # context managers around the backward
+    step_contexts: tuple[str, ...] = ()  # context managers around the whole step
+    forward_calls: tuple[str, ...] = ()  # statements that run the model and set `outputs`
+    pre_backward_lines: tuple[str, ...] = ()  # statements after the forward
+    backward_calls: tuple[str, ...] = ()  # statements that run the backward of `losses`
     set_up: tuple[str, ...] = ()  # statements that change the new model, before or after its conversion
     inputs: tuple[str, ...] = ()  # expressions of the model's input
-    options: tuple[str, ...] = ()  # keys of OPTIONS in tests/program_source.py, for half of the programs
+    options: tuple[str, ...] = ()  # keys of OPTIONS in tests/program_source.py; half of the programs take one
 
 
-# The tables avoid two segmentation faults of torch 2.13. One is in the backward of GroupNorm if its input has
-# no gradient and is in channels_last. The other is in register_hook on a view that was written to in place.
+# The tables avoid two segmentation faults of torch 2.13. The backward of GroupNorm fails if its input has no
+# gradient and is in channels_last. register_hook fails on a view that was written to in place.
 NORMS = (
     "<<nn.BatchNorm2d(8)>>({})", "<<nn.GroupNorm(2, 8)>>({}.contiguous())", "<<nn.LayerNorm(6)>>({})",
     "<<nn.InstanceNorm2d(8, affine=True)>>({})", "<<nn.RMSNorm(6)>>({})", "<<nn.InstanceNorm2d(8)>>({})",
@@ -87,7 +90,8 @@ ACTIVATIONS = (
     "nn.LeakyReLU(0.2)", "nn.LeakyReLU(0.2, inplace=True)", "nn.ELU(inplace=True)", "nn.ReLU6()",
     "nn.ReLU6(inplace=True)", "nn.Threshold(0.1, 0.2)", "nn.Sigmoid()", "nn.Tanh()", "nn.GELU('tanh')",
 )  # fmt: skip
-# The backward of these reads which elements were in bounds, so that a mask may replace the saved tensor.
+# The backward of these activations only reads which elements were in bounds, so that a mask may replace the
+# saved tensor.
 MASKABLE_ACTIVATIONS = (
     "nn.ReLU()", "nn.LeakyReLU(0.2)", "nn.ReLU6()", "nn.Hardtanh()", "nn.Hardtanh(-0.7, 0.7)",
     "nn.Hardtanh(-0.1, 0.1)", "nn.Hardtanh(0.0, 6.0)", "nn.Hardtanh(0.1, 0.1001)", "nn.Hardtanh(0.0, 1e-8)",
@@ -121,7 +125,7 @@ PLAIN = Kind(
     ),
 )  # fmt: skip
 
-# Writes to {}. A version counts those of the first table, and none counts those of the second.
+# Statements that write to the tensor {}. The version counter counts the writes of the first table only.
 _COUNTED_WRITES = (
     "with torch.no_grad(): {}.mul_(1.5)", "{}.detach().add_(0.1)", "with torch.no_grad(): {}[:2] = 0.5",
     "with torch.no_grad(): torch._foreach_add_([{}], 0.1)", "nn.init.normal_({})",
@@ -140,7 +144,7 @@ _UNCOUNTED_PARAMETER_WRITES = (
 
 
 def _fill_target(statements: tuple[str, ...], target: str, ending: str = "") -> tuple[str, ...]:
-    """Returns the statements with `target` for {} and with an ending."""
+    """Returns the statements with {} replaced by `target`, and with an ending."""
     return tuple(line.replace("{}", target) + ending for line in statements)
 
 
@@ -161,7 +165,7 @@ WRITES = Kind(
         "aliases.append(v[{i}].detach()[:, 2:4])", "if aliases: aliases[-1].mul_(0.9)",
         "if aliases: aliases[0].zero_()",
         "t = torch.relu(v[{i}]); v.append(F.max_pool2d(t, 3, 1, 1)); t.data.clamp_(max=0.0)",
-        # These read small operands that autograd does not save.
+        # These lines read small operands that autograd does not save.
         *(
             "v.append(<<{activation}>>(v[{i}] - <<shift(8, 1, 1)>>))",
             "v.append(<<{activation}>>(v[{i}] + <<shift_buffer(8, 1, 1)>>))",
@@ -186,7 +190,7 @@ WRITES = Kind(
         )
         * 2,
     ),
-    between=(
+    pre_backward_lines=(
         *SMALL_WRITES,
         "with torch.no_grad(): {large}.mul_(0.9)" + MAY_BE_REFUSED,
         "with torch.no_grad(): {large}.add_(torch.ones_like({large}), alpha=-0.01)" + MAY_BE_REFUSED,
@@ -196,7 +200,7 @@ WRITES = Kind(
 )  # fmt: skip
 
 _GLOBAL_FLAGS = (
-    "torch.backends.mkldnn.flags(enabled=False)", "matmul_precision('medium')", "deterministic()",
+    "torch.backends.mkldnn.flags(enabled=False)", "matmul_precision('medium')", "deterministic_algorithms()",
 )  # fmt: skip
 _AUTOCAST = "torch.autocast('cpu', torch.bfloat16)"
 _NO_AUTOCAST = "torch.autocast('cpu', enabled=False)"
@@ -209,10 +213,10 @@ FLAGS = Kind(
         "v.append(F.gelu({norm_v}))",
         "v.append((v[{i}].flatten(2) @ <<matrix(36, 36)>>).softmax(-1).view(8, 8, 6, 6))",
     ),
-    around_lines=_FLAGS,
-    around_forward=(*_GLOBAL_FLAGS, _AUTOCAST, _AUTOCAST_WITHOUT_CACHE),
-    around_backward=_FLAGS,
-    around_step=(*_GLOBAL_FLAGS, _AUTOCAST),
+    line_contexts=_FLAGS,
+    forward_contexts=(*_GLOBAL_FLAGS, _AUTOCAST, _AUTOCAST_WITHOUT_CACHE),
+    backward_contexts=_FLAGS,
+    step_contexts=(*_GLOBAL_FLAGS, _AUTOCAST),
 )  # fmt: skip
 
 STATISTICS = Kind(
@@ -237,12 +241,12 @@ STATISTICS = Kind(
         "with torch.no_grad(): v.append(<<nn.BatchNorm2d(8)>>(v[{j}]))",
         "v.append(<<nn.BatchNorm2d(8)>>(v[{i}])); v.append(F.gelu(<<nn.BatchNorm2d(8)>>(v[{i}])))",
     ),
-    between=(
+    pre_backward_lines=(
         "with torch.no_grad(): model(x * 3)",
         "model.train()\nwith torch.no_grad(): model(x * 3)\nmodel.eval()",
         "{small}.data.mul_(1.5)",
     ),
-    forwards=(
+    forward_calls=(
         "model.eval(); outputs = model(x); model.train(); outputs += model(x * 2 + 1)",
         "model.train(); outputs = model(x); model.eval(); outputs += model(x * 2 + 1)",
         "outputs = model(x); outputs += model(x * 2 + 1)",
@@ -255,24 +259,24 @@ LOSSES = Kind(
     lines=("extras.append(v[{i}])", "extras.append(v[{i}] * v[{j}])", "extras.append(<<nn.Linear(6, "
         "6)>>(v[{i}]))",
            "v.append(F.gelu(v[{i}] - <<shift(8, 1, 1)>>)); extras.append(v[{i}] * <<scale(8, 1, 1)>>)"),
-    between=(
+    pre_backward_lines=(
         "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + MAY_BE_REFUSED,
         "outputs[-1].detach().div_(2)" + MAY_BE_REFUSED,
         "if len(losses) > 1: del outputs[-1], losses[-1]", "{small}.data.mul_(1.5)",
     ),
-    backwards=(
+    backward_calls=(
         "losses[0].backward(retain_graph=True); sum(losses).backward()",
         "losses[0].backward()",
         "losses[-1].backward()",
         "for loss in losses: loss.backward(retain_graph=True)\nsum(losses).backward()",
         "losses[0].backward(inputs=first_half, retain_graph=True); losses[-1].backward(inputs=last_half)",
-        "losses[-1].backward(inputs=first_half, retain_graph=True); sgd(first_half); "
+        "losses[-1].backward(inputs=first_half, retain_graph=True); take_sgd_step(first_half); "
         "losses[-1].backward(inputs=last_half)" + MAY_BE_REFUSED,
-        "losses[0].backward(inputs=last_half, retain_graph=True); sgd(last_half); "
+        "losses[0].backward(inputs=last_half, retain_graph=True); take_sgd_step(last_half); "
         "losses[0].backward(inputs=first_half)" + MAY_BE_REFUSED,
-        "losses[0].backward(retain_graph=True); sgd([p for p in first_half if p.dim() < 2]); "
+        "losses[0].backward(retain_graph=True); take_sgd_step([p for p in first_half if p.dim() < 2]); "
         "losses[-1].backward()",
-        "(-losses[0]).backward(inputs=first_half[:4], retain_graph=True); sgd(first_half[:4]); "
+        "(-losses[0]).backward(inputs=first_half[:4], retain_graph=True); take_sgd_step(first_half[:4]); "
         "losses[0].backward(inputs=last_half)" + MAY_BE_REFUSED,
         "for g in torch.autograd.grad(sum(losses), last_half, allow_unused=True): RUN.note(g is None or "
         "g.sum().item())",
@@ -281,8 +285,8 @@ LOSSES = Kind(
     ),
 )  # fmt: skip
 
-# These hooks copy, as an offloader does. Under hooks that do not copy, autograd misses writes to saved
-# tensors, and a gradient of an overwritten tensor is no result to compare with.
+# These saved-tensor hooks copy, as an offloader does. Under hooks that do not copy, autograd misses writes to
+# saved tensors, and then eager's gradients are no reference.
 _HOOKS = ("copy_on_save()", "tuple_on_save()")
 HOOKS = Kind(
     lines=(
@@ -300,29 +304,34 @@ HOOKS = Kind(
         "m = <<nn.LayerNorm(6)>>; v.append(checkpoint(lambda t, m=m: F.gelu(m(t)), v[{i}], "
         "use_reentrant=False))",
     ),
-    around_lines=_HOOKS,
-    around_forward=_HOOKS,
-    around_step=_HOOKS,
+    line_contexts=_HOOKS,
+    forward_contexts=_HOOKS,
+    step_contexts=_HOOKS,
     set_up=(
-        "for m in leaves(model): m.register_full_backward_hook(lambda m, given, g: None)",
-        "for m in leaves(model, 2): m.register_full_backward_pre_hook(lambda m, g: None)",
-        "for m in leaves(model, 3): m.register_full_backward_pre_hook(lambda m, g: [t * 0.5 for t in g])",
-        "for m in leaves(model, 3): m.register_full_backward_hook(lambda m, given, g: "
+        "for m in list_leaf_modules(model): m.register_full_backward_hook(lambda m, given, g: None)",
+        "for m in list_leaf_modules(model, 2): m.register_full_backward_pre_hook(lambda m, g: None)",
+        "for m in list_leaf_modules(model, 3): m.register_full_backward_pre_hook("
+        "lambda m, g: [t * 0.5 for t in g])",
+        "for m in list_leaf_modules(model, 3): m.register_full_backward_hook(lambda m, given, g: "
         "[t if t is None else t * 2 for t in given])",
-        "for m in leaves(model): m.register_forward_hook(lambda m, a, o: "
+        "for m in list_leaf_modules(model): m.register_forward_hook(lambda m, a, o: "
         "RUN.note(o.detach().float().numpy().sum().item()))",
-        "for m in leaves(model): m.register_forward_hook(lambda m, a, o: "
+        "for m in list_leaf_modules(model): m.register_forward_hook(lambda m, a, o: "
         "RUN.note(o.detach().flatten()[:4].tolist()))",
-        "for m in leaves(model, 2): m.register_forward_hook(lambda m, a, o: o * 0.5)",
-        "for m in leaves(model, 2): m.register_forward_hook(lambda m, a, o: o.clone())",
-        "for m in leaves(model, 2): m.register_forward_hook(lambda m, a, o: F.silu(o, inplace=True))",
-        "for m in leaves(model, 2): m.register_forward_pre_hook(lambda m, a: (a[0] * 1.1,))",
+        "for m in list_leaf_modules(model, 2): m.register_forward_hook(lambda m, a, o: o * 0.5)",
+        "for m in list_leaf_modules(model, 2): m.register_forward_hook(lambda m, a, o: o.clone())",
+        "for m in list_leaf_modules(model, 2): m.register_forward_hook("
+        "lambda m, a, o: F.silu(o, inplace=True))",
+        "for m in list_leaf_modules(model, 2): m.register_forward_pre_hook(lambda m, a: (a[0] * 1.1,))",
         "for p in model.parameters(): p.requires_grad and p.register_hook(lambda g: g * 0.5)",
         "for m in model.parts: m.register_full_backward_hook(lambda m, given, g: None)",
     ),
 )  # fmt: skip
 
-_MODES = ("LargeEpsMode()", "DropoutNoise()", "AddedNumber()", "RUN.noted_mode()", "torch.device('cpu')")
+_MODES = (
+    "LargeEpsMode()", "NoisyDropoutMode()", "ChangedSumMode()", "RUN.make_noting_mode()",
+    "torch.device('cpu')",
+)  # fmt: skip
 _WITHOUT_SUBCLASSES = "torch._C.DisableTorchFunctionSubclass()"
 SUBCLASSES = Kind(
     lines=(
@@ -334,10 +343,10 @@ SUBCLASSES = Kind(
         "v.append(F.gelu(v[{i}] * <<scale_of({subclass}, 8, 1, 1)>>))", "v.append(<<nn.Linear(6, "
         "6)>>(F.silu(v[{i}])))",
     ),
-    around_lines=(*_MODES, _WITHOUT_SUBCLASSES),
-    around_forward=(*_MODES, _WITHOUT_SUBCLASSES),
-    around_backward=("torch.device('cpu')", "RUN.noted_mode()"),
-    around_step=_MODES,
+    line_contexts=(*_MODES, _WITHOUT_SUBCLASSES),
+    forward_contexts=(*_MODES, _WITHOUT_SUBCLASSES),
+    backward_contexts=("torch.device('cpu')", "RUN.make_noting_mode()"),
+    step_contexts=_MODES,
     inputs=("x.as_subclass({subclass})",),
 )  # fmt: skip
 
@@ -358,17 +367,17 @@ MASKS = Kind(
         "t = <<{maskable}>>(v[{i}] * 1.0); v.append(F.max_pool2d(t, 3, 1, 1)); t.data.clamp_(max=0.0)",
         "v.append(F.avg_pool2d(<<{maskable}>>(<<nn.Conv2d(8, 8, 1)>>(v[{i}])), 3, 1, 1))",
     ),
-    inputs=("poison(x)", "(x * 10).round() / 10"),
+    inputs=("put_nan_and_inf(x)", "(x * 10).round() / 10"),
 )  # fmt: skip
 
 FROZEN = Kind(
     lines=(
-        "t = v[{i}].detach().flatten(2); v.append(<<encoder(36)>>.eval()(t, src_key_padding_mask=padding(t))"
-        ".to(v[{i}].dtype).view(8, 8, 6, 6))",
-        "with torch.no_grad(): t = v[{i}].flatten(2); v.append(<<encoder(36)>>.eval()(t, "
-        "src_key_padding_mask=padding(t)).to(v[{i}].dtype).view(8, 8, 6, 6))",
-        "t = v[{i}].flatten(2); v.append(<<encoder(36)>>.eval()(t, src_key_padding_mask=padding(t))"
-        ".to(v[{i}].dtype).view(8, 8, 6, 6))",
+        "t = v[{i}].detach().flatten(2); v.append(<<frozen_encoder(36)>>.eval()(t, "
+        "src_key_padding_mask=padding_mask(t)).to(v[{i}].dtype).view(8, 8, 6, 6))",
+        "with torch.no_grad(): t = v[{i}].flatten(2); v.append(<<frozen_encoder(36)>>.eval()(t, "
+        "src_key_padding_mask=padding_mask(t)).to(v[{i}].dtype).view(8, 8, 6, 6))",
+        "t = v[{i}].flatten(2); v.append(<<frozen_encoder(36)>>.eval()(t, "
+        "src_key_padding_mask=padding_mask(t)).to(v[{i}].dtype).view(8, 8, 6, 6))",
         *("v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<freeze(nn.Linear(6, 12))>>(v[{i}]))))",
         "v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<freeze(nn.Linear(6, 12), 'bias')>>({norm_v}))))",
         "v.append(<<freeze(nn.Linear(12, 6))>>(<<{activation}>>(<<freeze(nn.Linear(6, 12))>>({norm_v}))))",
@@ -381,11 +390,11 @@ FROZEN = Kind(
         "v.append(<<{activation}>>(<<freeze(nn.LayerNorm(6), 'weight')>>(v[{i}])))",
         "with torch.no_grad(): v.append(<<nn.Conv2d(8, 8, 1)>>(v[{i}]))") * 2,
     ),
-    around_lines=("torch.no_grad()",),
-    around_forward=("torch.autocast('cpu', torch.bfloat16)",),
+    line_contexts=("torch.no_grad()",),
+    forward_contexts=("torch.autocast('cpu', torch.bfloat16)",),
     set_up=("train_norms_only(model)", "train_biases_only(model)", "train_second_half(model)",
             "for p in model.parameters(): p.requires_grad_(p.dim() > 1)"),
-    options=("products", "least", "weight_casts"),
+    options=("products", "least", "recompute_weight_casts"),
 )  # fmt: skip
 
 LAYOUTS = Kind(
@@ -428,19 +437,21 @@ LAYOUTS = Kind(
 
 EXCEPTIONS = Kind(
     lines=(
-        *("RUN.fail_once({number}, ValueError)", "RUN.fail_once({number}, Stop)") * 3,
-        *("v.append(v[{i}])\nif RUN.depth < 1: RUN.depth += 1; v[-1] = single(self(v[{i}])); RUN.depth -= 1",
-        "if RUN.depth < 2: RUN.depth += 2; v[{i}] = single(self(v[{j}])); RUN.depth -= 2") * 2,
+        *("RUN.fail_once({number}, ValueError)", "RUN.fail_once({number}, StopProgram)") * 3,
+        *("v.append(v[{i}])\nif RUN.depth < 1: RUN.depth += 1; v[-1] = first_output(self(v[{i}])); "
+        "RUN.depth -= 1",
+        "if RUN.depth < 2: RUN.depth += 2; v[{i}] = first_output(self(v[{j}])); RUN.depth -= 2") * 2,
         "with copy_on_save(): v.append(F.gelu(v[{i}])); RUN.fail_once({number}, "
         "ValueError)",
-        "with torch.no_grad(): v.append(F.gelu(v[{i}])); RUN.fail_once({number}, Stop)",
+        "with torch.no_grad(): v.append(F.gelu(v[{i}])); RUN.fail_once({number}, StopProgram)",
     ),
-    forwards=(
+    forward_calls=(
         *(
-            f"RUN.attempt_and_rewind(model, x, SCOPE, Failing({number}))\noutputs = model(x)"
+            f"RUN.interrupt_and_rewind(model, x, SCOPE, FailingHooks({number}))\noutputs = model(x)"
             for number in (0, 1, 2, 4, 8)
         ),
-        "RUN.attempt_and_rewind(model, x, SCOPE, torch.autocast('cpu', torch.bfloat16))\noutputs = model(x)",
+        "RUN.interrupt_and_rewind(model, x, SCOPE, torch.autocast('cpu', torch.bfloat16))\n"
+        "outputs = model(x)",
     ),
 )  # fmt: skip
 
@@ -454,7 +465,7 @@ STATE = Kind(
         "v.append(v[{i}] * torch.rand(8, 1, 1).to(v[{i}].dtype))",
         "self.calls = getattr(self, 'calls', 0) + 1; v.append(v[{i}] / self.calls)",
     ),
-    forwards=("outputs = model((x * 1.0).relu_())", "outputs = model(x[:2].repeat(4, 1, 1, 1)); outputs "
+    forward_calls=("outputs = model((x * 1.0).relu_())", "outputs = model(x[:2].repeat(4, 1, 1, 1)); outputs "
         "+= model(x)"),
     options=("share",),
 )  # fmt: skip

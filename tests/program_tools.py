@@ -1,4 +1,4 @@
-"""The functions and classes that the source of a random program may name besides torch."""
+"""The functions, classes and modules that the source of a random program uses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
-    "AddedNumber", "DropoutNoise", "F", "Failing", "Image", "LargeEps", "LargeEpsMode", "Run", "Stop",
-    "checkpoint", "copy_on_save", "deterministic", "encoder", "freeze", "frozen_scale", "frozen_shift",
-    "leaves", "matmul_precision", "matrix", "nn", "padding", "poison", "scale", "scale_of", "sgd", "shift",
-    "shift_buffer", "single", "torch", "train_biases_only", "train_norms_only", "train_second_half",
-    "tuple_on_save", "weigh",
+    "ChangedSumMode", "F", "FailingHooks", "Image", "LargeEps", "LargeEpsMode", "NoisyDropoutMode", "Run",
+    "StopProgram", "checkpoint", "copy_on_save", "deterministic_algorithms", "first_output", "freeze",
+    "frozen_encoder", "frozen_scale", "frozen_shift", "list_leaf_modules", "make_losses",
+    "matmul_precision", "matrix", "nn", "padding_mask", "put_nan_and_inf", "scale", "scale_of", "shift",
+    "shift_buffer", "take_sgd_step", "torch", "train_biases_only", "train_norms_only",
+    "train_second_half", "tuple_on_save",
 ]  # fmt: skip
 
-# A scale multiplies, so autograd saves it. A shift is added, so autograd does not.
+# Factories of parameters and buffers. Autograd saves a scale, which multiplies, but no shift, which is added.
 
 
 def scale(*shape: int) -> nn.Parameter:
@@ -51,21 +52,21 @@ def matrix(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)
 
 
-def freeze(module: nn.Module, part: str = "") -> nn.Module:
-    """Freezes the parameters of a module whose names contain `part`, and returns the module."""
+def freeze(module: nn.Module, name_part: str = "") -> nn.Module:
+    """Freezes the parameters whose names contain `name_part`, and returns the module."""
     for name, parameter in module.named_parameters():
-        if part in name:
+        if name_part in name:
             parameter.requires_grad_(False)
     return module
 
 
-def encoder(width: int) -> nn.Module:
-    """Returns a frozen encoder, which takes torch's fast path in evaluation."""
+def frozen_encoder(width: int) -> nn.Module:
+    """Returns a transformer encoder without gradients, which takes torch's fast path in evaluation."""
     layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 1).requires_grad_(False)
 
 
-def padding(tokens: Tensor) -> Tensor:
+def padding_mask(tokens: Tensor) -> Tensor:
     """Returns a mask that is True at the last three tokens of every second sequence."""
     mask = torch.zeros(tokens.shape[:2], dtype=torch.bool)
     mask[1::2, -3:] = True
@@ -88,32 +89,32 @@ def train_second_half(model: nn.Module) -> None:
         parameter.requires_grad_(False)
 
 
-def leaves(model: nn.Module, every: int = 1) -> list[nn.Module]:
-    """Returns every n-th of the modules that have no submodules and do not work in place."""
-    found = [m for m in model.modules() if not any(m.children()) and not getattr(m, "inplace", False)]
-    return found[::every]
+def list_leaf_modules(model: nn.Module, step: int = 1) -> list[nn.Module]:
+    """Returns each `step`-th module of those that have no submodules and do not work in place."""
+    leaf_modules = [m for m in model.modules() if not any(m.children()) and not getattr(m, "inplace", False)]
+    return leaf_modules[::step]
 
 
-def single(outputs):
-    """Returns the first output of a forward that may return a list."""
+def first_output(outputs):
+    """Returns the first output of a forward, which returns a list or one tensor."""
     return outputs[0] if isinstance(outputs, list) else outputs
 
 
-def poison(t: Tensor) -> Tensor:
-    """Returns a copy with NaN and infinities at three places."""
+def put_nan_and_inf(t: Tensor) -> Tensor:
+    """Returns a copy with one NaN, one positive and one negative infinity."""
     t = t.clone()
     t[0, 0, 0, 0], t[1, 1, 1, 1], t[2, 2, 2, 2] = float("nan"), float("inf"), -float("inf")
     return t
 
 
-def weigh(outputs: list[Tensor]) -> list[Tensor]:
-    """Returns a loss for each output."""
+def make_losses(outputs: list[Tensor]) -> list[Tensor]:
+    """Returns a loss for each output: the sum of its elements, multiplied by fixed random weights."""
     generator = torch.Generator().manual_seed(0)
     return [(o.float() * torch.randn(o.shape, generator=generator)).sum() for o in outputs]
 
 
-def sgd(parameters: list[nn.Parameter]) -> None:
-    """Takes a step of SGD."""
+def take_sgd_step(parameters: list[nn.Parameter]) -> None:
+    """Takes a step of SGD with the parameters that have gradients."""
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:
@@ -125,7 +126,7 @@ class Image(Tensor):
 
 
 class LargeEps(Tensor):
-    """A subclass whose layer_norm has another eps."""
+    """A subclass of which layer_norm takes eps = 0.1."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -133,7 +134,7 @@ class LargeEps(Tensor):
 
 
 class LargeEpsMode(TorchFunctionMode):
-    """A mode whose layer_norm has another eps."""
+    """A function mode in which layer_norm takes eps = 0.1."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **_with_large_eps(function, kwargs))
@@ -144,8 +145,8 @@ def _with_large_eps(function, kwargs: dict | None) -> dict:
     return kwargs | {"eps": 0.1} if function is F.layer_norm and "eps" in kwargs else kwargs
 
 
-class DropoutNoise(TorchFunctionMode):
-    """A mode whose dropout multiplies by uniform noise."""
+class NoisyDropoutMode(TorchFunctionMode):
+    """A function mode in which dropout multiplies by uniform noise."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.dropout:
@@ -153,8 +154,8 @@ class DropoutNoise(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class AddedNumber(TorchFunctionMode):
-    """A mode that adds another number than the program."""
+class ChangedSumMode(TorchFunctionMode):
+    """A function mode that adds 0.25 to each number that the program adds to a tensor."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is Tensor.__add__ and isinstance(args[1], float):
@@ -164,53 +165,53 @@ class AddedNumber(TorchFunctionMode):
 
 @contextlib.contextmanager
 def matmul_precision(precision: str):
-    before = torch.get_float32_matmul_precision()
+    old_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(old_precision)
 
 
 @contextlib.contextmanager
-def deterministic():
-    before = torch.are_deterministic_algorithms_enabled()
+def deterministic_algorithms():
+    was_enabled = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(was_enabled)
 
 
 def copy_on_save():
-    """Returns saved-tensor hooks that pack a copy."""
+    """Returns saved-tensor hooks that pack a copy of the tensor."""
     return torch.autograd.graph.saved_tensors_hooks(_copy_memory, lambda t: t)
 
 
 def tuple_on_save():
-    """Returns saved-tensor hooks that pack a tuple with a copy."""
+    """Returns saved-tensor hooks that pack a tuple, whose only item is a copy of the tensor."""
     return torch.autograd.graph.saved_tensors_hooks(lambda t: (_copy_memory(t),), lambda packed: packed[0])
 
 
 def _copy_memory(t: Tensor) -> Tensor:
-    """Returns a copy with the same strides, which modes do not see. Backward chooses kernels by strides."""
+    """Copies a tensor unseen by modes. The strides stay the same; backward chooses kernels by strides."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         memory = t.untyped_storage().clone()
         return torch.empty(0, dtype=t.dtype).set_(memory, t.storage_offset(), t.size(), t.stride())
 
 
-class Stop(BaseException):
+class StopProgram(BaseException):
     """An exception that ends a program from outside, as Ctrl-C does."""
 
 
-class Failing(torch.autograd.graph.saved_tensors_hooks):
+class FailingHooks(torch.autograd.graph.saved_tensors_hooks):
     """Saved-tensor hooks that raise MemoryError after `number` tensors."""
 
     def __init__(self, number: int):
-        left = itertools.count(number, -1)
+        num_left = itertools.count(number, -1)
 
         def pack(tensor: Tensor) -> Tensor:
-            if not next(left):
+            if not next(num_left):
                 raise MemoryError
             return tensor
 
@@ -225,77 +226,79 @@ class Run:
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
-        self.log: list = []  # notes of hooks and subclasses, which are compared with eager's
-        self.depth = 0  # how many calls of a module by itself are open
-        self.failed: set[int] = set()  # the places where fail_once has raised
-        self.number = 1  # how often next_number was called, plus 1
+        self.log: list = []  # what hooks, modes and subclasses note; compared with eager's log
+        self.depth = 0  # grows with each call of a module by itself, by 1 or 2; limits these calls
+        self.failed: set[int] = set()  # the numbers of the lines whose fail_once has raised
+        self.number = 1  # the number of calls of next_number, plus 1
         self.generator = torch.Generator().manual_seed(3)
 
-    def cast(self, values: list[Tensor]) -> None:
-        """Casts values to the dtype of the weights, before and after a line under autocast."""
+    def cast_values(self, values: list[Tensor]) -> None:
+        """Casts values to the dtype of the weights. A line under autocast is between two of these calls."""
         values[:] = [t.to(self.dtype) for t in values]
 
-    def fail_once(self, place: int, error: type[BaseException]) -> None:
-        """Raises the error the first time that the program comes to this place."""
-        if place not in self.failed:
-            self.failed.add(place)
+    def fail_once(self, line_number: int, error: type[BaseException]) -> None:
+        """Raises the error the first time that the program runs the line with this number."""
+        if line_number not in self.failed:
+            self.failed.add(line_number)
             raise error
 
-    def attempt(self, model: nn.Module, x: Tensor, scope) -> None:
-        """Repeats the forward until `fail_once` does not end it."""
-        for _ in range(9):
+    def repeat_until_complete(self, model: nn.Module, x: Tensor, scope) -> None:
+        """Repeats the forward until no `fail_once` raises in it."""
+        for _ in range(9):  # few of a program's lines, at most 13, call fail_once
             try:
                 with scope():
                     return model(x)
-            except (ValueError, Stop):
+            except (ValueError, StopProgram):
                 self.depth = 0
 
-    def attempt_and_rewind(self, model: nn.Module, x: Tensor, scope, context) -> None:
-        """Runs a forward that may end anywhere, and then restores all that it changed."""
+    def interrupt_and_rewind(self, model: nn.Module, x: Tensor, scope, context) -> None:
+        """Runs a forward that may raise anywhere, and then restores all that the forward changed."""
         tensors = [*model.parameters(), *model.buffers(), x]
-        before, state = [t.detach().clone() for t in tensors], torch.get_rng_state()
-        modes = {module: (module.training, getattr(module, "calls", 0)) for module in model.modules()}
+        old_values, rng_state = [t.detach().clone() for t in tensors], torch.get_rng_state()
+        module_states = {module: (module.training, getattr(module, "calls", 0)) for module in model.modules()}
         log, failed = list(self.log), set(self.failed)
-        number, noise = self.number, self.generator.get_state()
-        with contextlib.suppress(MemoryError, ValueError, Stop), scope(), context:
+        number, generator_state = self.number, self.generator.get_state()
+        with contextlib.suppress(MemoryError, ValueError, StopProgram), scope(), context:
             model(x)
         with torch.no_grad():
-            for tensor, old in zip(tensors, before, strict=True):
-                tensor.data.copy_(old)
-        for module, mode in modes.items():
-            module.training, module.calls = mode
-        torch.set_rng_state(state)
-        self.generator.set_state(noise)
+            for tensor, values in zip(tensors, old_values, strict=True):
+                tensor.data.copy_(values)
+        for module, module_state in module_states.items():
+            module.training, module.calls = module_state
+        torch.set_rng_state(rng_state)
+        self.generator.set_state(generator_state)
         self.log[:], self.failed, self.number, self.depth = log, failed, number, 0
 
     def next_number(self) -> float:
+        """Returns 1 + 1 / n, a number that differs from call to call."""
         self.number += 1
         return 1 + 1 / self.number
 
     def note(self, value: object) -> None:
+        """Appends the repr of a value to the log."""
         self.log.append(repr(value))
 
     @functools.cached_property
-    def noted_type(self) -> type[Tensor]:
-        """A subclass that notes the functions that are called with it."""
+    def noting_subclass(self) -> type[Tensor]:
+        """A subclass that notes the names of the functions that are called with its tensors."""
         note = self.note
 
-        class Noted(Tensor):
+        class NotingTensor(Tensor):
             @classmethod
             def __torch_function__(cls, function, types, args=(), kwargs=None):
                 note(getattr(function, "__name__", function))
                 return super().__torch_function__(function, types, args, kwargs or {})
 
-        return Noted
+        return NotingTensor
 
-    def noted_mode(self) -> TorchFunctionMode:
-        """A mode that notes the functions that are called."""
+    def make_noting_mode(self) -> TorchFunctionMode:
+        """Returns a function mode that notes the names of the functions that are called."""
         note = self.note
 
-        class Noting(TorchFunctionMode):
+        class NotingMode(TorchFunctionMode):
             def __torch_function__(self, function, types, args=(), kwargs=None):
-                if function != _set_backward_hooks:  # by torch itself, under saved-tensor hooks of anybody
+                if function != _set_backward_hooks:  # torch itself calls it under any saved-tensor hooks
                     note(getattr(function, "__name__", function))
                 return function(*args, **(kwargs or {}))
 
-        return Noting()
+        return NotingMode()

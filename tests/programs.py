@@ -1,13 +1,13 @@
 """Random programs against `fastvit.convert`: a model, its options, and a step that must be eager's.
 
 A program is source: the classes of a model and a function `step(model, x)`, drawn from the tables of
-tests/program_kinds.py. It is run as it is and converted, two steps each, and all that a step leaves is
-compared: outputs, gradients, parameters, buffers, the input, and random numbers.
+tests/program_kinds.py. The program runs as it is and converted, for two steps. All results of a step are
+compared: outputs, gradients, parameters, buffers, the input, random numbers and notes.
 
     python tests/programs.py --programs 500 --first 0 --kinds writes flags
 
-runs programs that mix the kinds, prints how many had which outcome, and each fault with its source. Without
-`--kinds` each program draws its own; with `--alone` there is a row for each kind alone.
+runs programs that mix these kinds, and prints each fault with its source and the count of each outcome.
+Without `--kinds` each program draws its own kinds. With `--alone` each kind has a row for its programs alone.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ _NORM_CLASSES = nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm
 
 
 class Outcome(enum.Enum):
-    """The result of a converted program, compared with eager."""
+    """How the converted program compares with the program as it is, which is called eager."""
 
     SAME = "same bits"
     BOTH_RAISED = "both raised"
-    EAGER_RAISED = "eager raised"
-    REFUSED = "refused"  # by an error that names a site and `skip`; the program writes to a large tensor
+    EAGER_RAISED = "eager raised"  # only eager raised
+    REFUSED = "refused"  # the error names a site and `skip`, and the program writes to a large tensor
     NONDETERMINISTIC = "nondeterministic"  # two runs of eager differ
-    CHANGED_BY_HOOKS = "changed by hooks"  # any saved-tensor hooks change it so, since they lose subclasses
-    CRASHED = "crashed"
+    CHANGED_BY_HOOKS = "changed by hooks"  # identity hooks, which lose subclasses, do the same to eager
+    CRASHED = "crashed"  # only the converted program raised, and the error is no allowed refusal
     LEFT_OPEN = "left open"  # a scope is open after the step
-    SILENT = "silent"
+    SILENT = "silent"  # results differ without an error
 
 
 FAULTS = Outcome.CRASHED, Outcome.LEFT_OPEN, Outcome.SILENT
 
 
 class RandomSites:
-    """A random set of sites: each site is in it with the same probability."""
+    """A random set of sites, which contains each site with the same probability."""
 
     def __init__(self, seed: int):
-        self.seed, self.share = seed, random.Random(seed).choice([0.2, 0.5, 0.8, 1])
+        self.seed, self.probability = seed, random.Random(seed).choice([0.2, 0.5, 0.8, 1])
 
     def __contains__(self, site) -> bool:
-        return random.Random(f"{self.seed} {site}").random() < self.share
+        return random.Random(f"{self.seed} {site}").random() < self.probability
 
 
 def convert_program(model: nn.Module, option: str, seed: int) -> None:
@@ -80,17 +80,17 @@ def convert_program(model: nn.Module, option: str, seed: int) -> None:
 
 
 class Execution:
-    """A program's model, as it is or converted, and its steps."""
+    """A program's model, as it is or converted, which takes the steps of the program."""
 
     def __init__(self, program: Program, is_converted: bool):
         self.run = program_tools.Run(DTYPES[program.dtype])
-        products = "products" in program.option
-        scope = is_converted and program.option.startswith("scope")
+        uses_scope = is_converted and program.option.startswith("scope")
         names = {name: getattr(program_tools, name) for name in program_tools.__all__}
         names["RUN"] = self.run
-        names["SCOPE"] = (
-            functools.partial(fastvit.recompute_scope, matmuls=products) if scope else contextlib.nullcontext
-        )
+        names["SCOPE"] = contextlib.nullcontext
+        if uses_scope:
+            matmuls = "products" in program.option
+            names["SCOPE"] = functools.partial(fastvit.recompute_scope, matmuls=matmuls)
         exec(_compile(program.source), names)
         torch.manual_seed(program.seed)
         self.model, self.step = names["Program"](), names["step"]
@@ -102,26 +102,24 @@ class Execution:
             if isinstance(module, _NORM_CLASSES):
                 module.float()
         self.x = torch.randn(8, 8, 6, 6).to(self.run.dtype).requires_grad_(program.seed % 3 == 0)
-        work = [lambda: names["set_up"](self.model)]
-        if is_converted:
-            work.insert(
-                program.is_set_up_first, lambda: convert_program(self.model, program.option, program.seed)
-            )
-        for each in work:
-            each()
+        if is_converted and not program.is_set_up_first:
+            convert_program(self.model, program.option, program.seed)
+        names["set_up"](self.model)
+        if is_converted and program.is_set_up_first:
+            convert_program(self.model, program.option, program.seed)
         self.run.log.clear()
 
-    def take_step(self, number: int) -> dict[str, object]:
-        """Takes a step and returns all that it leaves, by name."""
+    def take_step(self, step_index: int) -> dict[str, object]:
+        """Takes a step and returns all results by name."""
         self.run.depth = 0
-        torch.manual_seed(number)
+        torch.manual_seed(step_index)
         outputs = self.step(self.model, self.x)
-        left: dict[str, object] = {f"output {i}": output for i, output in enumerate(outputs)}
-        left["random numbers"], left["notes"] = torch.rand(2), list(self.run.log)
-        with torch._C.DisableTorchFunctionSubclass():  # subclasses would note that the tensors are read
+        results: dict[str, object] = {f"output {i}": output for i, output in enumerate(outputs)}
+        results["random numbers"], results["notes"] = torch.rand(2), list(self.run.log)
+        with torch._C.DisableTorchFunctionSubclass():  # NotingTensor would note that `grad` is read
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers(), ("x", self.x)):
-                left[name], left[f"gradient of {name}"] = tensor, tensor.grad
-        return left
+                results[name], results[f"gradient of {name}"] = tensor, tensor.grad
+        return results
 
 
 @functools.lru_cache(4)
@@ -130,7 +128,7 @@ def _compile(source: str):
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Returns whether two objects are equal: tensors by their bits, but any NaN equals any other."""
+    """Returns whether two objects are equal. Tensors must have the same bits, but any NaN equals any NaN."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and one == other
     if type(one).__name__ != type(other).__name__:
@@ -149,101 +147,108 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def _find_differing(expected: dict, actual: dict) -> list[str]:
+    """Returns the names of the results that differ."""
     names = expected.keys() | actual.keys()
     return sorted(name for name in names if not _is_same(expected.get(name), actual.get(name)))
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Returns whether an error names `skip` and a site as `skip` takes it."""
+    """Returns whether an error names `skip` and a site, as a pair `(block, op name)`."""
     text = str(error)
     return "skip" in text and re.search(r"\(['\"][^'\"]*['\"], ['\"][^'\"]+['\"]\)", text) is not None
 
 
-def _pop_left_open() -> bool:
-    """Pops hooks and modes that a step has left on torch's stacks, and returns whether there were any."""
-    is_left = False
+def _pop_open_hooks_and_modes() -> bool:
+    """Pops all hooks and modes from torch's stacks after a step, and returns whether there were any."""
+    has_popped = False
     while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        is_left = True
+        has_popped = True
     while torch._C._len_torch_function_stack():
         torch._C._pop_torch_function_stack()
-        is_left = True
-    return is_left
+        has_popped = True
+    return has_popped
 
 
-_SOURCE_ERRORS = NameError, SyntaxError, AttributeError, LookupError  # errors in the source of a table
+_SOURCE_ERRORS = (
+    NameError,
+    SyntaxError,
+    AttributeError,
+    LookupError,
+)  # in eager: a mistake in a table
 
 
 def run_program(program: Program, converted_execution: type[Execution] = Execution) -> tuple[Outcome, str]:
-    """Runs a program as it is and converted, and returns the outcome and its details."""
+    """Runs a program as it is and converted, and returns the outcome and its details as text."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return _run_program(program, converted_execution)
         finally:
-            _pop_left_open()
+            _pop_open_hooks_and_modes()
 
 
 def _run_program(program: Program, converted_execution: type[Execution]) -> tuple[Outcome, str]:
     eager = Execution(program, is_converted=False)
-    converted: Execution | None = None
-    for number in range(program.steps):
-        expected = error = actual = fault = None
+    converted_run: Execution | None = None
+    for step_index in range(program.steps):
+        expected = eager_error = actual = converted_error = None
         try:
-            expected = eager.take_step(number)
+            expected = eager.take_step(step_index)
         except _SOURCE_ERRORS as mistake:
             raise AssertionError(f"{mistake!r} in\n{program}") from mistake
-        except Exception as raised:
-            error = raised
+        except Exception as error:
+            eager_error = error
         try:
-            converted = converted or converted_execution(program, is_converted=True)
-            actual = converted.take_step(number)
-        except Exception as raised:
-            fault = raised
-        is_left_open = _pop_left_open()
-        if error is not None:
-            outcome = Outcome.EAGER_RAISED if fault is None else Outcome.BOTH_RAISED
-            return outcome, f"step {number}: {type(error).__name__}: {error}"
-        if fault is not None:
-            is_allowed = is_refusal(fault) and MAY_BE_REFUSED in program.source
+            converted_run = converted_run or converted_execution(program, is_converted=True)
+            actual = converted_run.take_step(step_index)
+        except Exception as error:
+            converted_error = error
+        is_left_open = _pop_open_hooks_and_modes()
+        if eager_error is not None:
+            outcome = Outcome.EAGER_RAISED if converted_error is None else Outcome.BOTH_RAISED
+            return outcome, f"step {step_index}: {type(eager_error).__name__}: {eager_error}"
+        if converted_error is not None:
+            is_allowed = is_refusal(converted_error) and MAY_BE_REFUSED in program.source
             outcome = Outcome.REFUSED if is_allowed else Outcome.CRASHED
-            return outcome, f"step {number}: {type(fault).__name__}: {fault}"
+            return outcome, f"step {step_index}: {type(converted_error).__name__}: {converted_error}"
         if is_left_open:
-            return Outcome.LEFT_OPEN, f"step {number}"
+            return Outcome.LEFT_OPEN, f"step {step_index}"
         assert expected is not None and actual is not None
-        if wrong := _find_differing(expected, actual):
+        if differing := _find_differing(expected, actual):
             outcome = Outcome.SILENT
-            if _find_differing(expected, _repeat_in_eager(program, number, contextlib.nullcontext())):
+            if _find_differing(expected, _repeat_in_eager(program, step_index, contextlib.nullcontext())):
                 outcome = Outcome.NONDETERMINISTIC
-            elif not _find_differing(actual, _repeat_in_eager(program, number, _IDENTITY_HOOKS)):
+            elif not _find_differing(actual, _repeat_in_eager(program, step_index, _IDENTITY_HOOKS)):
                 outcome = Outcome.CHANGED_BY_HOOKS
-            return outcome, f"step {number}: {len(wrong)} of {len(expected)} differ: {', '.join(wrong)}"
+            detail = f"{len(differing)} of {len(expected)} differ: {', '.join(differing)}"
+            return outcome, f"step {step_index}: {detail}"
     return Outcome.SAME, ""
 
 
 _IDENTITY_HOOKS = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
-def _repeat_in_eager(program: Program, number: int, context) -> dict[str, object]:
-    """Returns what step `number` of eager leaves if all steps run in `context`."""
+def _repeat_in_eager(program: Program, step_index: int, context) -> dict[str, object]:
+    """Returns the results of a step of eager if all steps up to it run in `context`."""
     eager = Execution(program, is_converted=False)
     with context:
-        return [eager.take_step(n) for n in range(number + 1)][-1]
+        return [eager.take_step(i) for i in range(step_index + 1)][-1]
 
 
 def shrink_program(program: Program, outcome: Outcome) -> Program:
     """Returns a program with fewer statements and the same outcome."""
-    lines, at = program.source.splitlines(), 0
-    while at < len(lines):
-        indent = re.match(" *", lines[at])[0]
-        for instead in ([], [f"{indent}v.append(v[-1])"], [f"{indent}pass"]):
-            fewer = [*lines[:at], *instead, *lines[at + 1 :]]
-            smaller = dataclasses.replace(program, source="\n".join(fewer) + "\n")
-            if fewer != lines and _has_same_outcome(smaller, outcome):
-                lines = fewer
-                at -= not instead
+    lines, index = program.source.splitlines(), 0
+    while index < len(lines):
+        indent = re.match(" *", lines[index])[0]
+        for replacement in ([], [f"{indent}v.append(v[-1])"], [f"{indent}pass"]):
+            new_lines = [*lines[:index], *replacement, *lines[index + 1 :]]
+            smaller = dataclasses.replace(program, source="\n".join(new_lines) + "\n")
+            if new_lines != lines and _has_same_outcome(smaller, outcome):
+                lines = new_lines
+                index -= not replacement  # the next line has moved to this index
                 break
-        at += 1
+        index += 1
     return dataclasses.replace(program, source="\n".join(lines) + "\n")
 
 
@@ -256,7 +261,7 @@ def _has_same_outcome(program: Program, outcome: Outcome) -> bool:
 
 @dataclasses.dataclass
 class Tally:
-    """The number of programs by outcome, and the faults."""
+    """The number of programs by outcome, and the details and sources of the faults."""
 
     counts: Counter[Outcome] = dataclasses.field(default_factory=Counter)
     faults: list[str] = dataclasses.field(default_factory=list)
@@ -271,8 +276,8 @@ class Tally:
 def run_programs(
     seeds: range, kinds: Sequence[str] | None = None, option: str | None = None, shrink: bool = False
 ) -> Tally:
-    """Runs the programs of some seeds, each with the option that it draws, or all with `option`."""
-    tally, start = Tally(), time.perf_counter()
+    """Runs the programs of `seeds`, each with the option that the program draws, or all with `option`."""
+    tally, start_seconds = Tally(), time.perf_counter()
     for seed in seeds:
         program = draw_program(seed, kinds)
         if option is not None:
@@ -282,19 +287,19 @@ def run_programs(
         if outcome in FAULTS:
             program = shrink_program(program, outcome) if shrink else program
             tally.faults.append(f"{outcome.value}, {detail}\n{program}")
-    tally.seconds = time.perf_counter() - start
+    tally.seconds = time.perf_counter() - start_seconds
     return tally
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Random programs, as they are and converted.")
-    parser.add_argument("--programs", type=int, default=500, help="how many")
+    parser = argparse.ArgumentParser(description="Compares random programs with their converted copies.")
+    parser.add_argument("--programs", type=int, default=500, help="the number of programs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="what each program mixes")
-    parser.add_argument("--alone", action="store_true", help="so many programs of each kind alone")
-    parser.add_argument("--option", choices=list(OPTIONS), help="instead of one that each program draws")
-    parser.add_argument("--shrink", action="store_true", help="leave out what a fault does not need")
-    parser.add_argument("--quiet", action="store_true", help="no sources")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="the kinds that each program mixes")
+    parser.add_argument("--alone", action="store_true", help="run the programs of each kind alone")
+    parser.add_argument("--option", choices=list(OPTIONS), help="run all programs with this option")
+    parser.add_argument("--shrink", action="store_true", help="remove statements that a fault does not need")
+    parser.add_argument("--quiet", action="store_true", help="do not print the sources of faults")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = [(kind,) for kind in args.kinds or KINDS] if args.alone else [args.kinds]

@@ -36,8 +36,8 @@ def _serve_jobs(connection) -> None:
         os.environ["FASTVIT_STATISTICS"] = statistics
         try:
             torch.manual_seed(0)
-            place = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
-            dist.init_process_group("gloo", **place, timeout=datetime.timedelta(seconds=timeout))
+            group_options = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
+            dist.init_process_group("gloo", **group_options, timeout=datetime.timedelta(seconds=timeout))
             result = ("ok", function(rank, world, *arguments))
         except BaseException:
             result = ("error", traceback.format_exc())
@@ -56,17 +56,17 @@ class Ranks:
         self.workers = []
 
     def _start_workers(self, world: int) -> None:
-        context, new = mp.get_context("spawn"), []
+        context, new_connections = mp.get_context("spawn"), []
         for rank in range(world):
             if rank < len(self.workers) and self.workers[rank][0].is_alive():
                 continue
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve_jobs, args=(theirs,), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve_jobs, args=(child_end,), daemon=True)
             process.start()
-            theirs.close()
-            self.workers[rank : rank + 1] = [(process, ours)]
-            new.append(ours)
-        for connection in new:  # the group's timeout begins when all processes run
+            child_end.close()
+            self.workers[rank : rank + 1] = [(process, parent_end)]
+            new_connections.append(parent_end)
+        for connection in new_connections:  # The group's timeout begins when all processes run.
             if not connection.poll(START_SECONDS) or connection.recv() != "ready":
                 raise AssertionError(f"a rank's process did not start within {START_SECONDS} s")
 
@@ -84,8 +84,8 @@ class Ranks:
 
         Args:
             world: The number of ranks.
-            function: It is called with the rank, `world` and `arguments`.
-            arguments: They are pickled, as the function is.
+            function: The function is called with the rank, `world` and `arguments`.
+            arguments: The arguments are pickled, as the function is.
             group_timeout: The time limit of the group's collectives in seconds.
             limit: The seconds in which all ranks must have answered.
             statistics: FASTVIT_STATISTICS; auto and peer use shared memory on one host.

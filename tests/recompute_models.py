@@ -1,4 +1,4 @@
-"""Models whose layers recompute their outputs, steps of them, and a counter of recomputations."""
+"""Models whose layers recompute their outputs, steps of these models, and a counter of recomputations."""
 
 import contextlib
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from fastvit.memory import live_bytes
 
 
 class RecomputationCounter:
-    """Counts in `count` how many outputs are recomputed."""
+    """Counts in `count` the calls of bn_apply, which recomputes the output of a batch norm."""
 
     def __enter__(self):
         self.count = 0
@@ -32,7 +32,7 @@ class RecomputationCounter:
 
 
 class ReaderModel(nn.Module):
-    """A model of a convolution, a BatchNormAct and a reader of its output."""
+    """A convolution, a BatchNormAct, and `read(model, y)`, which reads the BatchNormAct's output y."""
 
     def __init__(self, read, memory, **options):
         super().__init__()
@@ -52,7 +52,7 @@ class Reader(NamedTuple):
     """A function that reads the output of a ReaderModel's norm, and how often the output is recomputed."""
 
     read: Callable[[ReaderModel, torch.Tensor], torch.Tensor]
-    num_recomputations: int | None
+    num_recomputations: int | None  # None: any number
 
 
 READERS = {
@@ -82,6 +82,7 @@ READERS = {
 
 
 def run_step(net, x, scope=recompute_scope):
+    """Returns the output of a step in a scope, and the gradients of x and the parameters."""
     net.zero_grad()
     leaf = x.clone().requires_grad_()
     with scope():
@@ -95,12 +96,12 @@ def assert_same_bits(actual, expected):
     assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
-def compare_and_measure_freed(forward, wanted, scope=recompute_scope, measures=True):
-    """Raises unless `forward()` has the same bits in a scope; returns the bytes that the scope frees.
+def compare_and_measure_freed(forward, leaves, scope=recompute_scope, measures=True):
+    """Returns the bytes that a scope frees; raises unless `forward()` has the same bits in the scope.
 
-    Compares the result and the gradients of `wanted`. Without `measures` nothing is measured.
+    Compares the result and the gradients of `leaves`. Without `measures` the returned number is 0.
     """
-    sizes, results, devices = [], [], {one.device for one in wanted}
+    kept_bytes, results, devices = [], [], {leaf.device for leaf in leaves}
     for context in (contextlib.nullcontext, scope):
 
         def run(context=context):
@@ -108,33 +109,36 @@ def compare_and_measure_freed(forward, wanted, scope=recompute_scope, measures=T
             with context():
                 return forward()
 
-        size, y = (run(), *live_bytes(run, *devices))[1:] if measures else (0, run())
-        gradients = torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)
-        sizes.append(size)
+        if measures:
+            run()  # one-time caches must not be counted
+        nbytes, y = live_bytes(run, *devices) if measures else (0, run())
+        gradients = torch.autograd.grad(y.float().square().sum(), leaves, allow_unused=True)
+        kept_bytes.append(nbytes)
         results.append([y.detach(), *(t for t in gradients if t is not None)])
     assert_same_bits(*results)
-    return sizes[0] - sizes[1]
+    return kept_bytes[0] - kept_bytes[1]
 
 
 def make_conv_stack(kind, depth=4):
+    """Returns convolutions with norms of torch, or with BatchNormActs whose `memory` is `kind`."""
     torch.manual_seed(0)
 
-    def norm():
+    def make_norm():
         if kind == "torch":
             return nn.Sequential(nn.BatchNorm2d(8), nn.SiLU())
         return BatchNormAct(8, activation="silu", memory=kind)
 
     convs = [nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(depth)]
-    return nn.Sequential(*(m for conv in convs for m in (conv, norm())), nn.Conv2d(8, 1, 1))
+    return nn.Sequential(*(m for conv in convs for m in (conv, make_norm())), nn.Conv2d(8, 1, 1))
 
 
 def measure_forward(net, x, scope=recompute_scope):
-    """Returns how many tensors of the size of x a forward leaves allocated, and the sum of its output."""
+    """Returns the bytes that a forward leaves allocated, in units of the bytes of x, and the output's sum."""
 
     def forward():
         with scope():
             return net(x).sum()
 
-    forward()
+    forward()  # one-time caches must not be counted
     nbytes, result = live_bytes(forward, x.device)
     return nbytes / x.nbytes, result

@@ -1,6 +1,6 @@
 """The ops in plain PyTorch: the definition against which the kernels are tested.
 
-Arguments, their order and defaults, shapes and results are those of `fastvit.ops`, without `exchange`.
+The functions have the names, arguments, defaults, shapes and results of `fastvit.ops`, but no `exchange`.
 Everything is computed in float64, and results are rounded to the dtypes that the ops return.
 """
 
@@ -10,15 +10,16 @@ from torch import Tensor
 from fastvit._formulas import apply_activation, effective_gamma
 from fastvit.ops import accumulation_dtype
 
-RADIX = 2.0**24
+RADIX = 2.0**24  # float32 holds all integers up to it
 
 
 def pack_count(count: float) -> tuple[float, float]:
+    """Returns the two numbers that stand for a count in a packed tensor: exact also in float32."""
     return count // RADIX, count % RADIX
 
 
 def unpack_count(packed: Tensor) -> Tensor:
-    """Returns the count in the last two numbers of a packed tensor, in float64, of each row."""
+    """Returns in float64 the count of each row of a packed tensor, from the row's last two numbers."""
     return packed[..., -2].double() * RADIX + packed[..., -1].double()
 
 
@@ -30,34 +31,36 @@ def channels_first(x: Tensor, channel_dim: int) -> Tensor:
 def along_channels(
     vector: Tensor | None, x: Tensor, channel_dim: int, default: float = 0.0
 ) -> Tensor | float:
-    """Returns a `(C,)` vector in float64, shaped to be broadcast to x, or `default` for None."""
+    """Returns a `(C,)` vector in float64, in a shape that broadcasts to x, or `default` for None."""
     if vector is None:
         return default
     return vector.double().reshape([-1 if d == channel_dim else 1 for d in range(x.dim())])
 
 
 def invertible_gamma(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor | None:
-    """Returns the weight with the floor that makes y invertible."""
+    """Returns gamma with a floor, so that x can be recovered from y."""
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)
     return None if weight is None else effective_gamma(weight, bias, x.dtype)
 
 
 def derivative(v: Tensor, activation: str, param: float) -> Tensor:
+    """Returns the derivative of an activation at v."""
     with torch.enable_grad():
         v = v.detach().requires_grad_()
         return torch.autograd.grad(apply_activation(v, activation, param).sum(), v)[0]
 
 
-def invert(y: Tensor, activation: str, param: float, accumulation: torch.dtype) -> Tensor:
+def invert_activation(y: Tensor, activation: str, param: float, accumulation: torch.dtype) -> Tensor:
+    """Returns v for y. `accumulation` is the accumulation type of the op."""
     match activation:
         case "identity":
             return y
         case "leaky_relu":
             return torch.where(y > 0, y, y / param)
         case "elu":
-            lowest = -1 + torch.finfo(accumulation).eps / 2
-            return torch.where(y > 0, y, torch.log1p((y / param).clamp(min=lowest, max=0)))
+            lower_bound = -1 + torch.finfo(accumulation).eps / 2  # log1p(-1) is infinite
+            return torch.where(y > 0, y, torch.log1p((y / param).clamp(min=lower_bound, max=0)))
     raise RuntimeError(f"reference: activation {activation!r} cannot be inverted")
 
 
@@ -71,18 +74,18 @@ def bn_stats(x, channel_dim=1):
 
 
 def merge_moments(moments: Tensor) -> Tensor:
-    """Merges the moments of each rank, `(ranks, 2C + 2)`, in rank order (Chan et al.); returns one row."""
+    """Merges the moments of all ranks, `(ranks, 2C + 2)`, in rank order by Chan's formula, to `(2C + 2,)`."""
     rows = moments.double()
     channels = (rows.shape[1] - 2) // 2
     count = rows.new_zeros(())
     mean = m2 = rows.new_zeros(channels)
     for row in rows:
-        other = unpack_count(row)
-        total = count + other
+        row_count = unpack_count(row)
+        total = count + row_count
         if total > 0:
             delta = row[:channels] - mean
-            mean = mean + delta * other / total
-            m2 = m2 + row[channels : 2 * channels] + delta**2 * count * other / total
+            mean = mean + delta * row_count / total
+            m2 = m2 + row[channels : 2 * channels] + delta**2 * count * row_count / total
         count = total
     packed = torch.tensor(pack_count(count.item()), dtype=torch.float64, device=moments.device)
     return torch.cat([mean, m2, packed]).to(moments.dtype)
@@ -109,11 +112,11 @@ def bn_forward(
         moments = bn_stats(x, channel_dim)
     if moments is None:
         mean, var = running_mean.double(), running_var.double()
-        packed_count = (float("inf"), 0.0)
+        packed_count = (float("inf"), 0.0)  # running statistics have no count of a batch
     else:
         channels, count = x.shape[channel_dim], unpack_count(moments)
         mean, m2 = moments[: 2 * channels].double().chunk(2)
-        var = m2 if count == 0 else m2 / count
+        var = m2 if count == 0 else m2 / count  # m2 of an empty batch is 0
         packed_count = pack_count(count.item())
         if num_batches_tracked is not None and not count.isnan():
             num_batches_tracked += 1
@@ -144,9 +147,9 @@ def bn_forward_inplace(
     eps=1e-5,
     training=True,
 ):
-    tail = weight, bias, residual, activation, activation_param, channel_dim
-    running = running_mean, running_var, num_batches_tracked
-    y, saved = bn_forward(x, *tail, moments, *running, momentum, eps, training, invertible=True)
+    shared_arguments = weight, bias, residual, activation, activation_param, channel_dim
+    buffers = running_mean, running_var, num_batches_tracked
+    y, saved = bn_forward(x, *shared_arguments, moments, *buffers, momentum, eps, training, invertible=True)
     x.copy_(y)
     return saved
 
@@ -167,9 +170,9 @@ def bn_apply(
     return torch.empty_like(x).copy_(apply_activation(v, activation, activation_param))
 
 
-def _before_activation(input, dy, saved, tail, from_output):
-    """Returns dv and xhat of a backward in float64; v is the value before the activation, dv its gradient."""
-    weight, bias, residual, activation, param, channel_dim = tail
+def _compute_dv_and_xhat(input, dy, saved, shared_arguments, from_output):
+    """Returns dv, the gradient of the value before the activation, and xhat, both in float64."""
+    weight, bias, residual, activation, param, channel_dim = shared_arguments
     channels = input.shape[channel_dim]
     if not from_output:
         mean, invstd = (along_channels(t, input, channel_dim) for t in saved[: 2 * channels].chunk(2))
@@ -178,11 +181,11 @@ def _before_activation(input, dy, saved, tail, from_output):
         v = v + along_channels(bias, input, channel_dim) + (0 if residual is None else residual.double())
         return dy.double() * derivative(v, activation, param), xhat
     y, gamma = input.double(), invertible_gamma(weight, bias, input)
-    v = invert(y, activation, param, saved.dtype)
+    v = invert_activation(y, activation, param, saved.dtype)
     xhat = (v - along_channels(bias, y, channel_dim)) / along_channels(gamma, y, channel_dim, 1.0)
-    limit = (unpack_count(saved) - 1).clamp(min=0).sqrt()
-    slope = {"identity": torch.ones_like(y), "leaky_relu": torch.full_like(y, param), "elu": y + param}
-    return torch.where(y > 0, dy.double(), dy.double() * slope[activation]), xhat.clamp(-limit, limit)
+    limit = (unpack_count(saved) - 1).clamp(min=0).sqrt()  # no |xhat| of a batch of this count is larger
+    derivatives = {"identity": torch.ones_like(y), "leaky_relu": torch.full_like(y, param), "elu": y + param}
+    return torch.where(y > 0, dy.double(), dy.double() * derivatives[activation]), xhat.clamp(-limit, limit)
 
 
 def bn_reduce(
@@ -197,8 +200,8 @@ def bn_reduce(
     channel_dim=1,
     from_output=False,
 ):
-    tail = weight, bias, residual, activation, activation_param, channel_dim
-    dv, xhat = _before_activation(input, dy, saved, tail, from_output)
+    shared_arguments = weight, bias, residual, activation, activation_param, channel_dim
+    dv, xhat = _compute_dv_and_xhat(input, dy, saved, shared_arguments, from_output)
     sums = [channels_first(t, channel_dim).sum(1) for t in (dv, dv * xhat)]
     return torch.cat(sums)[None].to(accumulation_dtype(input.dtype))
 
@@ -217,12 +220,12 @@ def bn_backward(
     global_sums=None,
     training=True,
 ):
-    tail = weight, bias, residual, activation, activation_param, channel_dim
-    dv, xhat = _before_activation(input, dy, saved, tail, from_output)
+    shared_arguments = weight, bias, residual, activation, activation_param, channel_dim
+    dv, xhat = _compute_dv_and_xhat(input, dy, saved, shared_arguments, from_output)
     channels, count = input.shape[channel_dim], unpack_count(saved)
     dx, local_sums = dv, saved[:0]
     if training and global_sums is None:
-        (local_sums,) = bn_reduce(input, dy, saved, *tail, from_output)
+        (local_sums,) = bn_reduce(input, dy, saved, *shared_arguments, from_output)
         global_sums = local_sums
     if global_sums is not None and count > 0:
         means = (global_sums.double() / count).chunk(2)
@@ -234,9 +237,9 @@ def bn_backward(
     return torch.empty_like(input).copy_(dx), dresidual, local_sums
 
 
-def _per_row(saved, x):
-    """Returns mean and invstd of layer_norm_forward as columns."""
-    return (part.double().reshape(*x.shape[:-1], 1) for part in saved.chunk(2))
+def _unpack_row_statistics(saved, x):
+    """Returns the mean and invstd of each row, in a shape that broadcasts to x."""
+    return (t.double().reshape(*x.shape[:-1], 1) for t in saved.chunk(2))
 
 
 def layer_norm_forward(x, weight=None, bias=None, eps=1e-5, output_dtype=None):
@@ -250,10 +253,11 @@ def layer_norm_forward(x, weight=None, bias=None, eps=1e-5, output_dtype=None):
 
 
 def layer_norm_backward(x, dy, saved, weight=None, parameters=True):
-    mean, invstd = _per_row(saved, x)
+    mean, invstd = _unpack_row_statistics(saved, x)
     xhat, dy = (x.double() - mean) * invstd, dy.double()
-    g = dy if weight is None else dy * weight.double()
-    dx = invstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    dxhat = dy if weight is None else dy * weight.double()
+    mean_product = (dxhat * xhat).mean(-1, keepdim=True)
+    dx = invstd * (dxhat - dxhat.mean(-1, keepdim=True) - xhat * mean_product)
     sums = torch.cat([t.reshape(-1, x.shape[-1]).sum(0) for t in (dy, dy * xhat)])
     return dx.to(x.dtype).contiguous(), sums[: None if parameters else 0].to(accumulation_dtype(x.dtype))
 

@@ -1,4 +1,4 @@
-"""A small ViT for the tests of `report`, `verify` and budgets, without a library's classes of its parts."""
+"""A small ViT of plain torch layers for the tests of `report`, `verify` and budgets."""
 
 import copy
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from fastvit.memory import peak_bytes
 
-WIDTH = 64
+WIDTH = 64  # features of a token
 
 
 class SmallViTBlock(nn.Module):
@@ -40,13 +40,13 @@ class SmallViT(nn.Module):
 
 
 def hold_graph_tensor(model, x):
-    """Makes a model hold a tensor of a graph, so that it cannot be copied, and returns the model."""
+    """Returns the model with a tensor of a graph as an attribute, so that the model cannot be copied."""
     model.last = model(x)
     return model
 
 
 def measure_step_peak(model, x):
-    """Returns the peak bytes of a step of a copy of the model. Gradients of weights are freed at once."""
+    """Returns the peak bytes of a step of a copy of the model, which frees each weight's gradient at once."""
     copied = copy.deepcopy(model)
     for parameter in copied.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -56,5 +56,5 @@ def measure_step_peak(model, x):
         y.backward(torch.ones_like(y))
 
     run_step()
-    run_step()
+    run_step()  # one-time allocations must not be in the peak
     return peak_bytes(run_step)

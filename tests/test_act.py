@@ -88,7 +88,9 @@ def test_gradcheck(activation, device):
 
 @pytest.mark.parametrize("b", [torch.randn(4, 3), torch.randn(5, 3).half()], ids=["shape", "dtype"])
 def test_a_gate_that_does_not_fit_is_named(b):
-    with pytest.raises(ValueError, match=r"glu: b is \(\d, 3\), .*; \(5, 3\), torch.float32 expected, as a"):
+    with pytest.raises(
+        ValueError, match=r"gated_act: gate is \(\d, 3\), .*; \(5, 3\), torch.float32 expected"
+    ):
         functional.gated_act(torch.randn(5, 3), b)
 
 

@@ -1,7 +1,7 @@
 """SyncBatchNorm against NVIDIA apex's, InPlaceABN against mapillary's, and apex's parts in the trainer.
 
-The comparisons need apex 25.05: FASTVIT_APEX=folder of its sources, nothing compiled. Those with mapillary's
-need its sources on PYTHONPATH, with the extension compiled in place.
+The comparisons need apex 25.05: FASTVIT_APEX=folder of its sources, nothing compiled. The comparisons
+with mapillary's InPlaceABN need its sources on PYTHONPATH, with the extension compiled in place.
 """
 
 import os

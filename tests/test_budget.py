@@ -170,7 +170,7 @@ def test_a_budget_that_cannot_be_met_says_the_least_and_what_holds_it(x):
 
 
 def test_several_blocks_are_made_from_one_input_where_that_has_a_smaller_peak():
-    """Of many small blocks about every third input of a block is kept."""
+    """A plan for many small blocks keeps the input of about every third block."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Thin() for _ in range(64))), torch.randn(64, 64)
     fastvit.convert(model, budget="least", example_inputs=x)

@@ -1,5 +1,5 @@
 """fastvit.compat.apex.amp: a loss whose gradients reach parameters of optimizers that scale_loss was not
-given. What a script does then does the same as without amp.
+given. A script then does the same as without amp.
 """
 
 import pytest
@@ -241,7 +241,7 @@ def test_parameters_of_no_optimizer_keep_the_scale():
 
 @pytest.mark.parametrize("loss", ["first", "second"])
 def test_gradients_of_a_flat_buffer_stay_in_it(loss):
-    """Of both optimizers, whether the loss reaches them or not."""
+    """Gradients of both optimizers stay in the buffer, whether the loss reaches them or not."""
     model, p, q = begin()
     sizes = [p.numel() for p in model.parameters()]
     buffer = torch.ones(sum(sizes))

@@ -146,7 +146,7 @@ def test_several_models_optimizers_and_losses(level, losses, where):
 @pytest.mark.parametrize("level", LEVELS)
 def test_accumulated_gradients_equal_those_of_the_summed_loss(level, delays):
     """Backwards, some of whose gradients are left scaled, give the step of their sum; exact for float32
-    gradients. What the model has zeroed does not come back.
+    gradients. Gradients that the model has zeroed do not come back.
     """
     model, optimizer = initialized(level, loss_scale="dynamic")
     backward(model, optimizer, 7, delay_unscale=bool(delays))

@@ -100,7 +100,7 @@ def test_scripts_follow_float32(script, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_averages_through_state_dict(level):
-    """Of a copy, in steps that half precision would round away."""
+    """A copy averages the weights in steps that half precision would round away."""
     model, optimizer = initialized(level)
     average, before = copy.deepcopy(model), flat_parameters(model)
     step(model, optimizer)

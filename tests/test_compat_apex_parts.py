@@ -293,7 +293,7 @@ def assert_same_with_gradients(got, want, inputs):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_mlp(bias, activation, dtype):
-    """By the layer, and by the function with apex's list of arguments."""
+    """Compares the layer, and the function with apex's list of arguments, with torch's products."""
     torch.manual_seed(0)
     model = mlp.MLP([6, 5, 3], bias, activation).to(dtype)
     names = ["weight_0", "bias_0", "weight_1", "bias_1"] if bias else ["weight_0", "weight_1"]

@@ -250,7 +250,7 @@ def test_one_copy_of_each_module(fake):
 
 
 def test_apex_beside_fastvit(fake):
-    """What an installed apex has and fastvit has not is apex's, whichever is preferred."""
+    """Modules that only an installed apex has are apex's, whichever package is preferred."""
     files = ("transformer/__init__", "contrib/__init__", "contrib/sparsity/asp", "contrib/transducer", "mlp")
     files += (
         "contrib/sparsity/__init__",
@@ -362,7 +362,7 @@ def test_distribution_of_a_real_one(fake, prefer):
     assert [d.version for d in importlib.metadata.distributions() if d.metadata["Name"] == "apex"] == ["0.1"]
 
 
-# What 40 public repositories take from apex, by their newest sources in August 2026; 35 get every name
+# Names that 40 public repositories take from apex, by their newest sources in August 2026; 35 get every name
 
 NAMES = """
     amp_C.multi_tensor_adam amp_C.multi_tensor_axpby amp_C.multi_tensor_l2norm amp_C.multi_tensor_lamb

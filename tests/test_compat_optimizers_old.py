@@ -271,7 +271,7 @@ def stepped(parameter, optimizer, layouts):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [*OURS, *TORCHS])
 def test_any_layout(amp_off, kind, layout, gradient):
-    """Of a run that is resumed, and then has gradients of two layouts."""
+    """A run that is resumed, and then has gradients of two layouts, takes the steps of the first run."""
     make = (OURS | TORCHS)[kind]
     first = nn.Parameter(torch.randn(SHAPE))
     optimizer = make([first])

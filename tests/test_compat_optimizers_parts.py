@@ -280,8 +280,8 @@ OWN_STEPS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", OWN_STEPS)
 def test_operations_step_as_the_optimizer_does(kind, dtype, strided):
-    """Of parameters, gradients and moments of any dtype and strides. The optimizers themselves are compared
-    with formulas in float64 elsewhere.
+    """Parameters, gradients and moments have any dtype and strides. Other tests compare the optimizers
+    themselves with formulas in float64.
     """
     make, own_step = OWN_STEPS[kind]
     params, others = parameters(dtype), parameters(dtype)
@@ -385,7 +385,7 @@ def test_attributes_of_sgd():
     assert optimizer.most_recent_scale == 1.0 and not optimizer.scale_set_by_backward
 
 
-# What is refused
+# Options that are refused
 
 
 @pytest.mark.parametrize("name", ["eps_inside_sqrt", "use_mt", "amp_scale_adjustment"])

@@ -27,7 +27,7 @@ def network() -> nn.Module:
 
 
 def loss_of(model, rank: int, world: int, step: int, dtype=torch.float32) -> torch.Tensor:
-    """Of the rank's share of a batch."""
+    """Returns the loss of the rank's share of a batch."""
     images, labels = data(step)
     return F.cross_entropy(model(images[rank::world].to(dtype)).float(), labels[rank::world])
 
@@ -246,7 +246,7 @@ def unchanged(model, step):
 
 
 def gradients(rank, world, graph, change):
-    """Of a module in DistributedDataParallel, and what they must be: the mean of the ranks' own."""
+    """Returns the gradients in DistributedDataParallel, and the expected ones: the mean over the ranks."""
     own = Model()
     parallel = DistributedDataParallel(copy.deepcopy(own))
     got, want = [], []

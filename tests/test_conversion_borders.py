@@ -1,4 +1,4 @@
-"""What is a block, which tensors cross its border, and who sees the hooks."""
+"""Tests which modules are blocks, which tensors cross a block's border, and who sees its hooks."""
 
 import copy
 import dataclasses
@@ -435,10 +435,10 @@ def test_complex_models(dtype):
 
 
 def test_a_wrong_imaginary_part_differs():
-    from fastvit.conversion.verification import _difference
+    from fastvit.conversion.verification import _relative_difference
 
     a, b = torch.tensor([1 + 1j]), torch.tensor([1 - 5j])
-    assert _difference(a, b, 0.0) == pytest.approx(6 / 5)
+    assert _relative_difference(a, b, 0.0) == pytest.approx(6 / 5)
 
 
 def test_rows_of_a_report_add_up_to_at_most_its_headline():

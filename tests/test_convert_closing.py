@@ -31,7 +31,7 @@ def is_closed(next_call=None):
 
 @pytest.fixture(autouse=True)
 def undone():
-    """What a test leaves open would change those after it."""
+    """Closes the modes and hooks that a test has left open, since they would change later tests."""
     yield
     while torch._C._len_torch_function_stack():
         torch._C._pop_torch_function_stack()

@@ -162,7 +162,7 @@ def test_dynamic_shapes():
 
 
 def test_compiled_code_keeps_the_share_of_a_budget():
-    """Of a plan, compiled code gets the share of the bytes that it keeps."""
+    """Compiled code keeps the share of the bytes that the plan keeps."""
     torch._dynamo.reset()
     x, model = torch.randn(4, 64, 64), Net()
     eager, before = step(model, model, x)[0], None

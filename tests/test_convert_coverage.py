@@ -1,4 +1,4 @@
-"""What must be freed: bytes that a training forward keeps, in models of forms that are in use."""
+"""Tests how many of the bytes that a training forward keeps are freed, in forms of models in use."""
 
 from functools import partial
 

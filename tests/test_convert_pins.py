@@ -240,7 +240,7 @@ def test_a_head_after_a_step_of_the_trunk(level):
 )
 @pytest.mark.parametrize("write", ["data", "data is replaced", "numpy"])
 def test_a_norm_whose_weights_are_exchanged_without_a_version(write, weights):
-    """By optimizers that write to `.data`, and for an average of weights."""
+    """Optimizers that write to `.data` exchange weights so, and so do averages of weights."""
     between = lambda m: [WRITES[write](one) for one in weights(m)]  # noqa: E731
     assert_eager_bits(
         make_step(

@@ -120,7 +120,7 @@ def test_lazy_layers_are_left_until_they_are_real():
 @pytest.mark.parametrize(
     "layer,synchronised,attribute",
     [
-        (fastvit.InPlaceABN(3, activation="elu", channel_last=True), fastvit.InPlaceABNSync, "group"),
+        (fastvit.InPlaceABN(3, activation="elu", channel_last=True), fastvit.InPlaceABNSync, "process_group"),
         (fastvit.BatchNormAct(3, activation="gelu"), fastvit.BatchNormActSync, "process_group"),
     ],
 )
@@ -142,7 +142,7 @@ def test_layers_that_are_synchronised_already_keep_their_options():
 
 
 class TimmSyncBatchNorm(nn.SyncBatchNorm):
-    """What timm's own converter makes of a BatchNormAct2d."""
+    """Stands for the class to which timm's own converter changes a BatchNormAct2d."""
 
 
 TimmSyncBatchNorm.__module__, TimmSyncBatchNorm.__name__ = "timm.layers.norm_act", "SyncBatchNormAct"

@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, graphs, host synchronisation, launches, memory, mixed precision, NCCL.
+"""Tests that need a GPU: streams, graphs, host synchronisation, launches, memory, mixed precision, NCCL.
 
 That the ops and layers are right on a GPU is shown by the other tests, run with FASTVIT_TEST_DEVICE=cuda.
 """
@@ -204,7 +204,7 @@ def test_graphs_that_the_compiler_makes():
 
 @pytest.mark.parametrize("name", ["planes", "rows"])
 def test_streams_do_not_disturb_each_other(name):
-    """What the blocks of a launch share belongs to its stream."""
+    """The memory that the blocks of a launch share belongs to the stream of the launch."""
     channels = SHAPES[name][0][1]
     weight, bias = torch.rand(channels, device=DEVICE) + 0.5, torch.rand(channels, device=DEVICE)
 

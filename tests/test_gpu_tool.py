@@ -90,7 +90,7 @@ def test_slow(): time.sleep(60)
 
 
 def test_a_failing_step_keeps_no_other_from_running(gpu, tmp_path, monkeypatch, capsys):
-    """What pytest has printed until it was interrupted is there; equal failures are counted."""
+    """The output of an interrupted pytest is reported, and equal failures are counted."""
     trouble = tmp_path / "tests/test_trouble.py"
     trouble.parent.mkdir()
     trouble.write_text(TROUBLE)

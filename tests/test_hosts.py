@@ -44,7 +44,7 @@ def start(hosts, world, *command, of_rank=None, **options):
 
 
 def ranks_of(hosts, world, *arguments):
-    # Of a script of the user's: fastvit's trainer finds the interface.
+    # A user's script needs GLOO_SOCKET_IFNAME; fastvit's trainer finds the interface itself.
     return start(hosts, world, "-m", "host_rank", *arguments, cwd=HERE, of_rank=None)
 
 

@@ -646,7 +646,7 @@ def test_double_backward_is_refused():
 
 @pytest.mark.parametrize("make", [InPlaceABN, SyncBatchNorm, BatchNormAct, fastvit.LayerNorm])
 def test_a_graph_of_the_backward_that_nothing_differentiates(make):
-    """What is saved is unpacked once, also by torch.utils.checkpoint, and gradients can be written to."""
+    """Saved tensors are unpacked once, also by torch.utils.checkpoint; gradients can be written to."""
     layer, x = make(3), torch.randn(4, 3, requires_grad=True)
     run, leaves, unpacked = lambda x: layer(x.clone()), (x, *layer.parameters()), []
     want = torch.autograd.grad(run(x).sin().sum(), leaves)
@@ -848,5 +848,5 @@ def test_arrays_and_numbers_for_tensors_raise_type_error():
         ):
             make(3, process_group=[0, 1])
     with pytest.raises(TypeError, match="InPlaceABNSync: process_group is 2; a group expected"):
-        InPlaceABNSync(3, group=2)
+        InPlaceABNSync(3, process_group=2)
     assert InPlaceABN(np.int64(3))(torch.randn(2, 3)).shape == (2, 3)

@@ -1,4 +1,4 @@
-"""What ranks have sent each other is merged in rank order, or not at all. CPUs merge by merge_received,
+"""Messages of ranks are merged in rank order, or not at all. CPUs merge by merge_received,
 GPUs, and the model of one, by pack_message, a collective and merge_messages.
 """
 
@@ -29,7 +29,7 @@ def exchanges(tags, device, wide=False):
 
 
 def direct(rank, numbers, tags, room=4):
-    """What a CPU's rank has received: `(world - 1, words)`, wider than this layer's messages."""
+    """Returns the messages that a CPU's rank receives: `(world - 1, words)`, wider than a layer's."""
     double = FLOAT64 if numbers[0].dtype == torch.float64 else 0
     words = numbers[0].numel() * numbers[0].element_size() // 4
     received = torch.full((len(numbers), HEADER_WORDS + words + room), -1, dtype=torch.int32)

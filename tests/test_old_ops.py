@@ -1,4 +1,4 @@
-"""What was made before the ops had their present names: calls by old names, saved graphs, files of layers."""
+"""Tests calls by the old names of ops, and graphs and files of layers that were saved with these names."""
 
 import warnings
 from pathlib import Path
@@ -49,7 +49,7 @@ def old_calls(case):
 
 
 def everything(name, made, arguments):
-    """What a call has returned, and written into its arguments."""
+    """Returns all that a call has returned, and has written into its arguments."""
     written = ["x"] * name.endswith("_") + ["running_mean", "running_var", "num_batches_tracked"]
     returned = made if isinstance(made, tuple) else (made,)
     return [*returned, *(arguments[argument] for argument in written if argument in arguments)]

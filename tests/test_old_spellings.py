@@ -80,6 +80,65 @@ def test_an_old_spelling_does_as_the_new_one_and_warns(name):
         assert found == expected
 
 
+# A user's script. Each line with the comment `old` has an old spelling, and no other line has one.
+SCRIPT = """
+import copy, torch, fastvit
+from torch import nn
+from fastvit import functional, memory, sync
+from fastvit.training.config import Config
+
+x = torch.randn(2, 8, 64)
+layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, "gelu", batch_first=True, norm_first=True)
+model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+fastvit.convert(model, products=True)  # old
+fastvit.convert(model, weight_casts=True)  # old
+with fastvit.recompute_scope(products=True):  # old
+    layer(x).sum().backward()
+with fastvit.recompute_scope(weight_casts=True):  # old
+    layer(x).sum().backward()
+found = fastvit.report(model, x)
+assert found.saved_bytes > 0  # old
+assert sum(row.rebuilt_bytes for row in found.tensors) > 0  # old
+checked = fastvit.verify(model, x, limit=1.0)  # old
+fastvit.convert(model, skip=checked.sites)  # old
+assert not checked.unsteady  # old
+assert not checked.wrong  # old
+assert checked.limit == 1.0  # old
+y = functional.glu(x, x)  # old
+images = torch.randn(2, 3, 8, 8)
+in_place = fastvit.InPlaceABNSync(3, group=None)  # old
+in_place(x=images.clone())  # old
+assert in_place.group is None  # old
+in_place.group = None  # old
+in_place.set_group(None)  # old
+fastvit.InPlaceABN(3, activation="elu")  # old
+nbytes, result = memory.live_bytes(work=lambda: x + 1)  # old
+assert memory.peak_bytes(work=lambda: x + 1) >= nbytes > 0  # old
+local = sync.LOCAL  # old
+assert isinstance(local, sync.Local)  # old
+moments, tag = local.moments(images, 1)  # old
+local.sums(lambda exchange: moments, tag)  # old
+sync.Shared, sync.transport_for  # old
+key = sync.LayerKey("a layer", number=1, momentum=0.1)  # old
+assert key.number == 1  # old
+torch.ops.fastvit.abn_forward_(images)  # old
+Config(memory="products")  # old
+"""
+
+
+def test_a_script_with_all_old_spellings_runs_with_warnings_alone(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        exec(compile(SCRIPT, path, "exec"), {"__name__": "__main__"})
+    assert {warning.category for warning in record} <= {DeprecationWarning, FutureWarning}
+    lines = enumerate(SCRIPT.splitlines(), 1)
+    assert {warning.lineno for warning in record if warning.filename == str(path)} == {
+        number for number, line in lines if line.endswith("# old")
+    }
+
+
 def test_both_spellings_of_one_argument_are_an_error():
     with pytest.raises(
         TypeError, match="InPlaceABNSync: group is the old name of process_group; one of them"

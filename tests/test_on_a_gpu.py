@@ -1,4 +1,4 @@
-"""What the autograd functions choose on a GPU, with CPU tensors that claim to be there."""
+"""Tests the choices of the autograd functions on a GPU, with CPU tensors that claim to be there."""
 
 import pytest
 import torch

@@ -30,7 +30,7 @@ def test_elu_saturation_gives_no_nan(dtype, device):
     y.backward(dy)
     F.elu(F.batch_norm(theirs, None, None, weight.double(), bias.double(), True)).backward(dy.double())
     assert ours.grad.isfinite().all()
-    # What saturates has no gradient of its own; the rest loses digits that the storage does not hold.
+    # Saturated elements have no gradient; the others lose digits that the storage does not hold.
     difference = (ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()
     assert difference < {torch.float32: 0.06}.get(dtype, 0.25)
     frozen = InPlaceABN(4, activation="elu", activation_param=1.0).to(device).eval()

@@ -189,7 +189,7 @@ class Ends(nn.Module):
 
 
 def test_an_activation_at_the_end_of_a_block():
-    """What it has saved is reduced to a mask when the next block reads its sizes."""
+    """The tensor that the activation saves becomes a mask when the next block reads the tensor's sizes."""
     before, after = compare_and_measure_kept(nn.Sequential(Ends(), chain(nn.Identity, depth=1)), images())
     assert after <= before - 4 * C * SIZE**2 * 4 * 7 // 8
 

@@ -1,4 +1,4 @@
-"""What a plan leaves out: an observer changes no decision, and no recipe is built for what is kept anyway."""
+"""Tests that an observer changes no decision of a plan, and that kept tensors get no recipes."""
 
 import contextlib
 import copy

@@ -301,9 +301,10 @@ def test_a_copy_is_made_from_a_result_that_another_op_saves():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("train", [True, None, False])
 def test_a_result_of_native_dropout_is_rebuilt_from_its_mask(train, dtype):
-    """What dropout runs on CUDA: the result is made again of the mask's bits.
+    """The result of native_dropout, which dropout calls on CUDA, is recomputed from the mask's bits.
 
-    In evaluation it is kept, and in half precision on a CPU, where versions of torch round otherwise.
+    The result is kept in evaluation. It is also kept in half precision on a CPU, since versions of torch
+    round differently there.
     """
     last, x = nn.Linear(64, 64, dtype=dtype), torch.randn(128, 64, dtype=dtype, requires_grad=True)
     less = compare_and_measure_freed(

@@ -328,7 +328,9 @@ def test_wrapped_models_name_what_to_pass(tmp_path, x):
         assert fastvit.report(layers, torch.randn(4, 8, 16, 16)).freed_bytes > 0  # no exchange
         sharded = SmallViT()
         distributed.fsdp.fully_shard(sharded, mesh=distributed.init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match="FSDPNet is sharded, .* pass the model before it is sharded"):
+        with pytest.raises(
+            ValueError, match="FSDPSmallViT is sharded, .* pass the model before it is sharded"
+        ):
             fastvit.report(sharded, x)
     finally:
         distributed.destroy_process_group()

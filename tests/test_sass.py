@@ -39,7 +39,7 @@ def sass(monkeypatch):
 
 
 def disassembly(body: str) -> str:
-    """What nvdisasm -c prints for a kernel of these instructions and labels."""
+    """Returns the text that nvdisasm -c prints for a kernel of these instructions and labels."""
     lines = [
         line if line.endswith(":") else f"        /*0010*/    {line} ;" for line in body.split("\n") if line
     ]

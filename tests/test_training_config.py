@@ -284,7 +284,7 @@ def test_half_a_launcher_is_an_error(environment, message):
     ],
 )
 def test_the_gpu_of_a_rank(monkeypatch, visible, gpus, device, want):
-    """Of the second of two: its own vote is the UUID of its GPU."""
+    """The rank is the second of two; the UUID of its GPU is its answer."""
     launch = detect_launcher(TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"})
     consensus = SimpleNamespace(
         gather_answers=lambda question, answer: dict.fromkeys(

@@ -76,7 +76,7 @@ def test_a_run_that_cannot_read_ends_with_its_workers(tmp_path):
     image.unlink()
     os.mkfifo(image)  # opening it waits for a writer, as a lost network file system would
     options = ["--data-path", str(path), "--workers", "2", "--timeout", "2", "--epochs", "2", "--out", "run"]
-    # What holds the pipes open after its end is a worker that was left behind.
+    # A worker that is left behind holds the pipes open, and then this call times out.
     done = subprocess.run(
         [sys.executable, *COMMON, *FOLDER, *options],
         cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS,

@@ -61,7 +61,7 @@ def test_less_is_kept_and_no_loss_changes(amp, norm, memory):
 
 @pytest.mark.slow
 def test_a_compiled_model_keeps_less_too(monkeypatch):
-    """By a backend that compiles no code, which takes half a minute."""
+    """The backend compiles no code, since compiling takes half a minute."""
     compiled = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compiled)
     images, kept, losses = torch.randn(16, *SHAPE), [], []

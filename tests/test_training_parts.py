@@ -178,7 +178,7 @@ def test_random_numbers_of_a_step_do_not_depend_on_those_before():
 
 
 def test_the_share_of_the_time_that_is_spent_waiting_for_data(monkeypatch):
-    """By a clock that is a second later at each look: at the start, around each batch, at the end."""
+    """The clock is a second later at each reading: at the start, around each batch, at the end."""
     monkeypatch.setattr(loop, "time", argparse.Namespace(perf_counter=itertools.count().__next__))
     small, batches = _small_learner(0, 1, Config(batch_size=5)), [_batch(0, part) for part in range(4)]
     measured, _ = loop.train_one_epoch(small, batches, (1, 2, 2), 1, loop.Progress(), [])

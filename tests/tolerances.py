@@ -1,66 +1,76 @@
 """The largest allowed errors of each op against the float64 reference, with the reason.
 
-An error is the largest absolute difference over the largest reference value. A row is named after an op; the
-suffix FROM_OUTPUT marks an op that recovers xhat from y. An op without a row fails its test. u is the unit
-roundoff of a dtype: float64 1.1e-16, float32 6e-8, float16 4.9e-4, bfloat16 3.9e-3.
+An error is the largest absolute difference divided by the largest absolute reference value. A row is named
+after an op, with the suffix FROM_OUTPUT if the op recovers xhat from y. An op without a row fails its test. u
+is the unit roundoff of a dtype: float64 1.1e-16, float32 6e-8, float16 4.9e-4, bfloat16 3.9e-3.
 """
+
+from typing import NamedTuple
 
 import torch
 
 FROM_OUTPUT = " from_output"
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
+
+class Tolerance(NamedTuple):
+    """The largest allowed error for each dtype, and the reason."""
+
+    limits: dict[torch.dtype, float]
+    reason: str
+
+
 # Moments and sums are returned in the accumulation type, whatever the dtype of x.
-_SUMMED = {F64: 1e-13, F32: 2e-6, F16: 2e-6, BF16: 2e-6}
-# An output is rounded to storage once, after a few roundings of the accumulation type.
-_ROUNDED = {F64: 1e-13, F32: 2e-6, F16: 6e-4, BF16: 4.5e-3}
-# The reference is rounded to storage too, so the two may differ by one unit in the last place.
-_ONE_UNIT = {F64: 1e-13, F32: 2e-6, F16: 1e-3, BF16: 8e-3}
+_SUM_LIMITS = {F64: 1e-13, F32: 2e-6, F16: 2e-6, BF16: 2e-6}
+# An output is rounded once to the storage type, after a few roundings to the accumulation type.
+_ROUNDING_LIMITS = {F64: 1e-13, F32: 2e-6, F16: 6e-4, BF16: 4.5e-3}
+# The reference is rounded to the storage type too, so that both may differ by one unit in the last place.
+_ONE_UNIT_LIMITS = {F64: 1e-13, F32: 2e-6, F16: 1e-3, BF16: 8e-3}
 
 TOLERANCES = {
-    "bn_stats": (_SUMMED, "up to 2048 values in the accumulation type, merged in float64"),
-    "bn_forward": (_ROUNDED, "one rounding to storage"),
-    "bn_apply": (_ROUNDED, "one rounding to storage"),
-    "bn_forward_inplace": (_ROUNDED, "one rounding to storage"),
-    "bn_reduce": (
+    "bn_stats": Tolerance(_SUM_LIMITS, "up to 2048 values in the accumulation type, merged in float64"),
+    "bn_forward": Tolerance(_ROUNDING_LIMITS, "one rounding to storage"),
+    "bn_apply": Tolerance(_ROUNDING_LIMITS, "one rounding to storage"),
+    "bn_forward_inplace": Tolerance(_ROUNDING_LIMITS, "one rounding to storage"),
+    "bn_reduce": Tolerance(
         {F64: 1e-12, F32: 1e-5, F16: 1e-5, BF16: 1e-5},
-        "sums of mixed sign cancel: relative to the largest channel's sum only",
+        "values of mixed sign cancel in a sum, so only the largest channel's sum is the scale",
     ),
-    "bn_reduce" + FROM_OUTPUT: (
+    "bn_reduce" + FROM_OUTPUT: Tolerance(
         {F64: 1e-12, F32: 2e-5, F16: 2e-5, BF16: 2e-5},
-        "as bn_reduce, and xhat recovered through log1p near saturation loses some digits",
+        "as for bn_reduce; xhat also loses digits when log1p recovers it near elu's saturation",
     ),
-    "bn_backward": (_ROUNDED, "one rounding to storage"),
-    "bn_backward" + FROM_OUTPUT: (
+    "bn_backward": Tolerance(_ROUNDING_LIMITS, "one rounding to storage"),
+    "bn_backward" + FROM_OUTPUT: Tolerance(
         {F64: 1e-12, F32: 3e-5, F16: 7e-4, BF16: 5e-3},
-        "one rounding to storage; elu near saturation multiplies the accumulation type's rounding",
+        "one rounding to storage; elu near saturation enlarges the rounding of the accumulation type",
     ),
-    "running": ({F64: 1e-13, F32: 1e-6, F16: 1e-3, BF16: 8e-3}, "one rounding to the buffer's dtype"),
-    "layer_norm_forward": (_ONE_UNIT, "one unit of storage"),
-    "layer_norm_saved": (_SUMMED, "a row's mean and deviation in the accumulation type"),
-    "layer_norm_backward": (_ONE_UNIT, "one unit of storage"),
-    "layer_norm_sums": (
+    "running": Tolerance({F64: 1e-13, F32: 1e-6, F16: 1e-3, BF16: 8e-3}, "one rounding to the buffer"),
+    "layer_norm_forward": Tolerance(_ONE_UNIT_LIMITS, "one unit of storage"),
+    "layer_norm_saved": Tolerance(_SUM_LIMITS, "a row's mean and deviation in the accumulation type"),
+    "layer_norm_backward": Tolerance(_ONE_UNIT_LIMITS, "one unit of storage"),
+    "layer_norm_sums": Tolerance(
         {F64: 1e-12, F32: 1e-5, F16: 1e-5, BF16: 1e-5},
-        "sums of mixed sign cancel: relative to the largest column's sum only",
+        "values of mixed sign cancel in a sum, so only the largest column's sum is the scale",
     ),
-    "act_forward": (_ONE_UNIT, "one unit of storage"),
-    "act_backward": (_ONE_UNIT, "one unit of storage"),
+    "act_forward": Tolerance(_ONE_UNIT_LIMITS, "one unit of storage"),
+    "act_backward": Tolerance(_ONE_UNIT_LIMITS, "one unit of storage"),
     # Layers are compared with torch's, whose float32 statistics have an error of about 1e-6.
-    "layer": (
+    "layer": Tolerance(
         {F64: 1e-11, F32: 2e-5, F16: 3e-3, BF16: 2.5e-2},
-        "torch rounds an intermediate result to storage, which a fused layer never makes",
+        "torch rounds an intermediate result to storage; a fused layer has no such result",
     ),
-    "in_place_layer": (
+    "in_place_layer": Tolerance(
         {F64: 1e-10, F32: 1e-4, F16: 1e-2, BF16: 6e-2},
-        "xhat recovered from y: u * sqrt(1 + (bias / weight)^2), and the negative side's 1 / slope",
+        "recovering xhat from y multiplies u by sqrt(1 + (bias / weight)^2) and, below 0, by 1 / slope",
     ),
 }
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor, least_scale: float = 1e-30) -> float:
-    """Returns the largest absolute difference over the largest expected value.
+    """Returns the largest absolute difference divided by the largest absolute expected value.
 
-    That value counts as `least_scale` if it is smaller.
+    The divisor is at least `least_scale`.
     """
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, {tuple(expected.shape)} expected"
     if expected.numel() == 0:
@@ -87,7 +97,8 @@ def assert_close_enough(
         expected: The reference's result.
         row: The row of TOLERANCES.
         dtype: The dtype whose tolerance applies; that of `actual` by default.
-        least_scale: The size of a sum without cancellation, for sums that may cancel.
+        least_scale: The least divisor of the error. For sums that may cancel it is their size without
+            cancellation.
     """
     limits, reason = TOLERANCES[row]
     dtype = dtype or actual.dtype

@@ -95,9 +95,9 @@ def background_run(directory, *arguments, data=SIX_BATCHES, **options):
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def train_on_rank(rank, world, arguments):
@@ -141,8 +141,8 @@ def rows_of(directory):
 
 def assert_equal_runs(actual, expected):
     """Asserts that two runs have bitwise equal weights and averages, and equal rows except for times."""
-    for part in ("model", "average"):
-        weights, others = state_of(actual).get(part, {}), state_of(expected).get(part, {})
-        assert list(weights) == list(others)
-        assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+    for key in ("model", "average"):
+        weights, expected_weights = (state_of(run_dir).get(key, {}) for run_dir in (actual, expected))
+        assert list(weights) == list(expected_weights)
+        assert [name for name in weights if not torch.equal(weights[name], expected_weights[name])] == []
     assert rows_of(actual) == rows_of(expected)

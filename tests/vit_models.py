@@ -1,4 +1,4 @@
-"""Small transformer blocks as in timm, transformers and torchvision, and measurements of their steps."""
+"""Small blocks as in timm, transformers and torchvision, and steps of them that are compared and measured."""
 
 import contextlib
 import copy
@@ -12,11 +12,11 @@ from torch import nn
 import fastvit
 from fastvit.memory import live_bytes
 
-DIM, TOKENS, HEADS = 64, 50, 4
+DIM, TOKENS, HEADS = 64, 50, 4  # features of a token, tokens of a sequence, heads of attention
 
 
 class Attention(nn.Module):
-    """timm's attention: one Linear makes queries, keys and values, which are unbound."""
+    """timm's attention, in which one Linear makes queries, keys and values. A rope rotates pairs."""
 
     def __init__(self, norm=None, rope=False, cosine=False):
         super().__init__()
@@ -29,8 +29,8 @@ class Attention(nn.Module):
 
     def rotate(self, x):
         tokens = x[:, :, 1:]
-        half = torch.stack([-tokens[..., 1::2], tokens[..., ::2]], -1).reshape(tokens.shape)
-        return torch.cat([x[:, :, :1], tokens * self.cos + half * self.sin], dim=2)
+        rotated = torch.stack([-tokens[..., 1::2], tokens[..., ::2]], -1).reshape(tokens.shape)
+        return torch.cat([x[:, :, :1], tokens * self.cos + rotated * self.sin], dim=2)
 
     def forward(self, x):
         n, length, dim = x.shape
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if self.sin is not None:
             q, k = self.rotate(q).type_as(v), self.rotate(k).type_as(v)
-        if self.cosine:  # Swin v2
+        if self.cosine:  # as Swin v2, but with a fixed scale of 10
             scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
             x = (scores * 10).softmax(-1) @ v
         else:
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class SeparateAttention(nn.Module):
-    """transformers' attention: queries, keys and values have a Linear each, and the rope rotates halves."""
+    """transformers' attention, with a Linear each for queries, keys and values. A rope rotates halves."""
 
     def __init__(self, rope=False):
         super().__init__()
@@ -100,6 +100,8 @@ class Mlp(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """timm's SwiGLU, which has a Linear for the gate and one for x."""
+
     def __init__(self, norm=nn.LayerNorm):
         super().__init__()
         self.fc1_g, self.fc1_x = nn.Linear(DIM, 4 * DIM), nn.Linear(DIM, 4 * DIM)
@@ -123,7 +125,7 @@ class FastvitSwiGLU(SwiGLU):
         return self.fc2(self.norm(fastvit.functional.gated_act(self.fc1_g(x), self.fc1_x(x))))
 
 
-class PackedSwiGLU(nn.Module):
+class PackedSwiGLU(nn.Module):  # one Linear makes the gate and x
     def __init__(self):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(DIM, 8 * DIM), nn.Linear(4 * DIM, DIM)
@@ -143,6 +145,8 @@ class LayerScale(nn.Module):
 
 
 class Block(nn.Module):
+    """timm's block: attention and an MLP, each after a norm and beside a skip connection."""
+
     def __init__(self, attention=Attention, mlp=Mlp, scale=nn.Identity, norm=lambda: nn.LayerNorm(DIM, 1e-6)):
         super().__init__()
         self.norm1, self.attn, self.ls1 = norm(), attention(), scale()
@@ -154,19 +158,21 @@ class Block(nn.Module):
 
 
 class GlobalResponseNorm(nn.Module):
+    """timm's norm in the MLP of ConvNeXt v2, over `(N, H, W, 4 * DIM)`."""
+
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4 * DIM))
         self.bias = nn.Parameter(torch.randn(4 * DIM))
 
     def forward(self, x):
-        g = x.norm(p=2, dim=(1, 2), keepdim=True)
-        n = g / (g.mean(dim=-1, keepdim=True) + 1e-6)
-        return x + torch.addcmul(self.bias.view(1, 1, 1, -1), self.weight.view(1, 1, 1, -1), x * n)
+        norms = x.norm(p=2, dim=(1, 2), keepdim=True)
+        factor = norms / (norms.mean(dim=-1, keepdim=True) + 1e-6)
+        return x + torch.addcmul(self.bias.view(1, 1, 1, -1), self.weight.view(1, 1, 1, -1), x * factor)
 
 
 class ConvBlock(nn.Module):
-    """ConvNeXt's block over 7 by 7 tokens; the first token is left as it is."""
+    """ConvNeXt's block over 7 x 7 tokens. The first of the 50 tokens passes unchanged."""
 
     def __init__(self, grn=False, scale=True):
         super().__init__()
@@ -194,10 +200,10 @@ def make_head_norm():
 
 
 class BlockCase(NamedTuple):
-    """A block, and the least share of its kept bytes that conversion must save."""
+    """A block of BlockModel, and how much memory conversion must save."""
 
     make_block: Callable[[], nn.Module]
-    least_saving: float
+    least_saving: float  # a share of the bytes that a training forward keeps
 
 
 BLOCK_CASES = {
@@ -215,8 +221,8 @@ BLOCK_CASES = {
     "tanh gelu": BlockCase(lambda: Block(mlp=lambda: Mlp(lambda: nn.GELU(approximate="tanh"))), 0.35),
     "rms of transformers": BlockCase(lambda: Block(norm=RMSNorm), 0.4),
     "rms of torch": BlockCase(lambda: Block(norm=lambda: nn.RMSNorm(DIM)), 0.4),
-    "gelu of ours": BlockCase(lambda: Block(mlp=lambda: Mlp(lambda: FastvitAct("gelu_tanh"))), 0.35),
-    "SwiGLU of ours": BlockCase(lambda: Block(lambda: Attention(rope=True), FastvitSwiGLU), 0.4),
+    "fastvit's gelu": BlockCase(lambda: Block(mlp=lambda: Mlp(lambda: FastvitAct("gelu_tanh"))), 0.35),
+    "fastvit's SwiGLU": BlockCase(lambda: Block(lambda: Attention(rope=True), FastvitSwiGLU), 0.4),
     "without affine": BlockCase(
         lambda: Block(norm=lambda: nn.LayerNorm(DIM, elementwise_affine=False)), 0.35
     ),
@@ -228,7 +234,7 @@ BLOCK_CASES = {
 
 
 class BlockModel(nn.Module):
-    """A model of equal blocks between a Linear and a norm with a head."""
+    """A model of equal blocks between a Linear and a norm with a head. `block()` makes a block."""
 
     def __init__(self, block=Block, depth=3):
         super().__init__()
@@ -251,16 +257,20 @@ class BlockModel(nn.Module):
 
 
 def make_patches(n=4):
+    """Returns the input of a BlockModel, `(n, TOKENS, 12)`."""
     return torch.randn(n, TOKENS, 12, generator=torch.Generator(torch.get_default_device()).manual_seed(7))
 
 
 def make_autocast(dtype=torch.bfloat16, **options):
-    """Returns a function that makes autocast contexts for the default device."""
+    """Returns a function that makes contexts of autocast for the default device."""
     return lambda: torch.autocast(torch.get_default_device().type, dtype, **options)
 
 
 def run_step(model, x, context=contextlib.nullcontext, call=None):
-    """Runs a step and returns its output, the gradients of input and parameters, and the buffers, by name."""
+    """Takes a step; returns the output, the gradients of input and parameters, and the buffers, by name.
+
+    `call(x)` is the forward in `context()`, or `model(x)` by default.
+    """
     model.zero_grad()
     leaf = x.clone().requires_grad_(x.is_floating_point())
     torch.manual_seed(5)
@@ -276,7 +286,7 @@ def run_step(model, x, context=contextlib.nullcontext, call=None):
 
 
 def find_differing(actual, expected):
-    """Returns the names of the tensors whose values differ."""
+    """Returns the names of the tensors of two steps whose values differ."""
     names = expected.keys() | actual.keys()
     return [name for name in names if not torch.equal(actual[name], expected[name])]
 
@@ -289,12 +299,12 @@ def measure_kept_bytes(model, x, context=contextlib.nullcontext, call=None):
         with context():
             return (call or model)(x)
 
-    forward()
+    forward()  # one-time caches must not be counted
     return live_bytes(forward, x.device)[0]
 
 
 def compare_and_measure_kept(eager, x, context=contextlib.nullcontext, call=lambda model: model, **options):
-    """Raises unless a step of a model and of its converted copy agree; returns the kept bytes of both."""
+    """Returns the kept bytes of a model and of its converted copy; raises unless their steps agree."""
     models = eager, fastvit.convert(copy.deepcopy(eager), **options)
     expected, actual = (run_step(model, x, context, call(model)) for model in models)
     assert not find_differing(actual, expected)

@@ -1,4 +1,4 @@
-"""A callback and a plugin for Lightning's Trainer."""
+"""For Lightning's Trainer, a callback that converts the model, and a plugin for synchronised layers."""
 
 from __future__ import annotations
 

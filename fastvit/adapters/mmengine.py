@@ -1,4 +1,4 @@
-"""A hook for the Runner of mmengine."""
+"""A hook for the Runner of mmengine, which converts its model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Convert", "FastvitConvertHook"]
 
 @HOOKS.register_module(name=["Convert", "FastvitConvertHook"])
 class Convert(Hook):
-    """Converts the runner's model before training. Its older name is `FastvitConvertHook`.
+    """Converts the runner's model before training. The class is also registered as `FastvitConvertHook`.
 
     Args:
         options: keyword arguments of `fastvit.convert`.

@@ -1,4 +1,4 @@
-"""A policy of activation checkpointing for torchtitan."""
+"""A policy of activation checkpointing for torchtitan, which converts the model instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Convert"]
 
 
 class Convert(ActivationCheckpointing):
-    """Converts the model in place of checkpointing its blocks; its Config has options of `convert`."""
+    """Converts the model in place of checkpointing its blocks; `Config` has options of `convert`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):

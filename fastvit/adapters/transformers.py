@@ -13,7 +13,7 @@ __all__ = ["Convert"]
 
 
 class Convert(TrainerCallback):
-    """Converts the model when training begins, in whatever wrapper the model is then.
+    """Converts the model when training begins, in the wrapper that the Trainer has put round it.
 
     Args:
         options: keyword arguments of `fastvit.convert`.
@@ -22,5 +22,5 @@ class Convert(TrainerCallback):
     def __init__(self, **options: Any) -> None:
         self.options = options
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
         convert(model, **self.options)

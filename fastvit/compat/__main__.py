@@ -69,21 +69,23 @@ def _run_script(path: str) -> None:
     """Runs a file, a folder or a zip file as the module `__main__`, as `python path` does."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
-    safe_path, absolute = getattr(sys.flags, "safe_path", False), os.path.abspath(path)
+    safe_path, absolute_path = getattr(sys.flags, "safe_path", False), os.path.abspath(path)
     if pkgutil.get_importer(path):  # finds an importer for a folder or a zip file
-        sys.path[: not safe_path] = [absolute]
+        sys.path[: not safe_path] = [absolute_path]  # replaces the first entry, or with -P inserts one
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     if not safe_path:
         sys.path[0] = str(Path(path).resolve().parent)
-    loader = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", absolute)
-    vars(main).update(__file__=absolute, __loader__=loader, __cached__=None)
+    loader = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", absolute_path)
+    vars(main).update(__file__=absolute_path, __loader__=loader, __cached__=None)
     code: Any = loader.get_code("__main__") if isinstance(loader, SourcelessFileLoader) else None
-    exec(code or compile(loader.get_data(absolute), absolute, "exec", dont_inherit=True), vars(main))
+    exec(
+        code or compile(loader.get_data(absolute_path), absolute_path, "exec", dont_inherit=True), vars(main)
+    )
 
 
 def _destroy_process_group_at_exit(status: int | None) -> None:
-    """Destroys the default process group if the script has left it open. Runs last in the process.
+    """Destroys the default process group if the script has left the group open. Runs last in the process.
 
     A rank that failed skips the barrier, because its peers may wait in another collective. This rank, and a
     peer whose barrier fails, end without destroying the group. `status` is None for an end by a signal.
@@ -134,6 +136,7 @@ def main() -> None:
         status = 0
     except SystemExit as exit_error:  # Python prints a code that is no number, and exits with 1
         code = exit_error.code
+        # The system keeps 8 bits of a status.
         status = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
         raise
     except KeyboardInterrupt as error:

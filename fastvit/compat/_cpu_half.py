@@ -11,7 +11,7 @@ def cpu_half() -> torch.dtype:
     """Returns the dtype that replaces CUDA's float16: bfloat16, which needs no loss scaling, or float16.
 
     Raises:
-        ValueError: FASTVIT_HALF is neither.
+        ValueError: FASTVIT_HALF is neither of these names.
     """
     name = os.environ.get("FASTVIT_HALF") or CPU_HALF_NAMES[0]
     if name not in CPU_HALF_NAMES:

@@ -33,23 +33,23 @@ NOTICE = (
     "Use --cpu to try a script, not to measure its speed."
 )
 
-_DEVICE = re.compile(r"cuda(:\d+)?")
-_AUTOCAST = re.compile(r"(is|get|set)_autocast_(gpu_)?(enabled|dtype)")
-_DEVICE_MOVES = {Tensor.cuda, Tensor.pin_memory}  # They return their tensor, which is on the CPU.
+_CUDA_DEVICE_NAME = re.compile(r"cuda(:\d+)?")
+_AUTOCAST_NAME = re.compile(r"(is|get|set)_autocast_(gpu_)?(enabled|dtype)")
+_DEVICE_MOVES = {Tensor.cuda, Tensor.pin_memory}  # These methods return their tensor, which is on the CPU.
 _CPU = torch.device("cpu")
 
 
 def _to_cpu(value: Any) -> Any:
-    """Replaces a CUDA device by the CPU, and the name of a CUDA tensor type by that of the CPU's."""
+    """Returns the CPU for a CUDA device, the CPU's type for the name of a CUDA tensor type, or `value`."""
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
     if isinstance(value, str):
-        return "cpu" if _DEVICE.fullmatch(value) else value.replace("torch.cuda.", "torch.")
+        return "cpu" if _CUDA_DEVICE_NAME.fullmatch(value) else value.replace("torch.cuda.", "torch.")
     return value
 
 
-def _device_to_cpu(value: Any) -> Any:
-    """Replaces a CUDA device by the CPU, as `_to_cpu` does, and the index of a device too."""
+def _device_or_index_to_cpu(value: Any) -> Any:
+    """Returns the CPU for the index of a device too, and otherwise the result of `_to_cpu`."""
     return _CPU if type(value) is int else _to_cpu(value)
 
 
@@ -70,18 +70,18 @@ class _CpuDeviceMode(torch.overrides.TorchFunctionMode, contextlib.ContextDecora
             args = ("cuda", *args) if args and type(args[0]) is int else args
             device = function(*args, **kwargs)
             return _CPU if device.type == "cpu" else device  # the device of CPU tensors has no index
-        convert = _device_to_cpu if function is Tensor.to else _to_cpu
+        convert = _device_or_index_to_cpu if function is Tensor.to else _to_cpu
         cpu_kwargs = {name: _to_cpu(value) for name, value in kwargs.items() if name != "pin_memory"}
         if "device" in kwargs:
-            cpu_kwargs["device"] = _device_to_cpu(kwargs["device"])
+            cpu_kwargs["device"] = _device_or_index_to_cpu(kwargs["device"])
         return function(*map(convert, args), **cpu_kwargs)
 
 
 # Replacements of the functions and classes of torch.cuda
 
 
-def _constant_function(value: Any) -> Callable:
-    """Returns a function that returns `value`. torch.compile needs another such function for each name."""
+def _make_constant_function(value: Any) -> Callable:
+    """Returns a function that returns `value`. torch.compile needs another function object for each name."""
     return lambda *args, **kwargs: value
 
 
@@ -95,6 +95,7 @@ class Event(torch.cpu.Event):
         self.time = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
+        """Returns milliseconds, as torch.cuda.Event does."""
         return 1000 * (end.time - self.time)
 
 
@@ -117,19 +118,20 @@ class Stream(contextlib.ContextDecorator):
     def __enter__(self) -> Stream:
         return self
 
-    synchronize = wait_stream = wait_event = __exit__ = _constant_function(None)
+    synchronize = wait_stream = wait_event = __exit__ = _make_constant_function(None)
 
 
 def _parallel_apply(modules: Any, inputs: Any, kwargs_tup: Any = None, devices: Any = None) -> list[Any]:
+    """Calls the modules one after another, with the arguments of nn.parallel.parallel_apply."""
     inputs = [args if isinstance(args, (list, tuple)) else (args,) for args in inputs]
     calls = zip(modules, inputs, kwargs_tup or [{}] * len(inputs), devices or inputs, strict=True)
     return [module(*args, **kwargs) for module, args, kwargs, _ in calls]
 
 
-def _device_count() -> int:
-    """Returns the number of ranks that the launcher starts on this host, or of CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-    return int(os.environ.get("LOCAL_WORLD_SIZE", len(visible)))
+def _count_devices() -> int:
+    """Returns the number of the launcher's ranks on this host, or else of devices in CUDA_VISIBLE_DEVICES."""
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    return int(os.environ.get("LOCAL_WORLD_SIZE", len(visible_devices)))
 
 
 class _NeedsGPU(NotImplementedError, AttributeError):
@@ -139,11 +141,11 @@ class _NeedsGPU(NotImplementedError, AttributeError):
 def _raise_needs_gpu(name_or_class: Any, *args: Any, **kwargs: Any) -> Any:
     """Raises `_NeedsGPU`. This is `torch._C.__getattr__`, and the constructor of classes that need a GPU."""
     caller = sys._getframe(1)
-    needed = getattr(name_or_class, "__name__", name_or_class)
+    needed_name = getattr(name_or_class, "__name__", name_or_class)
     raise _NeedsGPU(
-        f"--cpu: {caller.f_globals.get('__name__')}.{caller.f_code.co_name} uses {needed}, which needs a GPU;"
-        " leave the call out on the CPU,"
-        " by an option of the script or `if torch.cuda.get_device_name() != 'CPU'`"
+        f"--cpu: {caller.f_globals.get('__name__')}.{caller.f_code.co_name} uses {needed_name}, which needs"
+        " a GPU; leave the call out on the CPU, by an option of the script"
+        " or `if torch.cuda.get_device_name() != 'CPU'`"
     )
 
 
@@ -151,13 +153,13 @@ _current_device_index = deque([0], maxlen=1)
 _HOST_MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 _device_properties = types.SimpleNamespace(
     name="CPU",
-    major=8,
+    major=8,  # compute capability 8.0, the first with bfloat16
     minor=0,
     total_memory=_HOST_MEMORY_BYTES,
     multi_processor_count=os.cpu_count(),
     warp_size=32,
 )
-_CONSTANT_RESULTS: tuple[tuple[Any, str], ...] = (
+_CONSTANT_RESULTS: tuple[tuple[Any, str], ...] = (  # a result, and the functions that return it
     (None, "init synchronize empty_cache ipc_collect set_stream check_error set_sync_debug_mode start stop"),
     (None, "mark range_end reset_peak_memory_stats reset_accumulated_memory_stats _record_memory_history"),
     (None, "reset_peak_host_memory_stats reset_accumulated_host_memory_stats caching_allocator_enable"),
@@ -175,7 +177,7 @@ _CONSTANT_RESULTS: tuple[tuple[Any, str], ...] = (
     (_device_properties, "get_device_properties"),
     (
         types.SimpleNamespace(
-            cudaProfilerStart=_constant_function(0), cudaProfilerStop=_constant_function(0)
+            cudaProfilerStart=_make_constant_function(0), cudaProfilerStop=_make_constant_function(0)
         ),
         "cudart",
     ),
@@ -183,8 +185,8 @@ _CONSTANT_RESULTS: tuple[tuple[Any, str], ...] = (
     ("cpu", "_get_available_device_type"),  # nn.DataParallel calls it
 )
 _CONTEXT_NAMES = "Stream ExternalStream StreamContext stream device device_of range profile"
-_REPLACEMENTS: dict[str, Any] = {  # The functions of torch.cuda that are not replaced call these.
-    **{name: _constant_function(value) for value, names in _CONSTANT_RESULTS for name in names.split()},
+_REPLACEMENTS: dict[str, Any] = {  # Functions of torch.cuda that stay call these replacements too.
+    **{name: _make_constant_function(value) for value, names in _CONSTANT_RESULTS for name in names.split()},
     **{kind: getattr(torch, kind) for kind in dir(torch) if kind.endswith(("Tensor", "Storage"))},
     **dict.fromkeys(_CONTEXT_NAMES.split(), Stream),
     **{
@@ -192,12 +194,12 @@ _REPLACEMENTS: dict[str, Any] = {  # The functions of torch.cuda that are not re
         for name in ("CUDAGraph", "MemPool", "graph_pool_handle")
     },
     "Event": Event,
-    "device_count": _device_count,
+    "device_count": _count_devices,
     "current_device": lambda: _current_device_index[0],
     "set_device": lambda device: _current_device_index.append(torch._utils._get_device_index(device, True)),
     "default_generators": defaultdict(torch.Generator),  # keep their seeds; nothing draws from them
     "make_graphed_callables": lambda callables, *args, **kwargs: callables,
-    "cufft_plan_cache": types.SimpleNamespace(size=0, max_size=0, clear=_constant_function(None)),
+    "cufft_plan_cache": types.SimpleNamespace(size=0, max_size=0, clear=_make_constant_function(None)),
     "parallel_apply": _parallel_apply,
     "reduce_add": lambda tensors, destination=None: sum(tensors),
 }
@@ -216,35 +218,33 @@ def _override_arguments(owner: Any, name: str, **overrides: Any) -> None:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def with_overrides(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        for argument in overrides.keys() & bound.arguments.keys():  # a release of torch may lack one
-            override = overrides[argument]
-            bound.arguments[argument] = (
-                override(bound.arguments[argument]) if callable(override) else override
-            )
-        return original(*bound.args, **bound.kwargs)
+    def call_with_overrides(*args: Any, **kwargs: Any) -> Any:
+        bound_arguments = signature.bind(*args, **kwargs)
+        bound_arguments.apply_defaults()
+        # A release of torch may lack some of these arguments.
+        for argument in overrides.keys() & bound_arguments.arguments.keys():
+            override, value = overrides[argument], bound_arguments.arguments[argument]
+            bound_arguments.arguments[argument] = override(value) if callable(override) else override
+        return original(*bound_arguments.args, **bound_arguments.kwargs)
 
-    setattr(owner, name, with_overrides)
+    setattr(owner, name, call_with_overrides)
 
 
-def _autocast_dtype(dtype: Any) -> Any:
+def _to_autocast_dtype(dtype: Any) -> Any:
     return cpu_half() if dtype == torch.float16 else dtype
 
 
-def _cpu_autocast_function(name: str) -> Callable:
+def _make_cpu_autocast_function(name: str) -> Callable:
     """Returns a replacement of `torch.<name>` for the CPU's autocast, which also serves CUDA's."""
     function = getattr(torch, name.replace("_gpu", ""))
 
     def call_for_cpu(*args: Any, **kwargs: Any) -> Any:
         args = (*args, *kwargs.values())
         device = () if args and isinstance(args[0], str) else ("cpu",)
-        return function(*device, *(_autocast_dtype(_to_cpu(value)) for value in args))
+        return function(*device, *(_to_autocast_dtype(_to_cpu(value)) for value in args))
 
-    vars(call_for_cpu)["_dynamo_marked_constant"] = not name.startswith(
-        "set"
-    )  # torch.compile guards autocast
+    is_getter = not name.startswith("set")
+    vars(call_for_cpu)["_dynamo_marked_constant"] = is_getter  # torch.compile guards autocast
     torch.jit._builtins._register_builtin(call_for_cpu, f"aten::{name}")
     return call_for_cpu
 
@@ -254,6 +254,8 @@ def _to_cpu_backend(name: str | None) -> str:
 
 
 class _Generator(torch.Generator):
+    """Replaces torch.Generator: a generator of the CPU for any device."""
+
     def __new__(cls, device: Any = None) -> Any:
         return super().__new__(cls)
 
@@ -271,7 +273,7 @@ def install() -> None:
     for module in (sys.modules[f"torch.{name}"] for name in _PATCHED_MODULES.split()):
         vars(module).update((name, value) for name, value in _REPLACEMENTS.items() if hasattr(module, name))
     vars(torch).update(
-        (name, _cpu_autocast_function(name)) for name in dir(torch) if _AUTOCAST.fullmatch(name)
+        (name, _make_cpu_autocast_function(name)) for name in dir(torch) if _AUTOCAST_NAME.fullmatch(name)
     )
     _override_device_arguments()
     _replace_functions()
@@ -279,21 +281,21 @@ def install() -> None:
 
 
 def _override_device_arguments() -> None:
-    _override_arguments(torch.autocast, "__init__", device_type=_to_cpu, dtype=_autocast_dtype)
+    _override_arguments(torch.autocast, "__init__", device_type=_to_cpu, dtype=_to_autocast_dtype)
     _override_arguments(torch.amp.GradScaler, "__init__", device="cpu")
-    _override_arguments(nn.Module, "to", args=lambda args: tuple(map(_device_to_cpu, args)))
+    _override_arguments(nn.Module, "to", args=lambda args: tuple(map(_device_or_index_to_cpu, args)))
     _override_arguments(nn.parallel.DistributedDataParallel, "__init__", device_ids=None, output_device=None)
     _override_arguments(torch, "load", map_location="cpu")
     _override_arguments(torch.jit, "load", map_location="cpu")
     _override_arguments(torch, "set_default_tensor_type", t=_to_cpu)
-    _override_arguments(torch, "set_default_device", device=_device_to_cpu)
+    _override_arguments(torch, "set_default_device", device=_device_or_index_to_cpu)
     _override_arguments(torch.autograd.profiler.profile, "__init__", use_cuda=False, use_device=None)
     _override_arguments(torch.autograd.profiler.emit_nvtx, "__init__", enabled=False)
     _override_arguments(torch.profiler.profile, "__init__", activities=None)
     _override_arguments(nn.DataParallel, "__init__", device_ids=[0], output_device=None)
     _override_arguments(nn.parallel, "data_parallel", device_ids=[0], output_device=None)
     for module in (torch.amp, torch.amp.autocast_mode):
-        _override_arguments(module, "custom_fwd", device_type=_to_cpu, cast_inputs=_autocast_dtype)
+        _override_arguments(module, "custom_fwd", device_type=_to_cpu, cast_inputs=_to_autocast_dtype)
         _override_arguments(module, "custom_bwd", device_type=_to_cpu)
     for module in (dist, dist.distributed_c10d):
         _override_arguments(module, "init_process_group", backend=_to_cpu_backend, device_id=None)
@@ -314,13 +316,13 @@ def _replace_functions() -> None:
         (parallel.Broadcast, "apply", lambda gpus, *tensors: tensors * len(gpus)),
         (parallel.ReduceAddCoalesced, "apply", lambda gpu, n, *x: tuple(sum(x[i::n]) for i in range(n))),
         (torch.version, "cuda", torch.version.cuda or "12.8"),
-        (torch.accelerator, "current_accelerator", _constant_function(None)),
-        (torch.backends.cudnn, "version", _constant_function(91002)),
-        (dist, "is_nccl_available", _constant_function(True)),
+        (torch.accelerator, "current_accelerator", _make_constant_function(None)),
+        (torch.backends.cudnn, "version", _make_constant_function(91002)),  # cuDNN 9.10.2
+        (dist, "is_nccl_available", _make_constant_function(True)),
         (torch.storage._StorageBase, "cuda", lambda storage, *args, **kwargs: storage),
         (nn, "SyncBatchNorm", _SyncBatchNorm),
         (torch, "Generator", _Generator),
-        (Tensor, "record_stream", _constant_function(None)),
+        (Tensor, "record_stream", _make_constant_function(None)),
         (thread, "_bootstrap_inner", _CpuDeviceMode()(thread._bootstrap_inner)),  # modes are per thread
     ):
         setattr(owner, name, value)

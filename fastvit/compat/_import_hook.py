@@ -4,9 +4,9 @@ An installed package provides the parts that it has. fastvit provides parts that
 that fail to import. A part is a module (`apex.amp`) or a name in a module (`apex.parallel.LARC`). An alias
 and fastvit's name are the same module object, so both share one state.
 
-`find_spec` returns None for a part that neither has. The import of such a part, or its use as an attribute,
-is an error that says what to use instead. Every module has a `__path__`, so that `from module import name`
-asks the hook for a name that the module lacks.
+`find_spec` returns None for a part that neither package has. The import of such a part, or its use as an
+attribute, raises an error that says what to use instead. Every module has a `__path__`, so that
+`from module import name` asks the hook for a name that the module lacks.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from types import ModuleType
 from typing import Any, NoReturn, cast
 
 PREFERENCES = ("apex", "fastvit")
-"""The package that provides a part that both have: the installed one, or fastvit."""
+"""Values of `prefer`: the installed package, or fastvit, provides a part that both have."""
 
 _VERSIONS = {"apex": "25.05", "inplace_abn": "1.1.0"}
 """The version of each package whose names fastvit provides."""
 
 _PROVIDED_PACKAGES = (*_VERSIONS, "amp_C", "apex_C")
 
-_ALWAYS_COMPLETED = ("apex", "apex.contrib", "apex.contrib.optimizers")
-"""Packages that an installed apex provides, even where fastvit is preferred: fastvit lacks parts of them."""
+_INSTALLED_FIRST = ("apex", "apex.contrib", "apex.contrib.optimizers")
+"""Packages that an installed apex provides, even if fastvit is preferred: fastvit lacks parts of them."""
 
 _COMPAT_PACKAGE = __name__.rpartition(".")[0]
 
@@ -113,23 +113,24 @@ def _find_fastvit_spec(name: str) -> ModuleSpec | None:
         return None
 
 
-def _migration_hint(name: str) -> str:
-    """Returns the part of an error that says what to use for `name`, and which page explains it."""
+def _format_migration_hint(name: str) -> str:
+    """Returns the end of an error message: what to use for `name`, and which page explains that."""
     page = "inplace-abn" if name.startswith("inplace_abn") else "apex"
     while name and name not in _ALTERNATIVES:
         name = re.sub(r"(^|[._])[^._]*$", "", name)
-    see = f"see docs/migrating-from-{page}.md in fastvit's repository, or install {page} from source too"
-    return f"use {_ALTERNATIVES[name]}, {see}" if name else see
+    hint = f"see docs/migrating-from-{page}.md in fastvit's repository, or install {page} from source too"
+    return f"use {_ALTERNATIVES[name]}, {hint}" if name else hint
 
 
 def missing_attribute_getter(owner: str) -> Callable[..., NoReturn]:
-    """Returns a `__getattr__` for a module or class. It raises AttributeError, which says what to use for a
-    name that `owner` lacks.
+    """Returns a `__getattr__` for the module or class `owner`, which raises AttributeError.
+
+    The error says what to use instead of the missing name.
     """
 
-    def raise_missing(*self_and_name: Any) -> NoReturn:
+    def raise_missing(*self_and_name: Any) -> NoReturn:  # a module's `__getattr__` gets no self
         name = self_and_name[-1]
-        raise AttributeError(f"{owner}: fastvit has no {name}; {_migration_hint(f'{owner}.{name}')}")
+        raise AttributeError(f"{owner}: fastvit has no {name}; {_format_migration_hint(f'{owner}.{name}')}")
 
     return raise_missing
 
@@ -138,9 +139,9 @@ def set_up_package(package: str) -> None:
     """Loads all modules of a package of fastvit.compat. Adds the import paths of `_ALIASED_PATHS`, and a
     `__getattr__` that says what to use for a missing name.
     """
-    for found in pkgutil.walk_packages(getattr(sys.modules[package], "__path__", []), f"{package}."):
-        importlib.import_module(found.name)
-    for name, module in _loaded_modules(package).items():
+    for module_info in pkgutil.walk_packages(getattr(sys.modules[package], "__path__", []), f"{package}."):
+        importlib.import_module(module_info.name)
+    for name, module in _find_loaded_modules(package).items():
         getter = missing_attribute_getter(name.removeprefix(f"{_COMPAT_PACKAGE}."))
         vars(module).setdefault("__getattr__", getter)
         vars(module).setdefault("__path__", [])
@@ -152,7 +153,7 @@ def set_up_package(package: str) -> None:
             vars(sys.modules[parent]).setdefault(child, sys.modules[alias])
 
 
-def _loaded_modules(package: str) -> dict[str, ModuleType]:
+def _find_loaded_modules(package: str) -> dict[str, ModuleType]:
     """Returns the package and its loaded modules, by name."""
     return {n: module for n, module in sys.modules.copy().items() if f"{n}.".startswith(f"{package}.")}
 
@@ -160,10 +161,11 @@ def _loaded_modules(package: str) -> dict[str, ModuleType]:
 def _alias_modules(name: str, alias: str) -> None:
     """Registers the module `name` and the modules in it under `alias` too.
 
-    A second copy of a module would have a state of its own. Its import would also bind the copy in the parent
-    package, over a class of the same name (LARC).
+    Otherwise an import of the alias would load a second copy of the module, with a state of its own. That
+    import would also bind the copy in the parent package, over a class of the same name (LARC).
     """
-    sys.modules.update({alias + n.removeprefix(name): module for n, module in _loaded_modules(name).items()})
+    modules = _find_loaded_modules(name).items()
+    sys.modules.update({alias + n.removeprefix(name): module for n, module in modules})
 
 
 class _AliasLoader(Loader):
@@ -176,7 +178,7 @@ class _AliasLoader(Loader):
         return importlib.import_module(self._fastvit_spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._fastvit_spec  # the import system has replaced it by the spec of the alias
+        module.__spec__ = self._fastvit_spec  # the import system has set the spec of the alias
         _alias_modules(self._fastvit_spec.name, self._name)
 
 
@@ -197,7 +199,7 @@ class _CompletingLoader:
                 f"fastvit.compat: the installed {self._name} fails to import ({error}); using {self._target}",
                 stacklevel=2,
             )
-            for name in _loaded_modules(self._name):
+            for name in _find_loaded_modules(self._name):
                 del sys.modules[name]
             importlib.import_module(self._target)
             _alias_modules(self._target, self._name)
@@ -205,11 +207,11 @@ class _CompletingLoader:
         self._add_fallback_names(module)
 
     def _add_fallback_names(self, module: ModuleType) -> None:
-        module_getattr = vars(module).get("__getattr__", missing_attribute_getter(self._name))
+        installed_getattr = vars(module).get("__getattr__", missing_attribute_getter(self._name))
 
         def get_fallback(attribute: str) -> Any:
             with contextlib.suppress(AttributeError):
-                return module_getattr(attribute)
+                return installed_getattr(attribute)
             if attribute.startswith("__"):
                 raise AttributeError(f"module {self._name!r} has no attribute {attribute!r}")
             if _find_fastvit_spec(f"{self._name}.{attribute}"):
@@ -243,62 +245,63 @@ class _CompatFinder(DistributionFinder):
         requested_name = context and context.name and context.name.lower().replace("-", "_")
         other_finders = [f for f in sys.meta_path if f is not self and hasattr(f, "find_distributions")]
         for name in _VERSIONS:
-            named = DistributionFinder.Context(name=name)
-            installed = (found for finder in other_finders for found in finder.find_distributions(named))
+            name_context = DistributionFinder.Context(name=name)
+            installed = (d for finder in other_finders for d in finder.find_distributions(name_context))
             if requested_name in (None, name) and next(installed, None) is None:
                 yield _Distribution(name)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        part = name.removeprefix(f"{_COMPAT_PACKAGE}.")
-        if part.partition(".")[0] not in _PROVIDED_PACKAGES:
+        import_path = name.removeprefix(f"{_COMPAT_PACKAGE}.")
+        if import_path.partition(".")[0] not in _PROVIDED_PACKAGES:
             return None
-        # `from apex import amp` asks for fastvit's name too, because the module has that name.
-        find = self._find_part if part == name else PathFinder.find_spec
-        spec = find(name, path, target)
-        # An import raises an error with a hint; importlib.util.find_spec returns None. The error has no
-        # `name`: `from apex import name` would take such an error for its own, and hide it.
+        # `from apex import amp` asks for fastvit's name too, because fastvit's module has that `__name__`.
+        find_module_spec = self._find_part if import_path == name else PathFinder.find_spec
+        spec = find_module_spec(name, path, target)
+        # The frame tells an import, which raises an error with a hint, from importlib.util.find_spec, which
+        # returns None. The error has no `name`: `from apex import x` suppresses an error with that name.
         if spec is None and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
-            raise ModuleNotFoundError(f"No module named {part!r} in fastvit.compat; {_migration_hint(part)}")
+            hint = _format_migration_hint(import_path)
+            raise ModuleNotFoundError(f"No module named {import_path!r} in fastvit.compat; {hint}")
         return spec
 
     def _find_part(self, name: str, *search_arguments: Any) -> ModuleSpec | None:
         """Returns the spec of the installed module, completed by fastvit's, or that of fastvit's module."""
         fastvit_spec, parent = _find_fastvit_spec(name), name.rpartition(".")[0]
-        is_preferred = fastvit_spec and self.prefer == "fastvit" and name not in _ALWAYS_COMPLETED
+        uses_fastvit = fastvit_spec and self.prefer == "fastvit" and name not in _INSTALLED_FIRST
         # A search on the path of one of fastvit's packages would load a second copy.
         fastvit_parent = sys.modules.get(f"{_COMPAT_PACKAGE}.{parent}")
         is_parent_alias = parent in sys.modules and sys.modules[parent] is fastvit_parent
-        spec = None if is_preferred or is_parent_alias else self._find_installed(name, *search_arguments)
+        spec = None if uses_fastvit or is_parent_alias else self._find_installed(name, *search_arguments)
         if spec is None and fastvit_spec:
-            return self._alias_spec(name, fastvit_spec)
+            return self._make_alias_spec(name, fastvit_spec)
         if spec and fastvit_spec:
             spec.loader = cast(Loader, _CompletingLoader(spec.loader, name, fastvit_spec.name))
         return spec
 
-    def _alias_spec(self, name: str, fastvit_spec: ModuleSpec) -> ModuleSpec:
+    def _make_alias_spec(self, name: str, fastvit_spec: ModuleSpec) -> ModuleSpec:
         spec = ModuleSpec(name, _AliasLoader(fastvit_spec, name), origin=fastvit_spec.origin)
         spec.submodule_search_locations = fastvit_spec.submodule_search_locations
         return spec
 
     def _find_installed(self, name: str, *search_arguments: Any) -> ModuleSpec | None:
         other_finders = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
-        found = (finder.find_spec(name, *search_arguments) for finder in other_finders)
+        specs = (finder.find_spec(name, *search_arguments) for finder in other_finders)
         # A folder without __init__.py has no origin. Such a folder is no package: it may be a clone of apex
         # beside the script.
-        return next((spec for spec in found if spec and spec.loader and spec.origin), None)
+        return next((spec for spec in specs if spec and spec.loader and spec.origin), None)
 
 
 def install(prefer: str = "apex") -> None:
     """Makes `import apex` and `import inplace_abn` work in this process and in the processes that it starts.
 
-    Call it before the first such import, or again to change `prefer`.
+    Call `install` before the first of these imports, or again to change `prefer`.
 
     Args:
         prefer: with "apex" an installed package provides the parts that it has; with "fastvit" fastvit
             provides all parts that it has.
 
     Raises:
-        ValueError: `prefer` is neither.
+        ValueError: `prefer` is neither "apex" nor "fastvit".
     """
     if prefer not in PREFERENCES:
         raise ValueError(f"fastvit.compat.install: prefer takes {' or '.join(PREFERENCES)}, got {prefer!r}")

@@ -75,11 +75,11 @@ class InPlaceABN(_InPlaceABN):
     ) -> None:
         self._is_relu = activation == "leaky_relu" and activation_param == 0
         # The base class refuses a slope of 0.
-        invertible = ("identity", 0.01) if self._is_relu else (activation, activation_param)
-        # Only the base of InPlaceABNSync has the option.
+        base_args = ("identity", 0.01) if self._is_relu else (activation, activation_param)
+        # Only the base class of InPlaceABNSync takes process_group.
         options: dict[str, Any] = {} if group is None else {"process_group": group}
         super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, *invertible, abs_weight=True, **options
+            num_features, eps, momentum, affine, track_running_stats, *base_args, abs_weight=True, **options
         )
         self.activation, self.activation_param = activation, activation_param
 
@@ -110,14 +110,14 @@ def inplace_abn_sync(
 
     `group` may also be the 11th positional argument, as in mapillary's function.
     """
-    if len(arguments) == 10:
+    if len(arguments) == 10:  # x is the first positional argument
         *arguments, group = arguments  # type: ignore[assignment]
     _set_default_param(arguments, options)
     return functional.inplace_abn_sync(x, *arguments, process_group=group, **options, abs_weight=True)
 
 
 def _set_default_param(arguments: Sequence[Any], options: dict[str, Any]) -> None:
-    """Sets mapillary's `activation_param`, the 9th argument after x, if the caller gives none."""
+    """Sets mapillary's `activation_param`, the 9th argument after x, if the caller leaves it out."""
     if len(arguments) < 9:
         options.setdefault("activation_param", 0.01)
 
@@ -126,7 +126,7 @@ _group_cache: WeakKeyDictionary = WeakKeyDictionary()  # maps a world group to {
 
 
 def active_group(active: bool) -> dist.ProcessGroup | None:
-    """Returns the process group of the ranks that pass True, or None if none does.
+    """Returns the process group of the ranks that pass True, or None if no rank does.
 
     Every rank must call this function. The groups are cached.
     """

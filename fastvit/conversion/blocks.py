@@ -26,13 +26,14 @@ def find_entry_modules(model: nn.Module) -> list[nn.Module]:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the blocks of a model, in the order of its modules.
 
-    A block is an element of a container that has a normalisation and a module with a weight of two or more
-    dimensions. Outside of such elements, modules of one class that are attributes of one module are blocks
-    too, if two or more of them have a normalisation and two such weights: a block of one convolution would
-    keep more than it saves. Each nn.TransformerEncoderLayer is a block.
+    - An element of a container is a block if it has a normalisation and a module with a weight of two or
+      more dimensions.
+    - Outside of blocks, attributes of one module are blocks if two or more of one class have a normalisation
+      and two such weights: a block of one convolution would keep more than it frees.
+    - Each nn.TransformerEncoderLayer is a block.
     """
-    found: dict[nn.Module, None] = {}
-    in_blocks: set[nn.Module] = set()  # blocks and their submodules
+    ordered_blocks: dict[nn.Module, None] = {}
+    block_modules: set[nn.Module] = set()  # Blocks and their submodules.
     for parent in model.modules():
         blocks = [
             child for child in parent.children() if not isinstance(child, _CONTAINERS) and _has_norm(child)
@@ -40,24 +41,24 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         if isinstance(parent, _CONTAINERS):
             blocks = [block for block in blocks if _count_weights(block)]
         else:
-            blocks = [block for block in blocks if _count_weights(block) > 1 and parent not in in_blocks]
-            num_of_class = Counter(map(type, blocks))
-            blocks = [block for block in blocks if num_of_class[type(block)] > 1]
+            blocks = [block for block in blocks if _count_weights(block) > 1 and parent not in block_modules]
+            class_counts = Counter(map(type, blocks))
+            blocks = [block for block in blocks if class_counts[type(block)] > 1]
         blocks += [child for child in parent.children() if isinstance(child, nn.TransformerEncoderLayer)]
-        found.update(dict.fromkeys(blocks))
-        in_blocks.update(inner for block in blocks for inner in block.modules())
-    return list(found)
+        ordered_blocks.update(dict.fromkeys(blocks))
+        block_modules.update(module for block in blocks for module in block.modules())
+    return list(ordered_blocks)
 
 
 def _has_norm(module: nn.Module) -> bool:
-    return any("Norm" in type(inner).__name__ for inner in module.modules() if inner is not module)
+    return any("Norm" in type(child).__name__ for child in module.modules() if child is not module)
 
 
 def _count_weights(module: nn.Module) -> int:
-    """Returns the number of modules with weights, other than normalisations; shared ones count each time."""
+    """Returns the number of modules with weights, without normalisations; shared ones count each time."""
     return sum(
-        "Norm" not in type(inner).__name__ and any(map(_is_weight, inner.parameters(recurse=False)))
-        for _, inner in module.named_modules(remove_duplicate=False)
+        "Norm" not in type(child).__name__ and any(map(_is_weight, child.parameters(recurse=False)))
+        for _, child in module.named_modules(remove_duplicate=False)
     )
 
 

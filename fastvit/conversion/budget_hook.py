@@ -1,4 +1,4 @@
-"""`BudgetHook`: plans for a budget in a training step, and runs nothing else."""
+"""`BudgetHook`: plans for a budget in a training step of the user, without forwards of its own."""
 
 from __future__ import annotations
 
@@ -28,86 +28,90 @@ class BudgetHook(ScopeHook):
     """The hook of a module that a user calls, with a budget.
 
     The first training forward recomputes every op with a rule inside of blocks, and its record gives the plan
-    for the forwards to come. Inputs of more bytes plan again.
+    for later forwards. A forward with inputs of more bytes plans again.
 
     Args:
-        policy: the policy until the first plan; shared with the hooks of the blocks.
+        policy: the policy until the first plan. The hooks of the blocks share this object.
         block: the name of the module.
         budget: the budget to meet.
-        planned: the bytes of the inputs of the last plan, and whether a warning was given.
+        last_plan: the bytes of the inputs of the last plan (-1 before it), and whether the hook has warned.
     """
 
-    def __init__(self, policy: Policy, block: str, budget: Budget, planned: tuple[int, bool] = (-1, False)):
+    def __init__(self, policy: Policy, block: str, budget: Budget, last_plan: tuple[int, bool] = (-1, False)):
         super().__init__(policy, block)
         self.budget = budget
-        self.input_bytes, self.has_warned = planned
-        # The observers and input bytes of the forwards that run now and plan, by thread.
-        self._plannings: dict[int, tuple[SavedTensorObserver, int]] = {}
+        self.input_bytes, self.has_warned = last_plan
+        # For each thread the observer and the input bytes of the forward that runs and plans.
+        self._planning_forwards: dict[int, tuple[SavedTensorObserver, int]] = {}
 
     def __reduce__(self):
         return BudgetHook, (self.policy, self.block, self.budget, (self.input_bytes, self.has_warned))
 
     def open_scope(self, module: nn.Module, args: tuple, kwargs: dict, frame: FrameType) -> None:
-        # A scope around has an observer of its own, so a forward inside of one is not planned from.
+        # A forward inside another scope gives no plan, because that scope has an observer of its own.
         if module.training and not torch.jit.is_tracing():
-            with torch._C.DisableTorchFunction():  # of subclasses, which see every look at them
-                input_bytes = sum(one.numel() * one.element_size() for one in tensor_leaves((args, kwargs)))
+            with torch._C.DisableTorchFunction():  # Subclasses of Tensor would see reads of their sizes.
+                inputs = tensor_leaves((args, kwargs))
+                input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
             if input_bytes > self.input_bytes and not _is_compiled(module):
                 self.replace_policies(module, make_recording_policy(self.policy))
                 if active_scope() is None:
                     with observe_saved_tensors(lambda _: None) as observer:
                         super().open_scope(module, args, kwargs, frame)
-                    self._plannings[threading.get_ident()] = observer, input_bytes
+                    self._planning_forwards[threading.get_ident()] = observer, input_bytes
                     return
         super().open_scope(module, args, kwargs, frame)
 
     def close_scope(self, module: nn.Module, args: tuple, kwargs: dict, result: object) -> None:
         super().close_scope(module, args, kwargs, result)
-        if not self._plannings or active_scope() is not None:
+        if not self._planning_forwards or active_scope() is not None:
             return
-        planning = self._plannings.pop(threading.get_ident(), None)
+        planning = self._planning_forwards.pop(threading.get_ident(), None)
         if planning is None or _is_compiled(module):
             return
         observer, input_bytes = planning
-        if result is None and sys.exc_info()[0] is not None:  # the forward has raised
+        if result is None and sys.exc_info()[0] is not None:  # The forward has raised.
             observer.drop_recipes()
             return
         inputs, results = tensor_leaves((args, kwargs)), tensor_leaves(result)
         with torch._C.DisableTorchFunction():
-            besides = [*module.parameters(), *module.buffers(), *inputs]
-            record = record_step(observer, results, exclude=besides)
-            device = next((one.device for one in results), torch.device("cpu"))
-        if any(value.nbytes for value in record.values):  # not without gradients, or of an empty batch
+            excluded = [*module.parameters(), *module.buffers(), *inputs]
+            record = record_step(observer, results, exclude=excluded)
+            device = next((tensor.device for tensor in results), torch.device("cpu"))
+        if any(
+            value.nbytes for value in record.values
+        ):  # A forward without gradients, or of an empty batch, has none.
             self._plan(module, record, device, input_bytes)
 
     def _plan(self, module: nn.Module, record: StepRecord, device: torch.device, input_bytes: int) -> None:
-        """Chooses the plan for the forwards to come."""
-        step = StepPlans(record, device)
+        """Chooses the plan for later forwards, and gives its policy to the hooks."""
+        step_plans = StepPlans(record, device)
         self.input_bytes = input_bytes
-        plan = step.plans[-1]
+        plan = step_plans.plans[-1]
         if not self.budget.is_least:
-            allowed = self.budget.find_allowed_bytes(step.original_peak)
-            plan = step.choose_plan(allowed) or plan
+            original_peak = step_plans.original_peak
+            allowed = self.budget.find_allowed_bytes(original_peak)
+            plan = step_plans.choose_plan(allowed) or plan
             if plan.peak_bytes > allowed and not self.has_warned:
                 self.has_warned = True
-                message = describe_unmet_budget(self.budget, plan.peak_bytes, step.original_peak, self.policy)
+                message = describe_unmet_budget(self.budget, plan.peak_bytes, original_peak, self.policy)
                 warnings.warn(
-                    f"convert: {message}; at that peak there are {step.describe_holders(plan)} bytes. Until "
-                    f"then the plan is the one with the least peak, with inputs of {input_bytes} bytes",
+                    f"convert: {message}; at that peak there are {step_plans.describe_holders(plan)} bytes. "
+                    f"Until then the plan is the one with the least peak, with inputs of {input_bytes} bytes",
                     UserWarning,
                     stacklevel=2,
                 )
-        self.replace_policies(module, apply_plan(self.policy, plan, step.plans[0]))
+        self.replace_policies(module, apply_plan(self.policy, plan, step_plans.plans[0]))
 
     def replace_policies(self, module: nn.Module, policy: Policy) -> None:
-        """Gives the hooks that share this hook's policy another one."""
-        before = self.policy
-        if policy != before:
-            change_policies(module, lambda one: policy if one is before else one)
+        """Gives `policy` to this hook and to all hooks that share its policy."""
+        shared_policy = self.policy
+        if policy != shared_policy:
+            change_policies(module, lambda current: policy if current is shared_policy else current)
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Returns whether torch.compile has compiled scopes of `module`, to whose code it gives the budget."""
+    """Returns whether torch.compile has compiled scopes in `module`, which have a budget of their own."""
     return any(map(dynamo_hooks.is_compiled, module.modules()))
 
 
@@ -122,4 +126,4 @@ def freeze_budgets(model: nn.Module) -> None:
     for module, hook in find_budget_hooks(model):
         if hook.input_bytes < 0:
             hook.replace_policies(module, make_recording_policy(hook.policy))
-        hook.input_bytes = 2**63
+        hook.input_bytes = 2**63  # No inputs have more bytes.

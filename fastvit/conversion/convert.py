@@ -1,10 +1,10 @@
-"""The module by whose name pickles of converted models find the hook, which gets no keyword arguments."""
+"""Older pickles of converted models find their hook by the name of this module."""
 
 from . import scope_hooks
 
 
 class ScopeHook(scope_hooks.ScopeHook):
-    """The hook of a model whose pickle has registered it without keyword arguments."""
+    """A hook that older pickles have registered, so that torch calls it without keyword arguments."""
 
     def __call__(self, module, args, *result):  # type: ignore[override]
-        super().__call__(module, args, {}, *result, depth=2)
+        super().__call__(module, args, {}, *result, depth=2)  # This call is one more frame.

@@ -28,20 +28,20 @@ def convert(
     example_inputs: Tensor | Sequence | Mapping | None = None,
     skip: Iterable[tuple[str, str]] = (),
 ) -> Model:
-    """Changes a model in place, by hooks, so that it keeps less memory for backward, with the same gradients.
+    """Adds hooks to a model, by which it keeps less memory for backward and has the same gradients.
 
     Outputs that take little arithmetic (normalisations, activations, elementwise products, sums, casts,
     copies, poolings) are recomputed in backward instead of kept, if the inputs of the op are kept anyway.
     The forward of the model and of its blocks runs in a `recompute_scope`, which module hooks open and close.
-    Blocks have a normalisation and a weight, and are elements of a container, or attributes of one class.
+    Blocks have a normalisation and weights; they are elements of a container, or attributes of one class.
     Nothing is run or traced; no module, class, parameter or buffer changes. Gradients have the same bits.
     Results, running statistics and random numbers are as before. A second call replaces the first. `revert`
     undoes `convert`.
 
-    Outputs of unknown ops are kept, and so are tensors that were written before an op saved them. A write by
-    other ways than torch's, such as an extension's, is not noticed; `verify` finds it. Nothing is recomputed
-    in a forward that bypasses `model(...)` and the blocks' calls, runs without gradients, or runs inside
-    torch's checkpoint. Compiled code recomputes the same ops by torch's partitioner.
+    Outputs of ops without a rule are kept. Tensors that were written to before an op saved them are kept too.
+    A write by other ways than torch's, such as an extension's, is not noticed; `verify` finds it. Nothing is
+    recomputed in a forward that bypasses `model(...)` and the blocks' calls, runs without gradients, or runs
+    inside torch's checkpoint. Compiled code recomputes the same ops by torch's partitioner.
 
     Side effects: while a converted model exists, `torch.jit._recursive.get_hook_stubs` is replaced for the
     process, so that torch.jit.script does not compile the hooks. While a scope is open,
@@ -49,7 +49,7 @@ def convert(
     for the process, so that torch's own code runs as without a scope.
 
     Args:
-        model: changed in place, by hooks alone.
+        model: the model, which gets hooks and is changed in nothing else.
         matmuls: recompute outputs of Linears too, if they are no narrower than the input. A plain ViT then
             keeps a fifth instead of three fifths, for the time of these matmuls.
         recompute_weight_casts: cast weights again instead of keeping the half-precision copies that autocast
@@ -63,11 +63,11 @@ def convert(
             step is within a few percent of it.
         example_inputs: for a budget: a tensor, a tuple of arguments or a dict of keyword arguments. A forward
             of a copy is recorded, and steps of a copy are measured. Call `convert` as the model is trained,
-            under the same autocast. Without them the first forward of the model in training with gradients
+            under the same autocast. Without example inputs the first training forward with gradients
             recomputes whole blocks, and its record gives the plan, which holds from the next forward on. A
             forward with inputs of more bytes plans again. In compiled code a fraction is torch's
-            `activation_memory_budget`, of kept bytes, which a convolutional model may exceed, "least" is
-            matmuls=True, and bytes need example inputs.
+            `activation_memory_budget`, of kept bytes, which a convolutional model may exceed; "least" is
+            matmuls=True; bytes need example inputs.
         skip: pairs of a block's name and an op's name: `[("blocks.3", "gelu")]`. The outputs of these ops are
             kept. "" is the model itself. The names are those that `report` prints, and
             `verify(...).skip` has the pairs whose recomputed outputs differ.
@@ -100,17 +100,17 @@ def convert(
 def _convert_to_budget(
     model: Model, policy: Policy, budget: float | str, example_inputs: Tensor | Sequence | Mapping | None
 ) -> Model:
-    parsed = parse_budget(budget)
+    parsed_budget = parse_budget(budget)
     if example_inputs is not None:
         return add_scope_hooks(
-            model, plan_budget(model, policy, parsed, split_example_inputs(example_inputs))
+            model, plan_budget(model, policy, parsed_budget, split_example_inputs(example_inputs))
         )
-    if parsed.fraction == 1:
+    if parsed_budget.fraction == 1:
         return add_scope_hooks(model, dataclasses.replace(policy, only_sites=frozenset()))
     policy = dataclasses.replace(
-        make_recording_policy(policy), kept_fraction=1.0 if parsed.is_least else parsed.fraction
+        make_recording_policy(policy), kept_fraction=1.0 if parsed_budget.is_least else parsed_budget.fraction
     )
-    return add_scope_hooks(model, policy, functools.partial(BudgetHook, budget=parsed))
+    return add_scope_hooks(model, policy, functools.partial(BudgetHook, budget=parsed_budget))
 
 
 def ensure_converted(model: Model) -> Model:

@@ -1,4 +1,4 @@
-"""Forwards of copies of a model, for `report`, `verify` and a budget. Nothing of the model itself changes."""
+"""Runs copies of a model, for `report`, `verify` and a budget. Nothing of the model itself changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..recompute import SavedTensorObserver, StepRecord, active_scope, record_st
 from .nested_values import ForwardArguments, copy_arguments, refuse_iterators, tensor_leaves
 from .scope_hooks import revert
 
-_SECONDS_BEFORE_PROGRESS = 3.0  # and between two lines
+_SECONDS_BEFORE_PROGRESS = 3.0  # Before the first line on stderr, and between two lines.
 
 
 def split_example_inputs(inputs: Tensor | Sequence | Mapping) -> ForwardArguments:
@@ -38,15 +38,16 @@ def split_example_inputs(inputs: Tensor | Sequence | Mapping) -> ForwardArgument
 
 
 def copy_input_tensor(tensor: Tensor) -> Tensor:
-    """Copies an input. The copy of an op's result is an op's result too, since the model may overwrite it."""
-    copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return copied if tensor.is_leaf else copied.clone()
+    """Copies an input. A copy of a non-leaf is a non-leaf, since autograd lets a model overwrite no other."""
+    leaf = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return leaf if tensor.is_leaf else leaf.clone()
 
 
+# Classes of a single argument, and what to pass instead.
 _CONTAINER_HINTS = (
     (Mapping, "pass what it holds as keyword arguments, **batch"),
     ((tuple, list), "pass what it holds as arguments, *batch"),
-    (DataLoader, "pass a batch of it, next(iter(loader)), or the part of that which the model takes"),
+    (DataLoader, "pass a batch of it, next(iter(loader)), or the part of the batch that the model takes"),
 )
 
 
@@ -54,9 +55,9 @@ class CopyRunner:
     """Runs forwards of copies of a model.
 
     Args:
-        caller: the public function, named in errors.
-        model: never called, and never changed.
-        arguments: arguments of the forward.
+        caller: the name of the public function, for errors.
+        model: the model, which is copied, and neither called nor changed.
+        arguments: the arguments of a forward.
     """
 
     def __init__(self, caller: str, model: nn.Module, arguments: ForwardArguments):
@@ -90,7 +91,7 @@ class CopyRunner:
                 )
 
     def copy_model(self) -> nn.Module:
-        """Returns a copy of the model, hooks included."""
+        """Returns a copy of the model with its hooks."""
         try:
             return copy.deepcopy(self.model)
         except Exception as error:
@@ -102,25 +103,25 @@ class CopyRunner:
     def measure_original_bytes(self) -> int:
         """Returns the kept bytes of a copy that is neither converted nor fused."""
         original = revert(self.copy_for_training())
-        with self.holding_output(original):  # allocations of caches do not count
+        with self.hold_result(original):  # A first forward allocates caches, which do not count.
             pass
         return self.measure_kept_bytes(original)
 
     def copy_for_training(self) -> nn.Module:
         """Returns a copy in training mode.
 
-        If the model is in training mode, submodules in evaluation mode stay in it.
+        If the model is in training mode, submodules in evaluation mode keep their mode.
         """
-        copied = self.copy_model()
-        if not copied.training:
-            copied.train()
+        model = self.copy_model()
+        if not model.training:
+            model.train()
         if distributed.is_available() and distributed.is_initialized():
-            # Synchronised layers are set to evaluation, because other ranks may not run this forward and an
-            # exchange would wait for them. They keep as many bytes in evaluation.
-            for module in copied.modules():
+            # Synchronised layers are set to evaluation: an exchange would wait for other ranks, which may not
+            # run this forward. In evaluation these layers keep as many bytes.
+            for module in model.modules():
                 if isinstance(module, (nn.SyncBatchNorm, ProcessGroupMixin)):
                     module.training = False
-        return copied
+        return model
 
     def copy_inputs(self, copy_tensor: Callable[[Tensor], Tensor] = copy_input_tensor) -> ForwardArguments:
         """Copies the inputs, since a forward may overwrite them or change objects among them."""
@@ -130,7 +131,7 @@ class CopyRunner:
         """Returns the result of a forward of a copy.
 
         Raises:
-            TypeError: the forward failed, and an argument is the size of a tensor, or holds the arguments.
+            TypeError: the forward failed, and an argument is a size, or a container of arguments.
         """
         self._show_progress()
         args, kwargs = arguments
@@ -142,13 +143,13 @@ class CopyRunner:
 
     def _show_progress(self) -> None:
         self._num_forwards += 1
-        if (now := time.monotonic()) - self._last_progress_time > _SECONDS_BEFORE_PROGRESS:
-            self._last_progress_time = now
-            progress = f"forward {self._num_forwards}, after {now - self._start_time:.0f} s"
+        if (time_now := time.monotonic()) - self._last_progress_time > _SECONDS_BEFORE_PROGRESS:
+            self._last_progress_time = time_now
+            progress = f"forward {self._num_forwards}, after {time_now - self._start_time:.0f} s"
             print(f"fastvit.{self.caller}: runs a copy of the model: {progress}", file=sys.stderr)
 
     def _explain_failure(self, error: Exception, arguments: ForwardArguments) -> None:
-        """Raises TypeError if an argument shows why a forward has failed."""
+        """Raises TypeError if a forward failed because of the kind of an argument; else returns."""
         args, kwargs = arguments
         for value in (args, *args, *kwargs.values()):
             if isinstance(value, (tuple, list)) and value and all(type(n) is int for n in value):
@@ -163,31 +164,31 @@ class CopyRunner:
 
     def measure_kept_bytes(self, model: nn.Module) -> int:
         """Returns the bytes that a forward keeps for backward, its result included."""
-        with self.preserving_random_state():
+        with self.preserve_random_state():
             arguments = self.copy_inputs()
 
             def run_once() -> object:
                 result = self.run_forward(model, arguments)
-                torch.clear_autocast_cache()  # it holds casts of weights, which a backward may not need
+                torch.clear_autocast_cache()  # Casts of weights in it may not be needed in backward.
                 return result
 
             torch.clear_autocast_cache()
             return live_bytes(run_once, *self.devices)[0]
 
     def record_step(
-        self, model: nn.Module, observing: AbstractContextManager[SavedTensorObserver]
+        self, model: nn.Module, observer_context: AbstractContextManager[SavedTensorObserver]
     ) -> StepRecord:
-        """Returns the record of a step of a copy, whose scopes recompute all that can be.
+        """Returns the record of a step of a copy.
 
         Args:
-            model: the copy.
-            observing: observes saved tensors.
+            model: the copy, whose scopes recompute every op with a rule.
+            observer_context: yields the observer of saved tensors.
         """
-        with observing as observer, self.preserving_random_state():
+        with observer_context as observer, self.preserve_random_state():
             arguments = self.copy_inputs()
             results = tensor_leaves(self.run_forward(model, arguments))
-            besides = [*model.parameters(), *model.buffers(), *tensor_leaves(arguments)]
-            record = record_step(observer, results, exclude=besides)
+            excluded = [*model.parameters(), *model.buffers(), *tensor_leaves(arguments)]
+            record = record_step(observer, results, exclude=excluded)
             torch.clear_autocast_cache()
         return record
 
@@ -196,36 +197,37 @@ class CopyRunner:
         return self.measure_step_peak(revert(self.copy_for_training()))
 
     def measure_step_peak(self, model: nn.Module) -> int:
-        """Returns the peak of a step above the bytes before it. Gradients of weights are freed at once."""
-        # A copy of a scripted module has parameters that are no leaves.
+        """Returns the peak bytes of a step above those before the step, without gradients of parameters."""
+        # A copy of a scripted module has parameters that are no leaves, and get no gradients.
         trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
         hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
 
-        def step() -> None:
-            results = [one for one in tensor_leaves(self.run_forward(model, arguments)) if one.requires_grad]
+        def run_step() -> None:
+            tensors = tensor_leaves(self.run_forward(model, arguments))
+            results = [tensor for tensor in tensors if tensor.requires_grad]
             torch.clear_autocast_cache()
             try:
                 if results:
-                    torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+                    torch.autograd.backward(results, list(map(torch.ones_like, results)))
             except RuntimeError as error:
-                if "a second time" not in str(error):  # a result whose graph the forward has freed
+                if "a second time" not in str(error):  # The forward has freed the graph of a result.
                     raise
 
         try:
-            with self.preserving_random_state():
+            with self.preserve_random_state():
                 arguments = self.copy_inputs()
-                step()  # allocations of caches do not count
-            with self.preserving_random_state():
+                run_step()  # A first step allocates caches, which do not count.
+            with self.preserve_random_state():
                 arguments = self.copy_inputs()
-                return peak_bytes(step, self.devices[0])
+                return peak_bytes(run_step, self.devices[0])
         finally:
             for hook in hooks:
                 hook.remove()
 
     @contextlib.contextmanager
-    def holding_output(self, model: nn.Module) -> Iterator[ForwardArguments]:
-        """Runs a forward, holds its result, and yields the copies of the inputs."""
-        with self.preserving_random_state():
+    def hold_result(self, model: nn.Module) -> Iterator[ForwardArguments]:
+        """Runs a forward, yields the copies of the inputs, and holds the result until the end."""
+        with self.preserve_random_state():
             arguments = self.copy_inputs()
             result = self.run_forward(model, arguments)
             yield arguments
@@ -233,15 +235,15 @@ class CopyRunner:
             torch.clear_autocast_cache()
 
     @contextlib.contextmanager
-    def preserving_random_state(self) -> Iterator[None]:
-        """Enables gradients; restores random states at the end, so all forwards draw the same numbers."""
+    def preserve_random_state(self) -> Iterator[None]:
+        """Enables gradients, and restores random states at the end: all forwards draw the same numbers."""
         gpu_indices = {device.index or 0 for device in self.devices if device.type == "cuda"}
-        numpy = sys.modules.get("numpy.random")
-        states = random.getstate(), numpy.get_state() if numpy else None
+        numpy_random = sys.modules.get("numpy.random")
+        states = random.getstate(), numpy_random.get_state() if numpy_random else None
         with torch.random.fork_rng(sorted(gpu_indices)), torch.inference_mode(False), torch.enable_grad():
             try:
                 yield
             finally:
                 random.setstate(states[0])
-                if numpy:
-                    numpy.set_state(states[1])
+                if numpy_random:
+                    numpy_random.set_state(states[1])

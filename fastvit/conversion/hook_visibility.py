@@ -1,7 +1,8 @@
 """Hides the hooks of scopes from torch's code that counts or compiles hooks.
 
-nn.TransformerEncoderLayer counts the hooks of itself and of its submodules. If there are none, it takes
-another path in evaluation, whose result is zero at padded positions. torch.jit.script compiles hooks.
+nn.TransformerEncoderLayer counts the hooks of itself and of its submodules. Without hooks the
+layer takes another path in evaluation, whose result is zero at padded positions. torch.jit.script
+compiles hooks.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from torch import nn
 
 from ..recompute import dynamo_hooks
 
-_HOOK_NAMES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-)  # nn.TransformerEncoderLayer and TorchScript read these
+# The attributes of a module that nn.TransformerEncoderLayer and TorchScript read.
+_HOOK_NAMES = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class ConversionHook:
-    """A hook that conversion adds to modules. TorchScript does not see such hooks."""
+    """A hook that conversion adds to modules. TorchScript does not see hooks of this class."""
 
     def __init__(self) -> None:
         _change_hook_count(1)
@@ -35,7 +34,7 @@ class ConversionHook:
 
 
 def is_conversion_hook(hook: object) -> bool:
-    """Returns whether conversion has added `hook`."""
+    """Returns whether conversion has added `hook` to a module."""
     return isinstance(hook, ConversionHook) or hook is dynamo_hooks.announce_compiled_module
 
 
@@ -43,13 +42,13 @@ def _select_foreign_hooks(hooks: Mapping[int, Callable]) -> OrderedDict[int, Cal
     return OrderedDict((key, hook) for key, hook in hooks.items() if not is_conversion_hook(hook))
 
 
-_lock = threading.RLock()  # the garbage collector may delete a hook while another is counted
+_lock = threading.RLock()  # Reentrant: the garbage collector may delete a hook while another is counted.
 _num_hooks = 0
-_replacement: Callable | None = None  # of torch.jit._recursive.get_hook_stubs
+_replacement: Callable | None = None  # It stands in torch.jit._recursive.get_hook_stubs.
 
 
 def _change_hook_count(change: int) -> None:
-    """Replaces the function by which TorchScript reads hooks, as long as there are hooks to hide."""
+    """Counts hooks. While there are any, the function by which TorchScript reads hooks is replaced."""
     global _num_hooks, _replacement
     torchscript = torch.jit._recursive
     with _lock:
@@ -58,7 +57,7 @@ def _change_hook_count(change: int) -> None:
             _replacement = _hide_conversion_hooks(torchscript.get_hook_stubs)
             torchscript.get_hook_stubs = _replacement
         elif not _num_hooks and torchscript.get_hook_stubs is _replacement:
-            # A later replacement by other code calls this one, which then stays.
+            # If other code has replaced the function since, its replacement calls this one, which stays.
             torchscript.get_hook_stubs = _replacement.__wrapped__  # type: ignore[attr-defined]
             _replacement = None
 
@@ -66,7 +65,7 @@ def _change_hook_count(change: int) -> None:
 def _hide_conversion_hooks(get_hook_stubs: Callable) -> Callable:
     @functools.wraps(get_hook_stubs)
     def get_foreign_hook_stubs(module: nn.Module):
-        # This module shares all attributes with the original, whose hooks another thread may call now.
+        # The view shares all other attributes with the module, whose hooks another thread may call.
         view = object.__new__(type(module))
         view.__dict__.update(module.__dict__)
         for name in _HOOK_NAMES:
@@ -86,19 +85,20 @@ class EncoderLayerHook(ConversionHook):
         if torch.compiler.is_compiling() or (module.training and not result):
             return
         with _lock:
-            for inner in module.modules():
+            for submodule in module.modules():
                 for name in _HOOK_NAMES:
-                    hooks = inner.__dict__.get(name, {})
+                    hooks = submodule.__dict__.get(name, {})
                     if result and isinstance(hooks, _UncountedHooks):
-                        inner.__dict__[name] = hooks.data
+                        submodule.__dict__[name] = hooks.data
                     elif not result and any(map(is_conversion_hook, hooks.values())):
-                        inner.__dict__[name] = _UncountedHooks(hooks)
+                        submodule.__dict__[name] = _UncountedHooks(hooks)
 
 
 class _UncountedHooks(UserDict):
-    """Wraps a dictionary of hooks. Its length does not count the hooks of conversion.
+    """Wraps a dictionary of hooks. The length does not count the hooks of conversion.
 
-    Each forward, of several threads, wraps the dictionary that it finds, and unwraps it once at the end.
+    Each forward wraps the dictionary of the module, and unwraps one level at its end. If forwards of several
+    threads overlap, wrappers are nested.
     """
 
     def __init__(self, hooks: OrderedDict | UserDict):
@@ -113,12 +113,12 @@ class _UncountedHooks(UserDict):
     def move_to_end(self, key: int, last: bool = True) -> None:
         self.data.move_to_end(key, last)  # type: ignore[attr-defined]
 
-    def __reduce__(self):  # a copy of the module that is made meanwhile has an ordinary dictionary
+    def __reduce__(self):  # A copy of the module during its forward has an ordinary dictionary.
         return OrderedDict, (list(self.items()),)
 
 
 def reveal_hooks(module: nn.Module) -> None:
-    """Puts back the dictionaries of hooks that a forward has left wrapped, after a KeyboardInterrupt."""
+    """Unwraps the dictionaries of hooks that a forward has left wrapped, as after a KeyboardInterrupt."""
     for name in _HOOK_NAMES:
         while isinstance(hooks := module.__dict__.get(name), _UncountedHooks):
             module.__dict__[name] = hooks.data

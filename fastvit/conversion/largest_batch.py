@@ -1,4 +1,4 @@
-"""The largest batch whose training step fits in given memory, by measured steps with two batches."""
+"""Finds the largest batch whose training step fits in `memory`, by measured steps with two batches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .nested_values import copy_arguments, name_arguments, tensor_leaves
 from .plan_search import Plan
 from .step_memory import StepMemory, extrapolate_record
 
-_MIN_BATCH = 4  # a smaller batch is measured and doubled, and a larger one is measured and halved
-_MAX_BATCH = 2**40
-_MAX_PLANS = 3  # each plan is for the batch that fits by the plan before
+_MIN_BATCH = 4  # Steps are measured with the batch and twice of it if it is smaller, else with half of it.
+_MAX_BATCH = 2**40  # It ends the search for a model whose bytes do not depend on the batch.
+_MAX_PLANS = 3  # Each plan is for the largest batch that fits by the previous plan.
 _MAX_DIFFERENCE = 0.1  # fraction of a measured peak by which the peak on paper may differ
 
 Result = TypeVar("Result")
@@ -41,13 +41,17 @@ class BatchSearch:
 
     A step holds the model, two tensors like each trained parameter, which are AdamW's state, the inputs, the
     activations, and the gradients of parameters that the backward has made so far. In each slot of a step on
-    paper the bytes are an affine function of the batch, known from records with two batches; so which slot
-    holds most depends on the batch. A measured step says by which factor the peak differs from that on paper.
-    If it differs much, as with compiled or checkpointed code, the measured peak is taken for affine.
+    paper the bytes are an affine function of the batch, known from records with two batches; the slot that
+    holds most depends on the batch. A measured step gives the factor by which the peak differs from the peak
+    on paper. If peaks differ much, as with compiled code, the difference is an affine function of the batch.
 
     Args:
-        runner: of the model, with a batch as it is trained.
-        memory: bytes that a step may hold.
+        runner: the runner of the model, with a batch of inputs.
+        memory: the bytes that a step may hold.
+
+    Attributes:
+        sizes: the two batches of the measured steps, the smaller one first.
+        model_bytes: bytes of the model and of AdamW's state.
 
     Raises:
         ValueError: the inputs have no batch in common.
@@ -56,20 +60,20 @@ class BatchSearch:
     def __init__(self, runner: CopyRunner, memory: int):
         self.memory = memory
         self._runner = runner
-        self._batch = _find_batch(runner)
+        self._batch = _get_common_batch(runner)
         large = self._batch if self._batch >= _MIN_BATCH else 2 * self._batch
         self.sizes = large // 2, large
-        trained = [one.nbytes for one in runner.model.parameters() if one.requires_grad]
-        self._gradient_bytes = sum(trained)
+        trained_nbytes = [weight.nbytes for weight in runner.model.parameters() if weight.requires_grad]
+        self._gradient_bytes = sum(trained_nbytes)
         self.model_bytes = _sum_bytes([*runner.model.parameters(), *runner.model.buffers()])
-        self.model_bytes += 2 * sum(trained)
+        self.model_bytes += 2 * sum(trained_nbytes)
         self._input_bytes = _sum_bytes(tensor_leaves(runner.arguments)) / self._batch
-        # AdamW takes the root of one of its tensors: of all parameters at once on a GPU, and else of each.
+        # AdamW allocates roots of one of its states: on a GPU for all parameters at once, else one by one.
         is_gpu = any(device.type == "cuda" for device in runner.devices)
-        self._optimizer_bytes = sum(trained) if is_gpu else 2 * max(trained, default=0)
+        self._optimizer_bytes = sum(trained_nbytes) if is_gpu else 2 * max(trained_nbytes, default=0)
 
     def run_sizes(self, function: Callable[[], Result]) -> tuple[Result, Result]:
-        """Calls `function` with either batch: the runner has a part of the inputs, or the inputs repeated."""
+        """Calls `function` once for each of `sizes`, with the inputs of the runner cut or repeated."""
         small, large = (self._run_size(function, size) for size in self.sizes)
         return small, large
 
@@ -93,12 +97,12 @@ class BatchSearch:
     def find_batch(
         self, peaks: tuple[int, int], timelines: tuple[list[int], list[int]], gradients: list[int]
     ) -> int:
-        """Returns the largest batch that fits; 0 if none does.
+        """Returns the largest batch that fits; 0 if no batch fits.
 
         Args:
-            peaks: of steps with either batch, measured.
-            timelines: of these steps, on paper.
-            gradients: bytes of the gradients of parameters in each slot of the second one.
+            peaks: measured peaks of steps with the two batches.
+            timelines: bytes in each slot of these steps, on paper.
+            gradients: bytes of the gradients of parameters in each slot of the second step.
         """
         (small, large), slots = self.sizes, list(zip(*self._align(timelines), gradients, strict=True))
         low_excess, high_excess = (
@@ -109,12 +113,14 @@ class BatchSearch:
 
         def count_bytes(batch: int) -> int:
             steps = (batch - large) / (large - small)
-            on_paper = max(high + (high - low) * steps + more for low, high, more in slots)
+            on_paper = max(
+                high + (high - low) * steps + gradient_bytes for low, high, gradient_bytes in slots
+            )
             excess = (
                 on_paper * excess_fraction if is_exact else high_excess + (high_excess - low_excess) * steps
             )
-            most = max(on_paper + excess, self._gradient_bytes + self._optimizer_bytes)
-            return math.ceil(self.model_bytes + self._input_bytes * batch + most)
+            step_bytes = max(on_paper + excess, self._gradient_bytes + self._optimizer_bytes)
+            return math.ceil(self.model_bytes + self._input_bytes * batch + step_bytes)
 
         limit = 1
         while limit < _MAX_BATCH and count_bytes(limit) <= self.memory:
@@ -125,45 +131,45 @@ class BatchSearch:
         """Returns the plan by which the largest batch fits, on paper.
 
         Args:
-            steps: with either batch.
-            plan: with the least peak for the batch of the inputs. For a larger one others have less.
-            batch: that fits by another plan.
+            steps: the steps with the two batches.
+            plan: the plan with the least peak for the batch of the inputs. A larger batch may have another.
+            batch: a batch that fits by another plan.
         """
-        (small, large), best = self.sizes, self._find_on_paper(steps, plan)
+        (small, large), best = self.sizes, self._find_batch_on_paper(steps, plan)
         for _ in range(_MAX_PLANS):
             distance = (max(batch, best) - large) / (large - small)
             record = extrapolate_record(steps[0].record, steps[1].record, distance)
-            other = StepMemory(record).find_least_plan(self._runner.devices[0])
-            found = self._find_on_paper(steps, other)
-            if found <= best:
+            next_plan = StepMemory(record).find_least_plan(self._runner.devices[0])
+            next_best = self._find_batch_on_paper(steps, next_plan)
+            if next_best <= best:
                 break
-            best, plan = found, other
+            best, plan = next_best, next_plan
         return plan
 
-    def _find_on_paper(self, steps: tuple[StepMemory, StepMemory], plan: Plan) -> int:
-        few, many = (step.replay(plan.sites) for step in steps)
-        return self.find_batch((max(few), max(many)), (few, many), steps[1].weight_gradients)
+    def _find_batch_on_paper(self, steps: tuple[StepMemory, StepMemory], plan: Plan) -> int:
+        low, high = (step.replay(plan.sites) for step in steps)
+        return self.find_batch((max(low), max(high)), (low, high), steps[1].weight_gradients)
 
     def _align(self, timelines: tuple[list[int], list[int]]) -> tuple[list[float], list[int]]:
-        """Returns timelines with the same slots, also if the model runs other ops with another batch."""
-        few, many = timelines
-        if len(few) == len(many):
-            return [float(one) for one in few], many
+        """Returns timelines of equal length. If the ops differ, the first is scaled from the second."""
+        low, high = timelines
+        if len(low) == len(high):
+            return list(map(float, low)), high
         small, large = self.sizes
-        return [one * small / large for one in many], many
+        return [nbytes * small / large for nbytes in high], high
 
 
 def _sum_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(one.nbytes for one in {id(one): one for one in tensors}.values())
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
-def _find_batch(runner: CopyRunner) -> int:
-    """Returns the first dimension that all tensors of the inputs share; numbers are left out."""
-    sizes = {one.shape[0] for one in tensor_leaves(runner.arguments) if one.dim()}
+def _get_common_batch(runner: CopyRunner) -> int:
+    """Returns the first dimension that all tensors of the inputs share, without tensors of no dimension."""
+    sizes = {tensor.shape[0] for tensor in tensor_leaves(runner.arguments) if tensor.dim()}
     if len(sizes) == 1 and (batch := sizes.pop()):
         return batch
     shapes = [
-        f"{name}: {', '.join(str(tuple(one.shape)) for one in tensor_leaves(value))}"
+        f"{name}: {', '.join(str(tuple(tensor.shape)) for tensor in tensor_leaves(value))}"
         for name, value in name_arguments(runner.model, runner.arguments)
         if tensor_leaves(value)
     ]
@@ -174,7 +180,7 @@ def _find_batch(runner: CopyRunner) -> int:
 
 
 def _resize_tensor(tensor: Tensor, batch: int, size: int) -> Tensor:
-    """Copies a tensor; of one with dimensions the first one becomes `size` instead of `batch`."""
+    """Copies a tensor. If the tensor has dimensions, the first one becomes `size` instead of `batch`."""
     resized = tensor.detach()
     if tensor.dim():
         resized = torch.cat([resized] * -(-size // batch))[:size]

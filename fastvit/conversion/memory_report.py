@@ -8,9 +8,9 @@ from pathlib import Path
 from .._deprecation import RenamedAttribute
 from .report_pictures import Bar, draw_timelines, format_bytes, plot_report
 
-_MIN_SHOWN_FRACTION = 0.005  # of all bytes, for a line in the table
-_NUM_HOLDERS = 4  # modules that a line names at a peak
-_MAX_DIFFERENCE = 0.1  # fraction of the measured peak by which the peak on paper may differ without a line
+_MIN_SHOWN_FRACTION = 0.005  # A row of the table has at least this fraction of `kept_before`.
+_NUM_HOLDERS = 4  # Modules that the line on a peak names.
+_MAX_DIFFERENCE = 0.1  # If the peak on paper differs by more of the measured one, a line says so.
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class TensorReport:
     """Saved tensors of one kind, over all blocks.
 
     Attributes:
-        names: the modules whose forward saved one of them; a number that changes from block to block is `*`.
+        names: the modules whose forwards saved the tensors; a number that changes from block to block is `*`.
         count: the number of tensors.
-        kept_bytes: bytes of them that stay in memory until backward.
-        recomputed_bytes: bytes of them that are recomputed instead.
-        reason: the ops that recompute them, or why they are kept.
+        kept_bytes: bytes of the tensors that stay in memory until backward.
+        recomputed_bytes: bytes of the tensors that are recomputed instead.
+        reason: the ops that recompute the tensors, or why these are kept.
         skip: pairs of a block's name and an op's name; `convert(model, skip=row.skip)` keeps the tensors.
-            Empty if they are kept.
+            Empty if the tensors are kept.
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The bytes that a training forward keeps for backward, and that a step holds at most. Prints as a table.
+    """The bytes that a training forward keeps for backward, and the peak of a step. Prints as a table.
 
     Bytes of a step are those of activations and their gradients: what a forward and the backward of its
     results allocate. The gradients of parameters are not counted, nor is a loss that the model does not
@@ -48,17 +48,17 @@ class Report:
     Attributes:
         kept_before: bytes that a forward of the original model keeps, its result included, measured.
         kept_after: bytes that a forward of the converted model keeps, measured.
-        tensors: the tensors that the converted model keeps or recomputes, those of one kind in one row.
+        tensors: the tensors that the converted model keeps or recomputes, a row for each kind.
         notes: modules in which nothing can be recomputed, and why.
         converted: whether the model itself is converted, and not only the copy that was measured.
         peak_before: the most bytes that a step of the original model holds at a time, measured.
         peak_after: the most bytes that a step of the converted model holds at a time, measured.
-        timelines: bytes over a step, on paper, "as it was", "as converted", and "least": with the least peak
-            that was found. The first third of a list is the forward, the rest is the backward.
+        timelines: bytes over a step, on paper, "as it was", "as converted", and "least", which has the least
+            peak that was found. The first third of a list is the forward, the rest is the backward.
         peak_holders: for "as it was" and "as converted" the modules that hold bytes at the peak of the
             timeline, the most bytes first. A number that changes from block to block is `*`.
-        memory: bytes for which a batch was searched; 0 if none were given.
-        model_bytes: of the model and two tensors like each trained parameter, which are AdamW's state; 0
+        memory: bytes for which a batch was searched; 0 without `report(memory=)`.
+        model_bytes: bytes of the model and of AdamW's state, two tensors like each trained parameter; 0
             without `memory`.
         batches: for each timeline the largest batch whose training step with AdamW fits in `memory`; 0 if
             none fits. Empty without `memory`.
@@ -97,7 +97,7 @@ class Report:
         return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])
 
     def _describe_tensors(self) -> list[str]:
-        shown = self._large_tensors()
+        large_tensors = self._large_tensors()
         rows = [
             (
                 " & ".join(row.names),
@@ -106,21 +106,21 @@ class Report:
                 format_bytes(row.kept_bytes) if row.kept_bytes > row.recomputed_bytes // 100 else "",
                 row.reason,
             )
-            for row in shown
+            for row in large_tensors
         ]
         lines = _align_columns([("saved by", "count", "recomputed", "kept", "why"), *rows]) if rows else []
-        remaining_bytes = self.kept_after - sum(row.kept_bytes for row in shown)
+        remaining_bytes = self.kept_after - sum(row.kept_bytes for row in large_tensors)
         if remaining_bytes > 0:
             lines.append(f"and {format_bytes(remaining_bytes)} in smaller tensors, the result, compiled code")
-        if pair := next((row.skip[0] for row in shown if row.skip), None):
+        if pair := next((row.skip[0] for row in large_tensors if row.skip), None):
             lines.append(f"convert(model, skip=[{pair}]) keeps one of them; report.tensors[i].skip has all")
         return lines
 
     def _describe_peaks(self) -> list[str]:
         lines = []
         for name, holders in self.peak_holders.items():
-            shown = ", ".join(f"{label} {format_bytes(nbytes)}" for label, nbytes in holders[:_NUM_HOLDERS])
-            lines.append(f"at the peak {name}: {shown}")
+            names = ", ".join(f"{label} {format_bytes(nbytes)}" for label, nbytes in holders[:_NUM_HOLDERS])
+            lines.append(f"at the peak {name}: {names}")
         on_paper = max(self.timelines["as it was"])
         if abs(on_paper - self.peak_before) > _MAX_DIFFERENCE * self.peak_before:
             lines.append(
@@ -133,15 +133,15 @@ class Report:
     def _describe_batches(self) -> list[str]:
         if not self.batches:
             return []
-        found = ", ".join(f"{count or 'none'} {name}" for name, count in self.batches.items())
+        batches = ", ".join(f"{count or 'none'} {name}" for name, count in self.batches.items())
         return [
-            f"the largest batch for a step with AdamW in {format_bytes(self.memory)}: {found} "
+            f"the largest batch for a step with AdamW in {format_bytes(self.memory)}: {batches} "
             f"(the model and two tensors like each trained parameter, AdamW's state, take "
             f"{format_bytes(self.model_bytes)})"
         ]
 
     def summary(self) -> str:
-        """One line: the bytes that a training forward keeps as converted and as it was, and the peaks."""
+        """Returns a line with the bytes that a forward keeps, as converted and as it was, and the peaks."""
         freed = self.freed_bytes
         fraction = abs(freed) / self.kept_before if self.kept_before else 0.0
         sign = "less" if freed >= 0 else "more"
@@ -158,8 +158,8 @@ class Report:
     def plot(self, path: str | Path) -> None:
         """Draws two panels to an image file.
 
-        The first panel has the bytes over a step for each of `timelines`. The second one has the kept and the
-        recomputed bytes, with one bar for tensors of one kind.
+        The first panel has the bytes over a step, with a curve for each of `timelines`. The second panel has
+        the kept and the recomputed bytes, with a bar for each kind of tensor.
 
         Raises:
             ImportError: matplotlib is not installed.

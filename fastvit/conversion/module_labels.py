@@ -13,7 +13,7 @@ from torch import nn
 from ..recompute import SavedTensorObserver, active_scope, observe_saved_tensors, reason_no_scope
 from .scope_hooks import get_scope_hook
 
-_BLOCK_INDEX = re.compile(r"\d+(?=\.)|(?<![^.])\d+$")  # numbers before a dot, or a last part of digits
+_BLOCK_INDEX = re.compile(r"\d+(?=\.)|(?<![^.])\d+$")  # A number before a dot, or a last part of digits.
 
 
 def make_module_label(name: str) -> str:
@@ -24,7 +24,7 @@ def make_module_label(name: str) -> str:
 @contextlib.contextmanager
 def observe_modules(model: nn.Module, notes: dict[str, None]) -> Iterator[SavedTensorObserver]:
     """Yields an observer that annotates every saved tensor with the module whose forward is running."""
-    module_stack = ["the model"]  # labels of the modules whose forwards run, inner ones last
+    module_stack = ["the model"]  # Labels of the modules whose forwards run, the innermost last.
 
     def enter(label: str, module: nn.Module, _: object) -> None:
         if not torch.compiler.is_compiling():
@@ -38,7 +38,7 @@ def observe_modules(model: nn.Module, notes: dict[str, None]) -> Iterator[SavedT
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # A ScriptModule takes no hooks.
                 label = make_module_label(name)
                 hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, label)))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))

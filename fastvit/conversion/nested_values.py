@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-ForwardArguments = tuple[tuple, dict[str, object]]
+ForwardArguments = tuple[tuple, dict[str, object]]  # Positional arguments, and keyword arguments.
 
-_MAPPINGS = (dict, UserDict, MappingProxyType)  # reading one of these runs no code of the program
+_MAPPINGS = (dict, UserDict, MappingProxyType)  # A read of one of these runs no code of the program.
 
 
 def tensor_leaves(values: object) -> list[Tensor]:
@@ -27,20 +27,20 @@ def tensor_leaves(values: object) -> list[Tensor]:
 
 
 def iterate_tensors(values: object) -> Iterator[Tensor]:
-    """Yields the tensors in a structure, which it reads only when asked for the first."""
+    """Yields the tensors in a structure, which is read only when the first tensor is asked for."""
     for value in _iterate_parts(values):
         if isinstance(value, Tensor):
             yield value
 
 
 def _iterate_parts(values: object) -> Iterator[object]:
-    """Yields a structure and all of its parts, in its order, each as often as it occurs."""
+    """Yields a structure and all of its parts in order; a part that occurs twice is yielded twice."""
     pending, parents = [values], set()
     while pending:
         value = pending.pop()
         yield value
         if (parts := _list_parts(value)) and id(value) not in parents:
-            parents.add(id(value))  # a structure may hold itself
+            parents.add(id(value))  # A structure may hold itself.
             pending.extend(reversed(parts))
 
 
@@ -55,7 +55,7 @@ def _list_parts(value: object) -> list[Any]:
 
 
 class _CopyTensors(TorchFunctionMode):
-    """Lets copy.deepcopy copy tensors by a function: torch's own copy refuses results of ops."""
+    """Makes copy.deepcopy copy tensors by `copy_tensor`, because torch's own copy refuses results of ops."""
 
     def __init__(self, copy_tensor: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -75,7 +75,7 @@ def copy_arguments(
     Raises:
         TypeError: an object cannot be copied.
     """
-    memo: dict[int, Any] = {}  # a value that occurs twice is copied once, as by copy.deepcopy
+    memo: dict[int, Any] = {}  # A value that occurs twice is copied once, as by copy.deepcopy.
 
     def copy_value(name: str, value: Any) -> Any:
         if id(value) in memo:
@@ -86,18 +86,18 @@ def copy_arguments(
         elif isinstance(value, torch.Generator):
             copied = value.clone_state()
         elif type(value) in (list, tuple, set, frozenset):
-            copied = type(value)(copy_value(name, part) for part in value)
+            copied = type(value)(copy_value(name, element) for element in value)
         elif type(value) is dict:
-            copied = {key: copy_value(name, part) for key, part in value.items()}
+            copied = {key: copy_value(name, element) for key, element in value.items()}
         elif isinstance(value, (Enum, MethodType, ModuleType)) or type(value) is object:
-            copied = value  # programs compare such a value by identity
+            copied = value  # Programs compare values of these kinds by identity.
         else:
             try:
                 with _CopyTensors(copy_tensor):
                     copied = copy.deepcopy(value, memo)
             except Exception as error:
                 if not hasattr(value, "__dict__") and not hasattr(type(value), "__slots__"):
-                    return value  # a lock, a process group
+                    return value  # Such as a lock or a process group.
                 raise TypeError(
                     f"{caller}: {name} is an object with state ({type(value).__name__}), which a forward of "
                     f"a copy may change, and copy.deepcopy of it raised {type(error).__name__}: {error}; "
@@ -114,18 +114,18 @@ def copy_arguments(
 def refuse_iterators(caller: str, model: nn.Module, arguments: ForwardArguments) -> None:
     """Raises TypeError if an argument is or has an iterator, which a forward of a copy would use up."""
     for name, value in name_arguments(model, arguments):
-        for part in _iterate_parts(value):
-            if hasattr(type(part), "__next__"):
-                verb = "is" if part is value else "has"
+        for element in _iterate_parts(value):
+            if hasattr(type(element), "__next__"):
+                verb = "is" if element is value else "has"
                 raise TypeError(
-                    f"{caller}: {name} {verb} an iterator ({type(part).__name__}), which a forward of a copy "
-                    "would use up; pass a model whose forward takes the elements, such as "
+                    f"{caller}: {name} {verb} an iterator ({type(element).__name__}), which a forward of a "
+                    "copy would use up; pass a model whose forward takes the elements, such as "
                     "next(iterator) or list(iterator)"
                 )
 
 
 def name_arguments(model: nn.Module, arguments: ForwardArguments) -> list[tuple[str, object]]:
-    """Returns arguments with their names in messages, which are those of the forward's parameters."""
+    """Returns the arguments with names for messages, by the parameters of the forward."""
     args, kwargs = arguments
     names: list[object] = list(range(1, len(args) + 1))
     with contextlib.suppress(TypeError, ValueError):

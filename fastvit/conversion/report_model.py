@@ -28,16 +28,16 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
     """Measures what a training forward keeps for backward, as the model was and as it is converted.
 
         print(fastvit.report(model, images))
-        print(fastvit.report(model, images, memory="8 GiB"))  # which batch fits
+        print(fastvit.report(model, images, memory="8 GiB"))  # Which batch fits?
 
     Two copies of the model run: one reverted, and one converted as `model` is, or by `convert(model)` if
     it is not converted. Forwards run with copies of the inputs, and the second one is measured by the
-    allocator of torch (`fastvit.memory.live_bytes`). So the bytes are those of all tensors that stay
+    allocator of torch (`fastvit.memory.live_bytes`). The bytes are those of all tensors that stay
     allocated while the result is held: saved tensors and the result. The peak of a step, forward and backward
     of the results, is measured too (`fastvit.memory.peak_bytes`), without gradients of parameters. Bytes over
-    the step, and who holds the peak, are computed from what one more forward saves. Neither the model nor its
-    buffers, training flags and hooks change, nor do random states. Runs that last longer than a few seconds
-    are announced on stderr.
+    the step, and the holders of the peak, are computed from what one more forward saves. Neither the model
+    nor its buffers, training flags and hooks change, nor do random states. Runs that last longer than a few
+    seconds are announced on stderr.
 
     Call it as the model is trained: under the same autocast, with inputs of the same shape and dtype. If the
     model is in evaluation mode, the copies are set to training mode. A copy runs without
@@ -46,10 +46,10 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
     With `memory` the report says which batch fits: as the model was, as it is converted, and with the least
     peak, which a budget of `convert` may ask for. A step holds the model, AdamW's state (two tensors like
     each trained parameter), the inputs, activations, and those gradients of parameters that exist when it
-    holds most, if `zero_grad()` frees them before the forward; AdamW's own step must fit too. The bytes of
-    activations are taken for an affine function of the batch, which the first dimension of all tensors in the
-    inputs is: steps are measured with it and with half of it, or, below a batch of 4, twice of it. What the
-    loss and the data loader hold is not known.
+    holds most, if `zero_grad()` frees them before the forward; AdamW's own step must fit too. The batch is
+    the first dimension of all tensors in the inputs. The bytes of activations are taken for an affine
+    function of the batch: steps are measured with the batch and with half of it, or, below 4, twice of it.
+    Memory of the loss and of the data loader is not counted.
 
     Args:
         model: converted or not. One more copy of its parameters must fit in memory.
@@ -72,14 +72,14 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
     runner = CopyRunner("report", model, (inputs, kwinputs))
     search = BatchSearch(runner, max_bytes) if max_bytes else None
     kept_before, peak_before = runner.measure_original_bytes(), runner.measure_original_peak()
-    copied = _convert_copy(runner)
-    rows, sites, notes = _observe_forward(runner, copied)
-    kept_after, peak_after = runner.measure_kept_bytes(copied), runner.measure_step_peak(copied)
+    model_copy = _convert_copy(runner)
+    rows, sites, notes = _observe_forward(runner, model_copy)
+    kept_after, peak_after = runner.measure_kept_bytes(model_copy), runner.measure_step_peak(model_copy)
     if any(module._compiled_call_impl is not None for module in model.modules()):
         notes.append("measured without Module.compile, which is not copied; pass torch.compile(model)")
-    peaks = _measure_peaks(search, runner, copied) if search else {}
-    change_policies(copied, make_recording_policy)
-    steps = _record_steps(runner, copied)
+    peaks = _measure_peaks(search, runner, model_copy) if search else {}
+    change_policies(model_copy, make_recording_policy)
+    steps = _record_steps(runner, model_copy)
     plan = steps["least"].find_least_plan(runner.devices[0])
     sites_by_name = {"as it was": frozenset[OpSite](), "as converted": sites, "least": plan.sites}
     timelines = {name: step.replay(sites_by_name[name]) for name, step in steps.items()}
@@ -96,20 +96,20 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
         holders,
         max_bytes,
         search.model_bytes if search else 0,
-        _find_batches(search, runner, copied, sites_by_name, plan, peaks) if search else {},
+        _find_batches(search, runner, model_copy, sites_by_name, plan, peaks) if search else {},
     )
 
 
 def _observe_forward(
-    runner: CopyRunner, copied: nn.Module
+    runner: CopyRunner, model_copy: nn.Module
 ) -> tuple[list[TensorReport], frozenset[OpSite], list[str]]:
     """Returns rows of the saved tensors of a forward, the sites that it recomputes, and notes."""
     notes: dict[str, None] = {}
-    with observe_modules(copied, notes) as observer:
+    with observe_modules(model_copy, notes) as observer:
         # A forward keeps no tensor that exists before it, even if an op saves one.
         existing = [tensor for tensor in gc.get_objects() if issubclass(type(tensor), Tensor)]
-        with runner.holding_output(copied) as arguments:
-            existing += tensor_leaves((arguments, list(map(vars, copied.modules()))))
+        with runner.hold_result(model_copy) as arguments:
+            existing += tensor_leaves((arguments, list(map(vars, model_copy.modules()))))
             memory = observer.saved_memory(existing)
             rows = _group_rows(memory)
             sites = frozenset(entry.site for entry in memory if entry.site is not None)
@@ -117,40 +117,42 @@ def _observe_forward(
     return rows, sites, list(notes)
 
 
-def _measure_peaks(search: BatchSearch, runner: CopyRunner, copied: nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns the peaks of steps with either batch of the search, as the model was and as it is converted."""
+def _measure_peaks(
+    search: BatchSearch, runner: CopyRunner, model_copy: nn.Module
+) -> dict[str, tuple[int, int]]:
+    """Returns the peaks of steps with both batches of the search, as the model was and as it is converted."""
 
     def measure(model: nn.Module) -> tuple[int, int]:
         return search.run_sizes(lambda: runner.measure_step_peak(model))
 
-    before = measure(revert(runner.copy_for_training()))
-    return {"as it was": before, "as converted": measure(copied)}
+    original_peaks = measure(revert(runner.copy_for_training()))
+    return {"as it was": original_peaks, "as converted": measure(model_copy)}
 
 
 def _find_batches(
     search: BatchSearch,
     runner: CopyRunner,
-    copied: nn.Module,
+    model_copy: nn.Module,
     sites_by_name: dict[str, frozenset[OpSite]],
     plan: Plan,
     peaks: dict[str, tuple[int, int]],
 ) -> dict[str, int]:
-    """Returns the largest batches that fit. The peak of "least" is measured by a step of `copied`.
+    """Returns the largest batches that fit. The peak of "least" is measured by a step of `model_copy`.
 
     Args:
-        sites_by_name: what the steps with the batch of the inputs recompute.
-        plan: with the least peak, for the batch of the inputs.
-        peaks: measured, without that of "least".
+        sites_by_name: the sites that steps with the batch of the inputs recompute.
+        plan: the plan with the least peak, for the batch of the inputs.
+        peaks: measured peaks of steps with both batches, without "least".
     """
     batches: dict[str, int] = {}
-    small, large = search.run_sizes(lambda: _record_steps(runner, copied))
+    small, large = search.run_sizes(lambda: _record_steps(runner, model_copy))
     for name, sites in sites_by_name.items():
         steps = small[name], large[name]
         if name == "least":
             plan = search.find_least_plan(steps, plan, batches["as converted"])
             sites = plan.sites
-            change_policies(copied, partial(dataclasses.replace, level=plan.level, only_sites=sites))
-            peaks = peaks | {name: search.run_sizes(lambda: runner.measure_step_peak(copied))}
+            change_policies(model_copy, partial(dataclasses.replace, level=plan.level, only_sites=sites))
+            peaks = peaks | {name: search.run_sizes(lambda: runner.measure_step_peak(model_copy))}
         timelines = steps[0].replay(sites), steps[1].replay(sites)
         batches[name] = search.find_batch(peaks[name], timelines, steps[1].weight_gradients)
     return batches
@@ -158,18 +160,18 @@ def _find_batches(
 
 def _convert_copy(runner: CopyRunner) -> nn.Module:
     """Returns a copy that is converted as the model is, or by default, and whose budgets are planned."""
-    copied = ensure_converted(runner.copy_for_training())
-    if find_budget_hooks(copied):
-        for _ in range(2):  # forwards that plan
-            with runner.holding_output(copied):
+    model_copy = ensure_converted(runner.copy_for_training())
+    if find_budget_hooks(model_copy):
+        for _ in range(2):  # Forwards that plan.
+            with runner.hold_result(model_copy):
                 pass
-        freeze_budgets(copied)
-    return copied
+        freeze_budgets(model_copy)
+    return model_copy
 
 
-def _record_steps(runner: CopyRunner, copied: nn.Module) -> dict[str, StepMemory]:
-    """Returns steps on paper: of the original model and, twice, of a copy that recomputes all that can be."""
-    step = original = StepMemory(runner.record_step(copied, observe_modules(copied, {})))
+def _record_steps(runner: CopyRunner, model_copy: nn.Module) -> dict[str, StepMemory]:
+    """Returns steps on paper by name. The record is that of a copy that recomputes every op with a rule."""
+    step = original = StepMemory(runner.record_step(model_copy, observe_modules(model_copy, {})))
     if is_fused(runner.model):
         reverted = add_scope_hooks(revert(runner.copy_for_training()), make_recording_policy(Policy()))
         original = StepMemory(runner.record_step(reverted, observe_modules(reverted, {})))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_FORWARD_COLUMNS, _BACKWARD_COLUMNS = 14, 28  # a line with label and bytes has 72 columns at most
+_FORWARD_COLUMNS, _BACKWARD_COLUMNS = 14, 28  # A line with label and bytes has 72 columns at most.
 _BLOCK_CHARACTERS, _ASCII_CHARACTERS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _COLORS = ("#8b949e", "#1f77b4", "#2ca02c")
 
@@ -21,20 +21,20 @@ class Bar(NamedTuple):
 
 
 def format_bytes(count: float) -> str:
-    """Returns bytes in MiB, and small ones in KiB."""
+    """Returns a number of bytes as text, in MiB or, below 256 KiB, in KiB."""
     return f"{count / 2**20:.1f} MiB" if count >= 2**18 else f"{count / 2**10:.1f} KiB"
 
 
 def draw_timelines(timelines: Mapping[str, Sequence[int]]) -> list[str]:
-    """Returns a line of characters for each timeline, their heights as shares of the largest value."""
-    top = max(map(max, timelines.values()))
+    """Returns a heading, and a line for each timeline, whose heights are shares of the largest value."""
+    max_bytes = max(map(max, timelines.values()))
     characters = _BLOCK_CHARACTERS if _can_print_blocks() else _ASCII_CHARACTERS
     width = max(map(len, timelines))
     lines = [f"{'on paper':{width}}  {'forward':{_FORWARD_COLUMNS}}|{'backward':{_BACKWARD_COLUMNS}}|  peak"]
     for name, memory in timelines.items():
-        length = len(memory) // 3
+        length = len(memory) // 3  # Slots of the forward.
         parts = (
-            "".join(characters[-(-(len(characters) - 1) * one // top) if top else 0] for one in columns)
+            "".join(characters[-(-(len(characters) - 1) * nbytes // max(max_bytes, 1))] for nbytes in columns)
             for columns in (
                 _find_maxima(memory[:length], _FORWARD_COLUMNS),
                 _find_maxima(memory[length:], _BACKWARD_COLUMNS),
@@ -84,15 +84,15 @@ def plot_report(
     for axis in axes:
         axis.legend(fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=8)  # the axes would cut off a title
+    figure.suptitle(title, fontsize=8)  # Axes would cut off a title.
     figure.savefig(path, dpi=110)
 
 
 def _plot_timelines(axis, timelines: Mapping[str, Sequence[int]]) -> None:
     for color, (name, memory) in zip(_COLORS, timelines.items(), strict=False):
-        length = len(memory) // 3
-        times = [(slot + 0.5) / length for slot in range(len(memory))]  # the forward ends at 1
-        mebibytes = [one / 2**20 for one in memory]
+        length = len(memory) // 3  # Slots of the forward, which ends at time 1.
+        times = [(slot + 0.5) / length for slot in range(len(memory))]
+        mebibytes = [nbytes / 2**20 for nbytes in memory]
         axis.plot(times, mebibytes, label=f"{name}: {format_bytes(max(memory))}", color=color, linewidth=1.2)
         axis.fill_between(times, mebibytes, color=color, alpha=0.12, linewidth=0)
     axis.axvline(1, color="black", linewidth=0.8, linestyle=":")

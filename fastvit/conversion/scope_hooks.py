@@ -57,10 +57,10 @@ class ScopeHook(ConversionHook):
 def add_scope_hooks(
     model: Model, policy: Policy, make_entry_hook: Callable[[Policy, str], ScopeHook] = ScopeHook
 ) -> Model:
-    """Adds hooks in place of existing ones; none for a policy that recomputes nothing.
+    """Adds hooks in place of those of an earlier conversion; none for a policy that recomputes nothing.
 
     Args:
-        model: changed in place.
+        model: the model, which gets the hooks.
         policy: the policy of all hooks.
         make_entry_hook: returns the hook of a module that the user calls.
     """
@@ -80,8 +80,8 @@ def add_scope_hooks(
 def _register_first(module: nn.Module, hook: Callable, with_kwargs: bool) -> None:
     """Registers a hook that is called before and after the forward, and before all other hooks.
 
-    So a scope closes before FSDP reshards parameters. Dynamo of torch 2.11 reads hooks in the order of their
-    insertion, which `prepend=True` does not change, so all others are inserted again.
+    A hook that is called first closes the scope before FSDP reshards parameters. Dynamo of torch 2.11 reads
+    hooks in the order of insertion, which `prepend=True` does not change: other hooks are inserted again.
     """
     module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
     module.register_forward_hook(hook, with_kwargs=with_kwargs, always_call=True)
@@ -96,7 +96,7 @@ def get_scope_hook(module: nn.Module) -> ScopeHook | None:
 
 
 def change_policies(model: nn.Module, change: Callable[[Policy], Policy]) -> None:
-    """Gives each hook in `model` the policy that `change` returns for its own."""
+    """Gives each hook in `model` the policy that `change` returns for the current one."""
     for module in model.modules():
         hook = get_scope_hook(module)
         if hook is not None and (policy := change(hook.policy)) is not hook.policy:
@@ -105,12 +105,12 @@ def change_policies(model: nn.Module, change: Callable[[Policy], Policy]) -> Non
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Returns whether there are scopes in `model`."""
+    """Returns whether a module in `model` has a scope hook."""
     return any(get_scope_hook(module) is not None for module in model.modules())
 
 
 def _remove_hooks(model: nn.Module) -> None:
-    """Removes what `add_scope_hooks` has added, and no hook of others."""
+    """Removes the hooks that `add_scope_hooks` has added, and no hook of other code."""
     for module in model.modules():
         reveal_hooks(module)
         hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
@@ -124,7 +124,7 @@ def revert(model: Model) -> Model:
     """Undoes `convert` and `fuse` in place.
 
     Args:
-        model: converted, fused or neither.
+        model: a model that is converted, fused or neither.
 
     Returns:
         `model`.

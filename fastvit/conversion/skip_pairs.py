@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-import torch
 from torch import nn
-from torch.autograd import Function
 
-from ..recompute.masks import ACTIVATION_MASKS
-from ..recompute.policy import display_op_name, op_name
-from ..recompute.recompute_rules import RECOMPUTE_RULES
+from ..recompute import is_op_name, list_recomputable_ops
 from .blocks import name_scoped_modules
 
-_NUM_NEAREST = 3  # names that an error suggests
+_NUM_NEAREST = 3  # Names that an error suggests.
 
 
 def check_skip(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
@@ -39,25 +35,9 @@ def check_skip(model: nn.Module, skip: Iterable[tuple[str, str]]) -> frozenset[t
 
 
 def _check_op_name(op: str) -> None:
-    # Ops without a rule are kept anyway, and a report may name them all the same.
-    recomputable = _op_names(("Dropout", *RECOMPUTE_RULES, *ACTIVATION_MASKS))
-    if op not in recomputable and op not in _op_names((*dir(torch._C._functions), *_function_nodes())):
-        nearest = difflib.get_close_matches(op, sorted(recomputable), _NUM_NEAREST, cutoff=0)
+    if not is_op_name(op):
+        nearest = difflib.get_close_matches(op, list_recomputable_ops(), _NUM_NEAREST, cutoff=0)
         raise ValueError(
             f"convert: skip must have names of ops as fastvit.report prints them, got {op!r}; "
             f"the nearest names are {', '.join(map(repr, nearest))}"
         )
-
-
-def _op_names(node_names: Iterable[str]) -> set[str]:
-    """Returns the names that a report prints for the ops of autograd nodes, and their plain names."""
-    return {name for node in node_names for name in (display_op_name(node), op_name(node)) if name}
-
-
-def _function_nodes() -> Iterator[str]:
-    """Yields the node names of all classes of torch.autograd.Function that exist."""
-    classes = [Function]
-    while classes:
-        cls = classes.pop()
-        classes += cls.__subclasses__()
-        yield f"{cls.__name__}Backward"

@@ -12,7 +12,7 @@ from ..recompute import StepRecord, Value
 
 
 class Interval(NamedTuple):
-    """Memory of a value, or of a gradient (None), and the first and last slot in which a step holds it."""
+    """Bytes of a value, or of a gradient (None), and the first and last slot in which a step holds them."""
 
     nbytes: int
     first: int
@@ -23,8 +23,9 @@ class Interval(NamedTuple):
 class Timeline:
     """Computes the bytes that a step holds in each slot of time.
 
-    A node of the forward has one slot. In the backward a node has two: in the first one it unpacks what it
-    saved, which recomputes, and in the second one it makes gradients.
+    A node of autograd's graph has one slot in the forward, and two in the backward: in the first it unpacks
+    saved tensors, which recomputes them, and in the second it makes gradients. A record
+    counts times in nodes.
     """
 
     def __init__(self, record: StepRecord):
@@ -32,25 +33,27 @@ class Timeline:
         self.num_slots = 3 * record.length
         self._last_time = 2 * record.length - 1
         self._gradients = [
-            Interval(one.nbytes, self._run_slot(one.first), self._run_slot(one.last), None)
-            for one in record.gradients
+            Interval(gradient.nbytes, self._run_slot(gradient.first), self._run_slot(gradient.last), None)
+            for gradient in record.gradients
         ]
         self._gradients.append(Interval(record.result_bytes, record.length - 1, self.num_slots - 1, None))
 
     def _unpack_slot(self, time: int) -> int:
+        """Returns the first slot of a time."""
         return time if time < self.record.length else 2 * time - self.record.length
 
     def _run_slot(self, time: int) -> int:
+        """Returns the last slot of a time."""
         return self._unpack_slot(time) + (time >= self.record.length)
 
     def last_slot(self, value: Value) -> int:
-        """Returns the last slot in which a kept value is held."""
+        """Returns the last slot in which a step holds a value that is kept."""
         return self._run_slot(self._last_time - value.uses[0])
 
     def count_kept_bytes(self, intervals: Iterable[Interval]) -> int:
         """Returns the bytes that a step holds between its forward and its backward."""
-        now = self.record.length
-        return sum(one.nbytes for one in intervals if one.first < now <= one.last)
+        backward_slot = self.record.length
+        return sum(one.nbytes for one in intervals if one.first < backward_slot <= one.last)
 
     def replay(self, recomputed: Collection[Value]) -> list[int]:
         """Returns the bytes in each slot."""
@@ -74,7 +77,7 @@ class Timeline:
     def sum_weight_gradients(self) -> list[int]:
         """Returns the bytes of the gradients of parameters in each slot.
 
-        In the slot in which a node makes such a gradient, the gradients of the record have it.
+        The slot in which a node makes the gradient is left out: `record.gradients` counts it there.
         """
         last = self.num_slots - 1
         slots = (
@@ -88,41 +91,45 @@ class Timeline:
         Args:
             recomputed: the choices that are not kept.
         """
-        found, rerun = self._gradients.copy(), []
-        read_times: dict[Value, list[int]] = defaultdict(list)  # when recipes of other values read a value
-        recomputed_at: dict[int, list[Value]] = defaultdict(list)  # the last value of the forward first
-        long_lived: set[Value] = set()  # recomputed values that are held beyond the unpacking
+        intervals, rerun = self._gradients.copy(), []
+        read_times: dict[Value, list[int]] = defaultdict(list)  # When recipes of other values read the value.
+        recomputed_at: dict[int, list[Value]] = defaultdict(
+            list
+        )  # Values that the forward made last come first.
+        long_lived: set[Value] = set()  # Recomputed values that are held beyond the unpacking.
         for value in reversed(self.record.values):
             if value.uses and value not in recomputed:
-                found.append(Interval(value.nbytes, value.created, self.last_slot(value), value))
+                intervals.append(Interval(value.nbytes, value.created, self.last_slot(value), value))
                 continue
             times = [self._last_time - use for use in value.uses] + read_times[value]
             if not times:
                 continue
             rerun.append(value)
             if value.uses:
-                found.append(Interval(value.nbytes, value.created, self._find_drop_slot(value), value))
+                intervals.append(Interval(value.nbytes, value.created, self._find_drop_slot(value), value))
             if value.mask_bytes:
-                found.append(Interval(value.mask_bytes, value.created, self.last_slot(value), value))
-                found += [
+                intervals.append(Interval(value.mask_bytes, value.created, self.last_slot(value), value))
+                intervals += [
                     Interval(value.nbytes, self._unpack_slot(time), self._run_slot(time), value)
                     for time in times
                 ]
                 continue
             first, last = min(times), max(times)
             if value.pinned_bytes:
-                found.append(Interval(value.pinned_bytes, value.created, self._run_slot(last), value))
+                intervals.append(Interval(value.pinned_bytes, value.created, self._run_slot(last), value))
             recomputed_at[first].append(value)
             if value.uses or last > first:
                 long_lived.add(value)
-                found.append(Interval(value.nbytes, self._unpack_slot(first), self._run_slot(last), value))
+                intervals.append(
+                    Interval(value.nbytes, self._unpack_slot(first), self._run_slot(last), value)
+                )
             for operand in value.operands:
                 read_times[operand].append(first)
         for time, values in recomputed_at.items():
             if (nbytes := _count_temporary_bytes(values, long_lived)) > 0:
                 slot = self._unpack_slot(time)
-                found.append(Interval(nbytes, slot, slot, values[0]))
-        return found, rerun
+                intervals.append(Interval(nbytes, slot, slot, values[0]))
+        return intervals, rerun
 
     def _find_drop_slot(self, value: Value) -> int:
         """Returns the slot in which a scope drops a value."""
@@ -132,20 +139,20 @@ class Timeline:
 
 
 def _count_temporary_bytes(values: list[Value], long_lived: Collection[Value]) -> int:
-    """Returns the peak of making `values`, the last one first, above the bytes of those that live on."""
+    """Returns the peak bytes of making `values` in reverse, without the bytes of long-lived ones."""
     if len(values) == 1:
         return 0
-    held = peak = 0
+    current_bytes = peak_bytes = 0
     num_readers: dict[Value, int] = defaultdict(int)
     for value in values:
         for operand in value.operands:
             num_readers[operand] += 1
     recomputed = set(values)
     for value in reversed(values):
-        held += value.nbytes
-        peak = max(peak, held)
+        current_bytes += value.nbytes
+        peak_bytes = max(peak_bytes, current_bytes)
         for operand in value.operands:
             num_readers[operand] -= 1
             if not num_readers[operand] and operand in recomputed and operand not in long_lived:
-                held -= operand.nbytes
-    return peak - sum(value.nbytes for value in values if value in long_lived)
+                current_bytes -= operand.nbytes
+    return peak_bytes - sum(value.nbytes for value in values if value in long_lived)

@@ -20,19 +20,19 @@ from .copy_runner import CopyRunner
 from .nested_values import tensor_leaves
 from .scope_hooks import revert
 
-# Layers of fastvit round otherwise than torch's, and depth multiplies it.
+# Layers of fastvit round otherwise than torch's, and depth multiplies the difference.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2}
-_HALF_TOLERANCE = 0.2
-_DTYPE_WORDS = ("dtype", "type Double", "Double and")  # in torch's errors about dtypes
-_NONDETERMINISM_FACTOR = 4.0  # allowed multiple of the difference between two runs of the original
-_MAX_LINES = 20  # of a kind that a result prints
+_HALF_TOLERANCE = 0.2  # For half precision.
+_DTYPE_WORDS = ("dtype", "type Double", "Double and")  # Torch's errors about dtypes have one of these.
+_NONDETERMINISM_FACTOR = 4.0  # Allowed multiple of the difference between two runs of the original.
+_MAX_LINES = 20  # Lines of one kind that a result prints.
 
-SkipPairs = tuple[tuple[str, str], ...]
+SkipPairs = tuple[tuple[str, str], ...]  # Names of blocks and of ops.
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`, which is true if everything agrees. It prints what does not.
+    """The result of `verify`, which is true if everything agrees. It prints the differences.
 
     Attributes:
         differences: relative differences by name, largest first.
@@ -66,8 +66,8 @@ class Verification:
 
     def __str__(self) -> str:
         failures = self.failures
-        shown = failures or dict(list(self.differences.items())[:1])
-        lines = [f"  {name}: {value:.3g}" for name, value in list(shown.items())[:_MAX_LINES]]
+        printed = failures or dict(list(self.differences.items())[:1])
+        lines = [f"  {name}: {value:.3g}" for name, value in list(printed.items())[:_MAX_LINES]]
         verdict = f"{len(failures)} of {len(self.differences)} tensors differ by more than {self.tolerance:g}"
         if not failures:
             verdict = f"{len(self.differences)} tensors agree; the largest difference is"
@@ -98,21 +98,22 @@ def verify(
         assert fastvit.verify(model, images)
 
     Copies of `model` run with the same random numbers: one reverted, and one converted as `model` is, or by
-    `convert(model)` if `model` is not converted. It compares outputs, inputs after the step, gradients of all
-    parameters and floating-point inputs, and buffers. At the end of the forward everything that backward
-    recomputes is also recomputed at once, and compared bit by bit with the saved tensor: they differ if
-    something wrote to that tensor unnoticed. Modules run in the modes (training or evaluation) that they are
-    in. Neither the model nor random states change.
+    `convert(model)` if `model` is not converted. `verify` compares outputs, inputs after the step, gradients
+    of all parameters and floating-point inputs, and buffers. At the end of the forward everything that
+    backward recomputes is also recomputed at once, and compared bit by bit with the saved tensor: they differ
+    if something wrote to that tensor unnoticed. Modules run in the modes (training or evaluation) that they
+    are in. Neither the model nor random states change.
 
-    Gradients of inputs are left out where the model sets requires_grad on its inputs, as some do for
+    Gradients of inputs are left out if the model sets requires_grad on its inputs, as some do for
     checkpointing. If two runs of the original differ (atomic additions on CUDA, for example), the converted
     model may differ by four times as much.
 
     Args:
         model: converted or not. One more copy of it at a time must fit in memory.
         inputs: positional arguments of its forward.
-        dtype: both copies compute in it. float64 tells a wrong gradient from roundings at any depth. None is
-            the model's own dtype: which outputs are recomputed may depend on it, and on autocast.
+        dtype: the dtype in which both copies compute. float64 tells a wrong gradient from roundings at any
+            depth. None is the model's own dtype: which outputs are recomputed may depend on it, and on
+            autocast.
         tolerance: largest allowed difference of a tensor, relative to its largest value. The default is 0,
             since the same op is repeated; for a model with layers of `fastvit.fuse` it depends on `dtype`.
             The scale of a gradient or buffer is at least 1e-4 of the model's largest one, because one that is
@@ -120,7 +121,7 @@ def verify(
         kwinputs: keyword arguments of its forward.
 
     Returns:
-        A `Verification`, which is true if everything agrees. It prints what differs.
+        A `Verification`, which is true if everything agrees. It prints the differences.
 
     Raises:
         TypeError: `model` is not a module, or an input is a size and not a tensor.
@@ -132,9 +133,9 @@ def verify(
     if tolerance is not None and not is_number(tolerance, 0, math.inf):
         raise ValueError(f"verify: tolerance is {tolerance!r}; a number of at least 0, or None, expected")
     if tolerance is None:
-        computed = dtype or next((p.dtype for p in model.parameters()), torch.float32)
-        tolerance = _TOLERANCES.get(computed, _HALF_TOLERANCE) if is_fused(model) else 0.0
-    for marks_inputs in (False, True):  # whether the model sets requires_grad on its inputs
+        compute_dtype = dtype or next((p.dtype for p in model.parameters()), torch.float32)
+        tolerance = _TOLERANCES.get(compute_dtype, _HALF_TOLERANCE) if is_fused(model) else 0.0
+    for marks_inputs in (False, True):  # Whether the model sets requires_grad on its inputs.
         try:
             expected, _ = _run_step(runner, revert, dtype, marks_inputs)
             break
@@ -156,15 +157,17 @@ def verify(
 
 def _find_mismatches(memory: list[SavedMemory]) -> SkipPairs:
     """Returns the skip pairs of the outputs that differ from the saved tensors when they are recomputed."""
-    found: dict[tuple[str, str], None] = {}
+    mismatches: dict[tuple[str, str], None] = {}
     for entry in memory:
         if entry.site is not None and not entry.is_mask:
-            # autograd refuses what was written to since
-            unwritten = [(unpack, t) for (t, version), unpack in entry.saved if t._version == version]
-            if not all(_recomputes_same_bits(*each) for each in unwritten):
-                found[skip_key(entry.site)] = None
+            # Autograd refuses a saved tensor that was written to later, so no wrong gradient comes of it.
+            unwritten = [
+                (unpack, tensor) for (tensor, version), unpack in entry.saved if tensor._version == version
+            ]
+            if not all(_recomputes_same_bits(unpack, tensor) for unpack, tensor in unwritten):
+                mismatches[skip_key(entry.site)] = None
             entry.clear_cached_outputs()
-    return tuple(found)
+    return tuple(mismatches)
 
 
 def _recomputes_same_bits(unpack: Callable[[], Tensor], tensor: Tensor) -> bool:
@@ -173,9 +176,7 @@ def _recomputes_same_bits(unpack: Callable[[], Tensor], tensor: Tensor) -> bool:
         actual = unpack()
     except Exception:
         return False
-    bits = [
-        one.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8) for one in (actual, tensor)
-    ]
+    bits = [t.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8) for t in (actual, tensor)]
     return actual.dtype == tensor.dtype and torch.equal(*bits)
 
 
@@ -187,7 +188,8 @@ def _run_step(
 ) -> tuple[dict[str, Tensor], SkipPairs]:
     """Runs a step of a copy that `prepare` converts or reverts.
 
-    Returns outputs, gradients and buffers by name, and the pairs whose outputs are recomputed wrong.
+    Returns outputs, inputs after the step, gradients and buffers by name, and the skip pairs of outputs whose
+    recomputed bits differ.
     """
     model = prepare(_cast_model(runner.copy_model(), dtype))
     freeze_budgets(model)
@@ -199,17 +201,19 @@ def _run_step(
         if leaf.is_floating_point() or leaf.is_complex():
             leaf.requires_grad_(not marks_inputs)
         leaves.append(leaf)
-        return leaf.clone()  # the result of an op, which the model may overwrite
+        return leaf.clone()  # The result of an op, which the model may overwrite.
 
-    with runner.preserving_random_state():
-        given = runner.copy_inputs(copy_as_leaf)
+    with runner.preserve_random_state():
+        arguments = runner.copy_inputs(copy_as_leaf)
         with observe_saved_tensors(lambda tensor: (tensor.detach(), tensor._version)) as observer:
-            outputs = tensor_leaves(runner.run_forward(model, given))
+            outputs = tensor_leaves(runner.run_forward(model, arguments))
         if not outputs:
             raise ValueError("verify: the model returned no tensor; a forward that returns tensors expected")
         skip = _find_mismatches(observer.saved_memory())
         result = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
-        result |= {f"input {i} afterwards": t.detach().clone() for i, t in enumerate(tensor_leaves(given))}
+        result |= {
+            f"input {i} afterwards": t.detach().clone() for i, t in enumerate(tensor_leaves(arguments))
+        }
         # Random numbers of both signs, because the gradient of a plain sum through a normalisation is zero.
         roots = [output for output in outputs if output.requires_grad]
         torch.autograd.backward(roots, list(map(torch.randn_like, roots)))
@@ -227,7 +231,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _cast_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
-        return model._apply(lambda tensor: _cast(tensor, dtype))  # Module.to drops imaginary parts
+        return model._apply(lambda tensor: _cast(tensor, dtype))  # Module.to drops imaginary parts.
     return model.to(dtype)
 
 
@@ -243,8 +247,8 @@ def _relative_differences(actual: dict[str, Tensor], expected: dict[str, Tensor]
     }
     differences = dict.fromkeys(expected.keys() ^ actual.keys(), math.inf)
     for name in expected.keys() & actual.keys():
-        own_kind = (prefix for prefix in _PREFIXES_WITHOUT_SCALE if name.startswith(prefix))
-        min_scale = next((1e-4 * largest[prefix] for prefix in own_kind), 0.0)
+        prefixes = (prefix for prefix in _PREFIXES_WITHOUT_SCALE if name.startswith(prefix))
+        min_scale = next((1e-4 * largest[prefix] for prefix in prefixes), 0.0)
         differences[name] = _relative_difference(actual[name], expected[name], min_scale)
     return dict(sorted(differences.items(), key=lambda item: (-item[1], item[0])))
 
@@ -265,6 +269,6 @@ def _relative_difference(actual: Tensor, expected: Tensor, min_scale: float) -> 
     if actual.shape != expected.shape or actual.is_complex() != expected.is_complex():
         return math.inf
     a, b = _to_float64(actual), _to_float64(expected)
-    if any(not torch.equal(kind(a), kind(b)) for kind in (torch.isnan, torch.isposinf, torch.isneginf)):
+    if any(not torch.equal(test(a), test(b)) for test in (torch.isnan, torch.isposinf, torch.isneginf)):
         return math.inf
     return _max_abs(a.nan_to_num(0, 0, 0) - b.nan_to_num(0, 0, 0)) / max(_max_abs(b), min_scale, 1e-30)

@@ -1,7 +1,7 @@
 """`NormAct` is BatchNorm followed by leaky_relu, in one of five implementations.
 
-The implementations differ in speed, in memory, and in the ranks that share statistics. On one rank they
-compute the same. They have the same state_dict keys and initial values, so weights can be exchanged.
+The implementations differ in speed, in memory, and in the ranks that share statistics. On one rank their
+results are the same. Their state_dict keys and initial values are equal, so one can load another's weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..sync_batch_norm import SyncBatchNorm
 
 __all__ = ["NORMS", "NormAct"]
 
-# Each factory takes the number of channels, whether the input is tokens, and the slope.
+# Each factory takes the number of channels, whether the input is `(N, L, C)` tokens, and leaky_relu's slope.
 _NORM_FACTORIES: dict[str, Callable[[int, bool, float], nn.Module]] = {
     "torch": lambda c, tokens, slope: nn.BatchNorm1d(c) if tokens else nn.BatchNorm2d(c),
     "torch-sync": lambda c, tokens, slope: nn.SyncBatchNorm(c),
@@ -28,7 +28,7 @@ _NORM_FACTORIES: dict[str, Callable[[int, bool, float], nn.Module]] = {
 }
 
 NORMS = tuple(_NORM_FACTORIES)
-"""The values of `norm=`."""
+"""The values of the argument `norm`."""
 
 
 class NormAct(nn.Module):
@@ -54,10 +54,10 @@ class NormAct(nn.Module):
         if norm not in _NORM_FACTORIES:
             raise ValueError(f"NormAct: norm must be one of {', '.join(NORMS)}, got {norm!r}")
         self.norm = _NORM_FACTORIES[norm](num_features, tokens, slope)
-        in_place = norm.startswith("inplace-abn")
-        self.act = nn.Identity() if in_place else nn.LeakyReLU(slope, inplace=True)
-        # torch's layers take channels in dimension 1. Tokens as (N * L, C) have the same statistics and need
-        # no copy, unlike (N, C, L). fastvit's layers take (N, L, C).
+        is_in_place = norm.startswith("inplace-abn")
+        self.act = nn.Identity() if is_in_place else nn.LeakyReLU(slope, inplace=True)
+        # torch's layers take channels in dimension 1. Tokens as (N * L, C) have the same statistics, and
+        # need no copy, unlike tokens as (N, C, L). fastvit's layers take (N, L, C).
         self.flattens_tokens = tokens and norm.startswith("torch")
 
     def __setstate__(self, state: dict[str, Any]) -> None:

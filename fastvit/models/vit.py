@@ -19,13 +19,13 @@ from .norm_act import NormAct
 __all__ = ["MLP_NORMS", "VARIANTS", "ViT", "create_vit", "vit_digits"]
 
 MLP_NORMS = ("none", "batch")
-"""The values of `mlp_norm=`."""
+"""The values of the argument `mlp_norm`."""
 
 
 class Stem(nn.Module):
-    """Convolves images 3x3, with BatchNorm and leaky_relu each time, and makes a token of each patch.
+    """Applies 3x3 convolutions, each with BatchNorm and leaky_relu, and makes a token of each patch.
 
-    `(N, in_channels, H, W)` -> `(N, L, dim)`, where L is the number of patches that the strides leave.
+    `(N, in_channels, H, W)` -> `(N, L, dim)`, with L patches of `patch` x `patch` positions.
     """
 
     def __init__(
@@ -63,18 +63,19 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, length, dim = x.shape
         qkv = self.qkv(x).view(n, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2])
-        return self.project(out.transpose(1, 2).reshape(n, length, dim))
+        # Query, key and value are `(N, heads, L, dim / heads)` each.
+        output = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2])
+        return self.project(output.transpose(1, 2).reshape(n, length, dim))
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU, or BatchNorm and leaky_relu, between: `(N, L, dim)` -> `(N, L, dim)`."""
+    """Linear, GELU or else BatchNorm and leaky_relu, linear: `(N, L, dim)` -> `(N, L, dim)`."""
 
     def __init__(self, dim: int, hidden: int, norm: str, mlp_norm: str) -> None:
         super().__init__()
         has_batch_norm = mlp_norm == "batch"
-        # Without a bias the matmul of 3-D tokens returns a new tensor. With a bias it returns a view, whose
-        # gradient autograd would copy twice for a layer that writes in place.
+        # Without a bias nn.Linear returns a new tensor for 3-D tokens. With a bias nn.Linear returns a view;
+        # after a layer that writes in place, autograd would copy the view's gradient twice.
         self.expand = nn.Linear(dim, hidden, bias=not has_batch_norm)
         self.act = NormAct(hidden, norm, tokens=True) if has_batch_norm else nn.GELU()
         self.contract = nn.Linear(hidden, dim)
@@ -106,17 +107,18 @@ class ViT(nn.Module):
         in_channels: channels of the images.
         num_classes: length of the returned logits.
         stem_channels, stem_strides: width and stride of each 3x3 convolution of the stem.
-        patch: side of the square of stem positions that becomes one token; divides what the strides leave.
+        patch: side of the square of stem positions that becomes one token. The number of positions along a
+            side of the image, after the strides, must be a multiple of `patch`.
         dim: width of the tokens; a multiple of `heads`.
         depth: number of blocks.
         heads: attention heads.
-        mlp_ratio: width of the MLP's hidden layer over `dim`.
-        norm: BatchNorm and activation of the stem, and of the MLP with `mlp_norm="batch"`; see `NormAct`.
+        mlp_ratio: width of the MLP's hidden layer, divided by `dim`.
+        norm: implementation of BatchNorm and leaky_relu, as in `NormAct`.
         mlp_norm: what stands between the linear layers: `batch` (BatchNorm, leaky_relu) or `none` (GELU).
 
     `forward(images)` takes `(N, in_channels, image_size, image_size)` and returns logits
-    `(N, num_classes)`. The state_dict keys, and the initial weights after a given `torch.manual_seed`,
-    do not depend on `norm`.
+    `(N, num_classes)`. The state_dict keys, and the initial weights after the same
+    `torch.manual_seed`, do not depend on `norm`.
 
     Raises:
         ValueError: an argument is invalid; the message has its name and the valid values.
@@ -148,13 +150,15 @@ class ViT(nn.Module):
             )
         if dim % heads:
             raise ValueError(f"ViT: dim must be a multiple of heads, got dim {dim} and heads {heads}")
-        side = image_size
+        num_positions = image_size  # along a side of the image, after the stem's convolutions
         for stride in stem_strides:
-            side = (side - 1) // stride + 1
-        if side % patch:
-            raise ValueError(f"ViT: patch must divide the {side} positions after the stem, got {patch}")
+            num_positions = (num_positions - 1) // stride + 1
+        if num_positions % patch:
+            raise ValueError(
+                f"ViT: patch must divide the {num_positions} positions after the stem, got {patch}"
+            )
         self.stem = Stem(in_channels, stem_channels, stem_strides, patch, dim, norm)
-        self.position = nn.Parameter(torch.empty(1, (side // patch) ** 2, dim))
+        self.position = nn.Parameter(torch.empty(1, (num_positions // patch) ** 2, dim))
         self.blocks = nn.Sequential(
             *(Block(dim, heads, mlp_ratio * dim, norm, mlp_norm) for _ in range(depth))
         )
@@ -173,7 +177,7 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the parameters, besides vectors, that weight decay would harm; timm's method."""
+        """Returns names of parameters that get no weight decay, besides vectors. timm has the same method."""
         return {"position"}
 
     def forward(self, images: Tensor) -> Tensor:
@@ -183,18 +187,18 @@ class ViT(nn.Module):
 
 
 _VARIANT_FIELDS = ("stem_channels", "stem_strides", "patch", "dim", "depth", "heads")
-_VARIANTS: dict[str, tuple[Any, ...]] = {  # The values are those of _VARIANT_FIELDS.
+_VARIANTS: dict[str, tuple[Any, ...]] = {  # The tuples have the values of _VARIANT_FIELDS.
     # This stem has no strides, since digits have 8x8 pixels only.
     "vit_digits": ((32, 32, 64), (1, 1, 1), 2, 64, 4, 4),
     "vit_cifar": ((64, 64, 128), (1, 1, 2), 2, 192, 9, 3),
-    # These have DeiT's sizes, and a stem that reduces 224 pixels to 14 tokens a side.
+    # These variants have DeiT's sizes. The stem reduces 224 pixels to 14 tokens along each side.
     "vit_tiny": ((24, 48, 96, 192), (2, 2, 2, 2), 1, 192, 12, 3),
     "vit_small": ((48, 96, 192, 384), (2, 2, 2, 2), 1, 384, 12, 6),
     "vit_base": ((96, 192, 384, 768), (2, 2, 2, 2), 1, 768, 12, 12),
 }
 
 VARIANTS = tuple(_VARIANTS)
-"""The names that `create_vit` takes."""
+"""The values of the argument `name` of `create_vit`."""
 
 
 def create_vit(

@@ -5,6 +5,7 @@ packed_tensor.py     an object for each saved tensor, and its states; pins.py, m
 recipe.py            an op call that recomputes a tensor; environment.py
 planner.py           a plan of saved tensors: keep, or recompute by which recipe; node_reader.py
 recompute_rules.py   the ops that are recomputed, by the names of autograd's nodes; norm_rules.py, views.py
+op_names.py          the names of ops that `report` prints and `convert(skip=)` takes
 call_observer.py     facts that the graph lacks, from the calls of torch's functions; write_handlers.py
 storage.py           the memory in which a tensor lies
 weak_list.py         objects that a list does not keep alive
@@ -18,6 +19,7 @@ dynamo_hooks.py, joint_graph.py   the same under torch.compile
 
 from . import dynamo_hooks
 from .observer import SavedMemory, SavedTensorObserver
+from .op_names import is_op_name, list_recomputable_ops
 from .policy import OpSite, Policy, RecomputeLevel, skip_key
 from .scope_stack import (
     active_scope,
@@ -40,6 +42,8 @@ __all__ = [
     "active_scope",
     "close_scope",
     "dynamo_hooks",
+    "is_op_name",
+    "list_recomputable_ops",
     "open_scope",
     "skip_key",
     "record_step",

@@ -1,11 +1,11 @@
 """Merges statistics over ranks.
 
-A layer takes its moments and sums from a `Transport`. `LocalTransport` is one process. `GroupTransport`
-merges them over the ranks of a process group. A group chooses one backend for all its layers:
-`SharedMemoryBackend` between the processes of one host, `CudaIpcBackend` between its GPUs, or a
+A layer takes its moments and sums from a `Transport`. `LocalTransport` computes them in one process.
+`GroupTransport` merges them over the ranks of a process group. A group chooses one backend for all its
+layers: `SharedMemoryBackend` between the processes of one host, `CudaIpcBackend` between its GPUs, or a
 `CollectiveBackend`, with one collective of torch.distributed in each direction. When a rank is in another
-layer, dies or does not arrive, all other ranks raise: on CPUs before anything is written; on GPUs, for which
-the host does not wait, at the next call.
+layer, dies or does not arrive, all other ranks raise. Ranks on CPUs raise before they write any result. The
+host does not wait for a GPU, so ranks on GPUs raise at the next call.
 """
 
 from .._deprecation import renamed_names

@@ -1,4 +1,4 @@
-"""The base classes of the backends: how a group exchanges a layer's numbers and merges them."""
+"""`Backend` and `PeerBackend`, the base classes by which a group exchanges and merges a layer's numbers."""
 
 from collections.abc import Callable
 
@@ -16,30 +16,32 @@ from .protocol import (
 )
 from .store_consensus import StoreConsensus
 
-ExchangeOp = Callable[[Tensor | None], Tensor]  # an op of a layer, called with its argument `exchange`
+# Calls an op of a layer. The parameter is the op's argument `exchange`, None for this rank alone.
+ExchangeOp = Callable[[Tensor | None], Tensor]
 
 
 class Backend:
     """Merges the numbers of all ranks, for all layers of a group on devices of one type.
 
-    A Tag names an exchange. `merge_over_ranks` takes numbers that an op without `exchange` has computed: for
-    moments, `(2C + 2,)`, it returns the group's; for sums, `(1, 2C)`, it adds the group's as a second row.
+    A Tag names an exchange. `merge_over_ranks` takes numbers of this rank, from an op without `exchange`. For
+    moments, `(2C + 2,)`, it returns the moments of all ranks. For sums, `(1, 2C)`, it returns `(2, 2C)`: the
+    sums of this rank and those of all ranks.
 
     After a failed exchange the group is unusable: every later exchange raises on every rank.
     """
 
-    name: str  # as `describe_groups` prints it
-    timeout: float  # seconds, for the text of an error
-    _failure_message = ""  # the error of an exchange that failed
+    name: str  # `describe_groups` prints this name.
+    timeout: float  # Seconds after which an exchange fails; error messages show this number.
+    _failure_message = ""  # The message of the exchange that failed, "" if none has failed.
 
     def __init__(self, exchange: Exchange, describe: DescribeExchange, device: torch.device):
         self._exchange, self._describe, self._device = exchange, describe, device
         self._rank, self._forward_index = exchange.descriptor.rank, 0
 
     def try_reserve(self, channels: int, dtype: torch.dtype) -> bool:
-        """Makes room for a layer and returns whether there is room.
+        """Reserves memory for a layer, and returns whether the backend has enough memory.
 
-        All ranks call it between the same exchanges.
+        All ranks call this method between the same two exchanges.
         """
         raise NotImplementedError
 
@@ -57,7 +59,7 @@ class Backend:
         return self._exchange.last_tag_tensor()
 
     def raise_reported_fault(self, wait: bool = False) -> None:
-        """Raises a reported fault, once; with `wait` after the device has finished its work."""
+        """Raises a reported fault, once. With `wait` the host first waits until the device has finished."""
         if wait and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self._exchange.report.fault and not self._failure_message:
@@ -66,12 +68,12 @@ class Backend:
     def next_forward_index(self) -> int:
         self.raise_if_failed()
         if self._is_capturing():
-            return 0  # a wildcard, because the graph replays at any index
+            return 0  # 0 matches every index, because the graph replays at any index.
         self._forward_index = (self._forward_index + 1) % FORWARD_INDEX_MODULUS
         return self._forward_index
 
     def raise_if_failed(self) -> None:
-        """Raises a reported fault, and after any error always. Called before an exchange."""
+        """Raises a reported fault, and always after a failed exchange. Called before each exchange."""
         self.raise_reported_fault()
         if self._failure_message:
             raise RuntimeError(
@@ -84,7 +86,7 @@ class Backend:
         if report.fault == ExchangeState.MISMATCH:
             error = self._exchange.mismatch_error(self._describe)
         else:
-            context = f"rank {report.rank} in {self._exchange.describe_own(self._describe)}"
+            context = f"rank {report.rank} in {self._exchange.describe_local_exchange(self._describe)}"
             error = RuntimeError(
                 f"{context}: rank {report.peer} abandoned the exchange after an error of its own; see its "
                 "traceback"
@@ -100,18 +102,20 @@ class Backend:
 
 
 class PeerBackend(Backend):
-    """A backend over memory of the ranks that all of them see, by the protocol of csrc/sync/protocol.h.
+    """A backend over memory that all ranks see, by the protocol of csrc/sync/protocol.h.
 
-    `bn_stats` and `bn_reduce` take the group as `exchange`. They send this rank's numbers, await those
-    of the other ranks, and merge. No collective is called.
+    `bn_stats` and `bn_reduce` take the group as `exchange`. They send this rank's numbers, wait for
+    the numbers of the other ranks, and merge all. No collective is called.
 
     Args:
-        local_memory: memory that the backend keeps alive, zeros at first: this rank's arena
-            (csrc/sync/protocol.h, Arena), or a segment with all arenas. Its device is the backend's.
+        local_memory: this rank's arena (csrc/sync/protocol.h, Arena), or a segment with the arenas of all
+            ranks. The backend keeps this memory alive. The memory holds zeros at first, and its device
+            becomes the backend's device.
         arenas: the addresses of all ranks' arenas.
-        op_wait_seconds: how long an op waits for the peers. Then a GPU reports a timeout, and an op on a CPU
-            returns to Python.
-        describe: makes the text for an exchange in an error.
+        capacity: packets that a message may have.
+        op_wait_seconds: how long an op waits for the peers. After this time an op on a GPU reports a
+            timeout, and an op on a CPU returns to Python.
+        describe: returns the text by which an error names an exchange.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class PeerBackend(Backend):
     def host_name(device: torch.device) -> str:
         """Returns a name that is equal on ranks that can see each other's memory.
 
-        Raises OSError where this rank's memory cannot be seen by others.
+        Raises OSError if other ranks cannot see this rank's memory.
         """
         raise NotImplementedError
 

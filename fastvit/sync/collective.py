@@ -1,7 +1,7 @@
 """Statistics by torch.distributed, over ranks without memory in common: one collective in each direction.
 
-gloo aborts the process when a message is longer than expected, and ranks may be in different layers.
-Therefore buffers fit the widest layer, and messages carry tags.
+gloo aborts the process when a message is longer than the receiver expects. Ranks may be in different layers,
+so buffers fit the widest layer. Each message has a tag, so that different layers are never merged.
 
 All collectives are called as attributes of torch.distributed, so that tests can count them.
 """
@@ -23,7 +23,7 @@ from .store_consensus import StoreConsensus, format_ranks
 
 # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
 ALL_GATHER_NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_SIGNAL_CHECK_SECONDS = 0.2  # between two checks for signals
+_SIGNAL_CHECK_SECONDS = 0.2  # The time between two checks for signals.
 # A collective that a rank had completed before it ended still ends on the other ranks within this time.
 _COMPLETION_GRACE_SECONDS = 2.0
 _ops = _library.fastvit_ops
@@ -32,8 +32,9 @@ _ops = _library.fastvit_ops
 class CollectiveBackend(Backend):
     """Statistics over a process group of any size, on one host or many.
 
-    When a rank dies, does not call, or is in a backward while others are in a forward, the others raise
-    within the group's timeout; CPU ranks within seconds when a process of this host has ended.
+    When a rank dies, does not call, or is in a backward while other ranks are in a forward, the other ranks
+    raise within the group's timeout. CPU ranks raise within seconds if the process of a rank on their own
+    host has ended.
     """
 
     name = "Collective"
@@ -62,7 +63,7 @@ class CollectiveBackend(Backend):
         exchange, kind = self._exchange.with_tag(tag), NumberKind(numbers.dim() - 1)
         try:
             return self._merge(numbers, exchange, kind)
-        except BaseException as error:  # Ctrl-C too
+        except BaseException as error:  # KeyboardInterrupt too leaves the exchange incomplete.
             self._failure_message = str(error) or type(error).__name__
             if not isinstance(error, RuntimeError):
                 raise
@@ -97,9 +98,9 @@ class GpuCollectiveBackend(CollectiveBackend):
 class CpuCollectiveBackend(CollectiveBackend):
     """Statistics of CPUs: each rank sends its numbers to all others at once, forward and backward.
 
-    That takes two delays of the network for any number of ranks, where gloo's all_gather and all_reduce take
-    as much for each of their steps. A message has the length of its own layer. Each rank merges in rank order
-    and in double, so that the bits are those of shared memory.
+    An exchange takes two delays of the network for any number of ranks; gloo's all_gather and all_reduce
+    take two delays for each of their steps. A message has the length of its own layer. Each rank merges in
+    rank order and in float64, as `SharedMemoryBackend` does, so the bits of the results are the same.
     """
 
     def try_reserve(self, channels: int, dtype: torch.dtype) -> bool:
@@ -107,7 +108,7 @@ class CpuCollectiveBackend(CollectiveBackend):
         descriptor = self._exchange.descriptor
         num_peers = descriptor.world - 1
         width = HEADER_WORDS + descriptor.capacity * (1 + descriptor.float64_messages)
-        # One row for the message of each peer, by rank without this one.
+        # `(num_peers, width)`: a row of 32-bit words for the message of each peer, in rank order.
         self._receive_buffer = torch.empty(num_peers, width, dtype=torch.int32)
         return True
 
@@ -121,7 +122,7 @@ class CpuCollectiveBackend(CollectiveBackend):
         send_sizes = [HEADER_WORDS + len(words)] * descriptor.world
         receive_sizes = [width] * descriptor.world
         send_sizes[self._rank] = receive_sizes[self._rank] = 0
-        self._receive_buffer[:, :HEADER_WORDS] = 0  # a message that has not arrived keeps these zeros
+        self._receive_buffer[:, :HEADER_WORDS] = 0  # The row of a missing message keeps these zeros.
         flat_buffer, messages = self._receive_buffer.view(-1), torch.cat([header, words]).repeat(num_peers)
         work = dist.all_to_all_single(
             flat_buffer, messages, receive_sizes, send_sizes, group=self._process_group(), async_op=True
@@ -135,35 +136,35 @@ class CpuCollectiveBackend(CollectiveBackend):
         return result
 
     def _failure_reason(self) -> str:
-        num_words = self._receive_buffer[:, 2].tolist()  # the header's third word
-        num_words.insert(self._rank, True)
-        missing = [rank for rank, count in enumerate(num_words) if not count]
-        return f"nothing from {format_ranks(missing)}" if missing else "a message was not sent"
+        num_words = self._receive_buffer[:, 2].tolist()  # The header's third word is the number of words.
+        num_words.insert(self._rank, 1)  # This rank receives no message of its own, so it is not missing.
+        missing_ranks = [rank for rank, count in enumerate(num_words) if not count]
+        return f"nothing from {format_ranks(missing_ranks)}" if missing_ranks else "a message was not sent"
 
 
 def wait_interruptibly(
     work: "dist.Work", process_watch: ProcessWatch | None = None, timeout: float = math.inf
 ) -> None:
-    """Waits for a collective over gloo, a fraction of a second at a time, so that signals are seen.
+    """Waits for a collective over gloo, a fraction of a second at a time, so that Python handles signals.
 
     Raises:
         RuntimeError: the collective failed or did not end within `timeout` seconds, or a rank of
             `process_watch` has ended.
     """
     begin = time.monotonic()
-    first_seen_ended = None  # the time at which a rank was first seen to have ended
+    first_end_time = None  # The time at which this rank first saw that another rank had ended.
     while (seconds_left := begin + timeout - time.monotonic()) > 0:
         try:
-            # At least 1 ms, because gloo takes 0 ms for no limit.
+            # The limit is at least 1 ms, because gloo waits without a limit for 0 ms.
             work.wait(datetime.timedelta(seconds=min(_SIGNAL_CHECK_SECONDS, seconds_left + 1e-3)))
             return
-        except RuntimeError:  # the end of this wait, or an error
+        except RuntimeError:  # The time of this wait is over, or the collective failed.
             if work.is_completed():
-                work.wait()  # raises the error
+                work.wait()  # Raises the collective's error.
                 return
         # gloo sometimes misses that a connection has closed, and then waits for the group's timeout.
-        if process_watch and (ended := [*filter(process_watch.has_ended, process_watch.pids_by_rank)]):
-            first_seen_ended = first_seen_ended or time.monotonic()
-            if time.monotonic() - first_seen_ended > _COMPLETION_GRACE_SECONDS:
-                raise RuntimeError(process_watch.ended_message(ended[0]))
+        if process_watch and (ended_ranks := [*filter(process_watch.has_ended, process_watch.pids_by_rank)]):
+            first_end_time = first_end_time or time.monotonic()
+            if time.monotonic() - first_end_time > _COMPLETION_GRACE_SECONDS:
+                raise RuntimeError(process_watch.ended_message(ended_ranks[0]))
     raise RuntimeError(f"the timeout of {timeout:g} s is over")

@@ -1,7 +1,7 @@
 """Statistics between GPUs that see each other's memory: no collective, and no additional kernels.
 
 The host never waits. When an exchange fails, the GPU writes a report to host memory, and the next call raises
-the error. Memory is shared by CUDA IPC handles, which are sent through the group's store.
+the error. The ranks share memory by CUDA IPC handles, which they send through the group's store.
 """
 
 import torch
@@ -14,29 +14,30 @@ from .protocol import DescribeExchange, Tag
 from .store_consensus import BackendUnavailable, StoreConsensus
 
 _ops = _library.fastvit_ops
-_NUM_TRIAL_EXCHANGES, _TRIAL_SECONDS = 4, 10.0
-# A GPU abandons an exchange and reports after this part of the group's timeout, since NCCL's watchdog ends
-# the process after the whole timeout.
+_NUM_TRIAL_EXCHANGES = 4  # Each of the two slots is used twice.
+_TRIAL_SECONDS = 10.0  # A trial exchange that takes longer fails.
+# After this fraction of the group's timeout a GPU abandons an exchange and reports a fault. NCCL's watchdog
+# would end the process after the whole timeout.
 _TIMEOUT_FRACTION = 0.8
-_WARM_UP_CAPACITY = 2 * 9  # packets, enough for float64 moments of 8 channels
+_WARM_UP_CAPACITY = 2 * 9  # Packets of float64 moments of 8 channels, the widest in `warm_up_kernels`.
 _WARM_UP_TAG = Tag(0, 0)
 
 
 class CudaIpcBackend(PeerBackend):
     """Statistics over ranks that have mapped each other's arenas.
 
-    One stream at a time: when the current stream changes, the new one waits for the old one. A captured CUDA
-    graph exchanges at every replay; the caller orders the streams of replays.
+    Exchanges run on one stream at a time: when the current stream changes, the new stream waits for the old
+    stream. A captured CUDA graph exchanges at every replay; the caller orders the streams of replays.
     """
 
     name = "CudaIpc"
-    _stream = None
+    _stream = None  # The stream of the last exchange, None before the first.
 
     @staticmethod
     def host_name(device: torch.device) -> str:
         """Returns a name that is equal on ranks whose GPUs may see each other's memory.
 
-        Raises OSError without CUDA kernels.
+        Raises OSError if the CUDA kernels cannot run on the device.
         """
         if problem := _library.gpu_problem(device):
             raise OSError(problem)
@@ -51,13 +52,13 @@ class CudaIpcBackend(PeerBackend):
         device: torch.device,
         may_share_gpu: bool,
     ) -> "CudaIpcBackend":
-        """Opens and verifies arenas on all ranks.
+        """Returns a backend over arenas that all ranks have opened and verified.
 
-        Two ranks share a GPU only with FASTVIT_STATISTICS=peer, since both must run at the same time (under
-        MPS), and they share its multiprocessors then.
+        Two ranks may share a GPU only with FASTVIT_STATISTICS=peer. Their kernels must run at the same time,
+        which needs MPS, and the ranks divide the GPU's multiprocessors.
 
         Raises:
-            BackendUnavailable: on all ranks, if that fails on one.
+            BackendUnavailable: on all ranks, if a rank cannot open or verify the arenas.
         """
         size = _ops.arena_bytes(consensus.world_size, capacity)
         local_memory, arenas = allocate_and_open(consensus, size, device, may_share_gpu)
@@ -75,10 +76,10 @@ class CudaIpcBackend(PeerBackend):
 def allocate_and_open(
     consensus: StoreConsensus, size: int, device: torch.device, may_share_gpu: bool
 ) -> tuple[Tensor, list[int]]:
-    """Allocates memory on each rank's GPU and opens that of all ranks.
+    """Allocates `size` bytes on each rank's GPU, and opens the memory of all ranks.
 
     Returns:
-        This rank's memory, and the addresses of all ranks' memory.
+        This rank's memory, and the addresses of all ranks' memory, in rank order.
     """
     local_memory, local_handle = consensus.run_on_all_ranks(
         "memory of a GPU", lambda: _ops.ipc_allocate(size, device.index or 0)
@@ -116,29 +117,29 @@ def verify_arenas(
     capacity: int,
     describe: DescribeExchange,
 ) -> CudaIpcBackend:
-    """Tests arenas that all ranks have opened by exchanges of known numbers, and returns a backend.
+    """Tests opened arenas by exchanges of known numbers, and returns a backend over them. All ranks call it.
 
-    A path between two GPUs may be blocked although their memory can be opened. Packets do not arrive then,
-    and the GPU abandons the exchange after a few seconds, before training begins.
+    A path between two GPUs may be blocked although their memory can be opened. In that case
+    packets do not arrive, and the GPU abandons the exchange after a few seconds, before training begins.
     """
     rank, world_size, device = consensus.rank, consensus.world_size, local_memory.device
     max_kernel_seconds = _library.max_kernel_seconds(device)
     seconds = min(_TRIAL_SECONDS, consensus.timeout / 2, max_kernel_seconds)
     trial_backend = CudaIpcBackend(local_memory, arenas, rank, capacity, seconds, describe)
-    # A rank's GPU does not wait while another rank still loads kernels, which may take long.
+    # All ranks load kernels before the trial. Otherwise a GPU might time out while a peer loads kernels.
     consensus.run_on_all_ranks("kernels of the layers", lambda: warm_up_kernels(device))
 
     def run_trial_exchanges() -> None:
         numbers = torch.arange(2 * capacity, device=device).float()[None]
-        # A rank that finds wrong numbers continues to the last exchange, so that no peer waits for it.
-        is_changed = False
+        # A rank that finds wrong numbers continues to the last exchange, so that no peer waits for this rank.
+        has_wrong_numbers = False
         for index in range(1, _NUM_TRIAL_EXCHANGES + 1):
             local_sums = numbers + (rank + index)
             merged = trial_backend.merge_over_ranks(local_sums, Tag(0, index))
             expected_sums = torch.stack([numbers[0] + (peer + index) for peer in range(world_size)]).sum(0)
-            is_changed |= not torch.equal(merged, torch.stack([local_sums[0], expected_sums]))
+            has_wrong_numbers |= not torch.equal(merged, torch.stack([local_sums[0], expected_sums]))
             trial_backend.raise_reported_fault()
-        if is_changed:
+        if has_wrong_numbers:
             raise RuntimeError("numbers arrived changed")
 
     consensus.run_on_all_ranks(f"trial of {CudaIpcBackend.name}", run_trial_exchanges)
@@ -149,11 +150,11 @@ def verify_arenas(
 def warm_up_kernels(device: torch.device) -> None:
     """Runs the layers' kernels once, over a group of this rank alone.
 
-    CUDA loads a kernel at its first launch and may wait for the GPU. Behind an exchange that waits for a peer
-    this is a deadlock, if the peer waits for a kernel that this rank launches later.
+    CUDA loads a kernel at its first launch, and the load may wait until the GPU is idle. A load behind an
+    exchange that waits for a peer is a deadlock if the peer waits for a later kernel of this rank.
     """
     backend = _self_backend(device)
-    shapes = (2, 8), (2, 3), (2, 1, 64), (2, 1, 3)  # rows and planes, with and without 16-byte vectors
+    shapes = (2, 8), (2, 3), (2, 1, 64), (2, 1, 3)  # Rows and planes, each with and without 16-byte vectors
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for shape in shapes:
             _run_every_kernel(backend, torch.zeros(shape, dtype=dtype, device=device))
@@ -169,7 +170,7 @@ def _self_backend(device: torch.device) -> CudaIpcBackend:
 
 
 def _run_every_kernel(backend: CudaIpcBackend, x: Tensor) -> None:
-    """Runs a layer plain, with a residual, and in place."""
+    """Runs a layer three times: without options, with a residual, and in place."""
     moments = backend.compute_moments(x, 1, _WARM_UP_TAG)
     for residual, inplace in ((None, False), (x, False), (None, True)):
         _run_layer(backend, x, moments, residual, inplace)
@@ -178,7 +179,7 @@ def _run_every_kernel(backend: CudaIpcBackend, x: Tensor) -> None:
 def _run_layer(
     backend: CudaIpcBackend, x: Tensor, moments: Tensor, residual: Tensor | None, inplace: bool
 ) -> None:
-    """Runs forward and backward of a layer."""
+    """Runs the ops of a layer's forward, after the moments, and of its backward."""
     options = {"residual": residual, "from_output": inplace}
     forward = ops.bn_forward_inplace if inplace else ops.bn_forward
     result = forward(x, residual=residual, moments=moments)

@@ -1,6 +1,6 @@
 """An exchange as a custom op, which torch.compile does not trace into.
 
-At run time the op does the same as eager mode, so ranks that compile can exchange with ranks that do not.
+At run time the op does the same as a layer in eager mode, so compiled ranks can exchange with eager ranks.
 """
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .statistics_group import LayerKey, get_statistics_group
 
-# Exported programs and compiled caches have the op's name and its arguments' names: they must not change.
+# Exported programs and compiled caches contain the op's name and its arguments' names, so these must not
+# change: `number` is the layer_id.
 _OP_NAME = "fastvit::share"
 _SCHEMA = (
     "(Tensor numbers, Tensor? tag, str process_group, str op, int number, float? momentum)"
@@ -21,14 +22,15 @@ _SCHEMA = (
 def merge_over_ranks(
     numbers: Tensor, tag: Tensor | None, group_name: str, op: str, layer_id: int, momentum: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Merges moments, or sums where `tag` is given.
+    """Merges moments if `tag` is None, or else sums.
 
     Args:
         numbers: this rank's moments, `(2C + 2,)`, or sums, `(1, 2C)`.
         tag: the tag of the forward, for sums; None for moments.
 
     Returns:
-        The group's moments and their tag; or this rank's and the group's sums, `(2, 2C)`, and the tag.
+        For moments, the moments of all ranks, `(2C + 2,)`, and their new tag. For sums, the sums of this rank
+        and those of all ranks, `(2, 2C)`, and a copy of `tag`.
     """
     process_group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     statistics_group = get_statistics_group(process_group, numbers.device)

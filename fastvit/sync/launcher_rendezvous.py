@@ -1,10 +1,11 @@
 """The store by which the ranks of a launcher meet.
 
 torchrun's ranks use the store of its agent, which outlives them. torch 2.13 gives the ranks of every attempt
-the same keys there, so after a restart they read the addresses of ranks that have died. Hence a roll call.
-Each rank writes a name that no attempt has used. Rank 0 answers each rank with that rank's name and its own;
-rank 0's name is the prefix of this attempt's keys. A rank accepts only an answer with its own name, so an
-answer of an earlier attempt is ignored.
+the same keys there, so after a restart they would read the addresses of ranks that have died. Therefore rank
+0 calls the roll. Each other rank writes a random name, new in each attempt, under `here/<rank>`. Under
+`answer/<rank>` rank 0 writes this name and the name of rank 0, which is the prefix of this attempt's keys. A
+rank ignores an answer without its own name, because the answer is of an earlier attempt. A rank that accepts
+its answer writes the key `<name of rank 0>/<rank>`.
 """
 
 import os
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from .store_consensus import format_ranks, run_store_request
 from .waiting import poll_with_backoff
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RENDEZVOUS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rendezvous(timeout: float = 300.0) -> "tuple[dist.Store, int, int]":
@@ -40,10 +41,10 @@ def rendezvous(timeout: float = 300.0) -> "tuple[dist.Store, int, int]":
         ValueError: a variable is not set.
         RuntimeError: ranks did not join in time; the message of rank 0 names them.
     """
-    missing = [name for name in _VARIABLES if name not in os.environ]
-    if missing:
-        raise ValueError(f"rendezvous: {', '.join(missing)} must be set, as by torchrun")
-    rank, world_size, address, port = (os.environ[name] for name in _VARIABLES)
+    missing_variables = [name for name in _RENDEZVOUS_VARIABLES if name not in os.environ]
+    if missing_variables:
+        raise ValueError(f"rendezvous: {', '.join(missing_variables)} must be set, as by torchrun")
+    rank, world_size, address, port = (os.environ[name] for name in _RENDEZVOUS_VARIABLES)
     store = open_rendezvous_store(int(rank), int(world_size), address, int(port), timeout)
     return store, int(rank), int(world_size)
 
@@ -75,10 +76,10 @@ def open_rendezvous_store(
 def agree_on_attempt_name(
     store: "dist.Store", rank: int, world_size: int, timeout: float, run_id: str = ""
 ) -> str:
-    """Returns a name that the ranks have in common, and that no other call has had.
+    """Returns the same new name on all ranks: the name of rank 0 in this attempt.
 
     Raises:
-        RuntimeError: ranks did not join in time, or rank 0 is of another run.
+        RuntimeError: ranks did not join in time, or rank 0 belongs to another run.
     """
     own_name = uuid.uuid4().hex
     if rank == 0:
@@ -103,7 +104,7 @@ def agree_on_attempt_name(
 
 
 def _lead_roll_call(store: "dist.Store", world_size: int, own_name: str, timeout: float) -> str:
-    """Answers every rank, again if the rank has written another name, until all have read their answers."""
+    """Answers each rank, and again after a change of its name, until all ranks have accepted an answer."""
     peers, answers = range(1, world_size), [""] * world_size
     for _ in poll_with_backoff(timeout):
         if not peers or store.check([f"{own_name}/{rank}" for rank in peers]):
@@ -114,6 +115,6 @@ def _lead_roll_call(store: "dist.Store", world_size: int, own_name: str, timeout
                     store.set(f"answer/{rank}", answer)
                     answers[rank] = answer
     absent_ranks = [rank for rank in peers if not store.check([f"here/{rank}"])]
-    if not absent_ranks:  # some names are of an earlier attempt, whose ranks do not answer
+    if not absent_ranks:  # Some names are of an earlier attempt, whose ranks accept no answer.
         absent_ranks = [rank for rank in peers if not store.check([f"{own_name}/{rank}"])]
     raise RuntimeError(f"{format_ranks(absent_ranks)} did not join the rendezvous in time")

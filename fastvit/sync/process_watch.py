@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def boot_id() -> str:
-    """Returns an id of this machine, which clones of a virtual machine share; OSError without /proc."""
+    """Returns an id of this machine, equal on clones of a virtual machine. Raises OSError without /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -28,15 +28,16 @@ def _process_start_ticks(pid: int | str) -> str:
 
 
 class ProcessWatch:
-    """Finds ranks of a group whose process was seen on this host and has ended, zombies included.
+    """Finds the ranks of a group whose process on this host has ended, zombies included.
 
-    Ranks on other hosts are unknown, and so are all ranks where the system has no pidfd. Clones of one
-    virtual machine name their host and their processes alike, so a process that is not found is unknown too.
+    The watch knows nothing of ranks on other hosts, nor of any rank if the system has no pidfd. Clones of one
+    virtual machine have the same host id and PIDs, so a rank whose process is not found may run on a clone:
+    `has_ended` returns False for all these ranks.
     """
 
     def __init__(self, store: "dist.Store", rank: int):
-        self.pids_by_rank: dict[int, int] = {}
-        self._pidfds: dict[int, int] = {}
+        self.pids_by_rank: dict[int, int] = {}  # all registered ranks of this host
+        self._pidfds: dict[int, int] = {}  # by rank; each belongs to a process that was found
         self._num_entries_read = 0
         try:
             host, start = pid_namespace_id(), _process_start_ticks("self")
@@ -64,7 +65,7 @@ class ProcessWatch:
             rank, pid, start = self._store.get(key).decode().split()
             self._num_entries_read += 1
             self.pids_by_rank[int(rank)] = int(pid)
-            # OSError: the process has ended. AttributeError: the system has no pidfd.
+            # OSError means that the process has ended, AttributeError that the system has no pidfd.
             with contextlib.suppress(OSError, AttributeError):
                 pidfd = os.pidfd_open(int(pid))
                 if _process_start_ticks(pid) == start:

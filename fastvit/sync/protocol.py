@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 MAX_RANKS = 64  # csrc/sync/protocol.h, kMaxRanks
-MIN_ARENA_PACKETS = 2049  # enough for float32 moments of 2048 channels
-FORWARD_INDEX_MODULUS = 2**24  # float32 holds smaller integers exactly
-HEADER_WORDS = 4  # the size of csrc/sync/protocol.h, Tag, with which a message between CPUs begins
+MIN_ARENA_PACKETS = 2049  # The packets of float32 moments of 2048 channels.
+FORWARD_INDEX_MODULUS = 2**24  # A float32 of a collective's message holds smaller integers exactly.
+HEADER_WORDS = 4  # The size of csrc/sync/protocol.h, Tag, with which a message between CPUs begins.
 
 
 class ExchangeState(IntEnum):
-    """The state of an exchange."""
+    """The state of an exchange, as in csrc/sync/protocol.h. `FaultReport.fault` has one of these values."""
 
     PENDING, DONE, MISMATCH, PEER_ABANDONED, TIMEOUT = range(5)
 
@@ -24,17 +24,17 @@ class NumberKind(IntEnum):
     MOMENTS, SUMS = range(2)
 
 
-FLOAT64 = 2  # a flag beside a NumberKind: a number takes two words
+FLOAT64 = 2  # A bit that a message's kind has besides the NumberKind: each number takes two words.
 
 
 class Tag(NamedTuple):
     """Identifies an exchange. The ranks compare tags, so that different layers are never merged."""
 
-    layer: int  # its index in the order in which the group first saw the layers
-    forward_index: int  # the count of the group's forward exchanges; a backward has that of its forward
+    layer: int  # The index of the layer, in the order of first calls in the group.
+    forward_index: int  # The count of the group's forward exchanges; a backward has its forward's count.
 
 
-DescribeExchange = Callable[[Tag, str], str]  # makes the text for an exchange from its tag and direction
+DescribeExchange = Callable[[Tag, str], str]  # Returns an exchange's text for messages: (tag, direction).
 
 
 class _TagWords(ctypes.Structure):  # csrc/sync/protocol.h, Tag
@@ -42,7 +42,10 @@ class _TagWords(ctypes.Structure):  # csrc/sync/protocol.h, Tag
 
 
 class FaultReport(ctypes.Structure):
-    """Tells the host of a failed exchange; an op writes it."""
+    """The report of a failed exchange, which an op writes for the host. The tags are those of the two ranks.
+
+    Bit r of `missing_ranks_mask` is set if a CPU op has not received the message of rank r.
+    """
 
     _fields_ = [(name, ctypes.c_uint32) for name in ("fault", "rank", "peer", "epoch")]
     _fields_ += [("own_tag", _TagWords), ("peer_tag", _TagWords), ("missing_ranks_mask", ctypes.c_uint64)]
@@ -77,10 +80,10 @@ _retained_reports: list[Tensor] = []
 
 
 class Exchange:
-    """The ops' argument `exchange` (`tensor`, with the fields of `descriptor`), and the report the ops write.
+    """The ops' argument `exchange`, which is `tensor`, and the report that the ops write, `report`.
 
-    `arenas` are addresses, by rank. The host reads the report without waiting for the GPU, so it may see a
-    fault late, but never a part of one.
+    `descriptor` names the fields of `tensor`. `arenas` are addresses, by rank. The host reads the report
+    without waiting for the GPU, so the host may see a fault late, but never a part of a fault.
     """
 
     def __init__(self, rank: int, world_size: int, is_cuda: bool = False, arenas: Sequence[int] = ()):
@@ -98,7 +101,7 @@ class Exchange:
         ]
 
     def with_tag(self, tag: Tag) -> Tensor:
-        """Sets the tag, and returns `tensor`."""
+        """Sets the tag of the next exchange, and returns `tensor`."""
         self.descriptor.layer, self.descriptor.forward_index = tag
         return self.tensor
 
@@ -107,22 +110,22 @@ class Exchange:
         # frombuffer() calls no kernel, as clone() would.
         return torch.frombuffer(bytearray(self._tag_bytes), dtype=torch.int64)
 
-    def describe_own(self, describe: DescribeExchange) -> str:
+    def describe_local_exchange(self, describe: DescribeExchange) -> str:
         """Returns the text for this rank's exchange, after a fault."""
         return _describe_words(self.report.own_tag, describe)
 
     def mismatch_error(self, describe: DescribeExchange) -> RuntimeError:
         report = self.report
-        own, other = (_describe_words(words, describe) for words in (report.own_tag, report.peer_tag))
+        local_text, peer_text = (_describe_words(tag, describe) for tag in (report.own_tag, report.peer_tag))
         return RuntimeError(
-            f"rank {report.rank} is in {own}, but rank {report.peer} in {other}: the ranks of a group must "
-            "run the same layers in the same order; did one of them skip a layer, or repeat a step after an "
-            "error?"
+            f"rank {report.rank} is in {local_text}, but rank {report.peer} in {peer_text}: the ranks of a "
+            "group must run the same layers in the same order; did one of them skip a layer, or repeat a "
+            "step after an error?"
         )
 
 
-def _describe_words(words: _TagWords, describe: DescribeExchange) -> str:
-    return describe(Tag(words.layer, words.forward_index), direction_name(words.kind))
+def _describe_words(tag: _TagWords, describe: DescribeExchange) -> str:
+    return describe(Tag(tag.layer, tag.forward_index), direction_name(tag.kind))
 
 
 def direction_name(kind: int) -> str:
@@ -130,5 +133,5 @@ def direction_name(kind: int) -> str:
 
 
 def num_packets(channels: int, dtype: torch.dtype) -> int:
-    """Returns the number of packets of a layer's moments."""
+    """Returns the number of packets of a layer's moments; a packet has two words of data, 8 bytes."""
     return (channels + 1) * dtype.itemsize // 4

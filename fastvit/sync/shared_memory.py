@@ -1,7 +1,7 @@
 """Statistics between processes of one host through shared memory: no collective, no system call.
 
 The arenas of all ranks lie in one segment that every rank maps. The segment has no name, so the kernel frees
-it when the last rank has ended, by whatever cause.
+the segment when the last rank has ended, for any reason.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from .protocol import DescribeExchange, Tag, direction_name
 from .store_consensus import StoreConsensus
 
 SHM_DIR = Path("/dev/shm")  # the folder of POSIX shared memory on Linux
-_MARKER_BYTES = 16
-_OP_WAIT_SECONDS = 0.05  # an op waits so long, and then Python checks for signals and for dead peers
+_MARKER_BYTES = 16  # Random bytes behind the arenas, by which peers recognise the segment.
+_OP_WAIT_SECONDS = 0.05  # Then Python checks for signals and for ended peers.
 _ops = _library.fastvit_ops
 
 
@@ -62,14 +62,11 @@ class SharedMemoryBackend(PeerBackend):
         with contextlib.ExitStack() as until_mapped:
 
             def create_segment() -> str:
-                """Returns the path of a file without a name, and the random bytes at its end.
-
-                Peers know the file by these bytes. Only rank 0 creates one.
-                """
+                """Returns path and marker of a new unnamed file on rank 0, and "none" on other ranks."""
                 if consensus.rank:
                     return "none"
                 fd = until_mapped.enter_context(tempfile.TemporaryFile(dir=SHM_DIR)).fileno()
-                # Without an allocation a full disk would kill the process later, at a store.
+                # Without an allocation a write to full memory would kill the process later, by SIGBUS.
                 os.posix_fallocate(fd, 0, size + _MARKER_BYTES)
                 os.pwrite(fd, marker := os.urandom(_MARKER_BYTES), size)
                 return f"/proc/{os.getpid()}/fd/{fd} {marker.hex()}"
@@ -85,7 +82,7 @@ class SharedMemoryBackend(PeerBackend):
     def _run_exchange(self, op: ExchangeOp, tag: Tag) -> Tensor:
         self.raise_if_failed()
         report = self._exchange.report
-        report.missing_ranks_mask = 1 << self._rank  # until the op writes the missing ranks
+        report.missing_ranks_mask = 1 << self._rank  # The op replaces this by the missing ranks.
         try:
             result = op(self._exchange.with_tag(tag))
             if report.missing_ranks_mask:
@@ -99,21 +96,21 @@ class SharedMemoryBackend(PeerBackend):
         return result
 
     def _wait(self, result: Tensor, tag: Tag) -> None:
-        """Waits until the exchange of `result` is complete."""
+        """Waits until the exchange that writes `result` is complete, or raises."""
         deadline = time.monotonic() + self.timeout - _OP_WAIT_SECONDS
-        while missing := self._missing_ranks():
-            ended = [rank for rank in missing if self._process_watch.has_ended(rank)]
-            # The inbox is polled once more after the process check, because a rank may have sent its packets
+        while missing_ranks := self._missing_ranks():
+            ended_ranks = [rank for rank in missing_ranks if self._process_watch.has_ended(rank)]
+            # The op reads the inbox again after the process check, because a rank may have sent its packets
             # before it ended.
             _ops.exchange_wait(result, self._exchange.tensor)
-            still_missing = self._missing_ranks()
+            still_missing_ranks = self._missing_ranks()
             direction = direction_name(result.dim() - 1)
-            for rank in set(ended).intersection(still_missing):
+            for rank in set(ended_ranks).intersection(still_missing_ranks):
                 raise self._ended_error(rank, self._describe(tag, direction))
-            if still_missing and time.monotonic() > deadline:
+            if still_missing_ranks and time.monotonic() > deadline:
                 raise RuntimeError(
                     f"rank {self._rank} in {self._describe(tag, direction)}: nothing from rank "
-                    f"{still_missing[0]} within {self.timeout:g} s"
+                    f"{still_missing_ranks[0]} within {self.timeout:g} s"
                 )
 
     def _missing_ranks(self) -> list[int]:
@@ -121,9 +118,9 @@ class SharedMemoryBackend(PeerBackend):
         return [rank for rank in range(self._exchange.descriptor.world) if mask >> rank & 1]
 
     def _raise_fault(self) -> None:
-        """Raises for an ended rank first, since other ranks may have abandoned the exchange because of it."""
+        """Raises, for an ended rank first, since its end may be why other ranks abandoned the exchange."""
         for rank in filter(self._process_watch.has_ended, range(self._exchange.descriptor.world)):
-            raise self._ended_error(rank, self._exchange.describe_own(self._describe))
+            raise self._ended_error(rank, self._exchange.describe_local_exchange(self._describe))
         super()._raise_fault()
 
     def _ended_error(self, rank: int, context: str) -> RuntimeError:
@@ -131,9 +128,9 @@ class SharedMemoryBackend(PeerBackend):
 
 
 def arena_bytes(world_size: int, capacity: int) -> int:
-    """Returns the bytes of a rank's arena.
+    """Returns the bytes of a rank's arena for messages of `capacity` packets.
 
-    Without flags the numbers of two packets fit into the 16 bytes of one.
+    CPUs send numbers without epochs, so 16 bytes hold the numbers of two packets.
     """
     return _ops.arena_bytes(world_size, (capacity + 1) // 2)
 
@@ -142,7 +139,7 @@ def _map_segment(path: str, size: int, marker: bytes) -> Tensor:
     """Maps the segment that rank 0 has created.
 
     On a clone of rank 0's virtual machine the path may lead to another file, which must not be written. So
-    the marker is compared first.
+    the function compares the marker before it opens the file for writing.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:

@@ -1,4 +1,4 @@
-"""The backend by which a process group exchanges statistics, and the layers on which its ranks have agreed.
+"""`StatisticsGroup` has a process group's backend, and the layers on which the group's ranks have agreed.
 
 FASTVIT_STATISTICS (docs/sharing-statistics.md) is read when a group is first used.
 """
@@ -26,7 +26,7 @@ from .store_consensus import BackendSetupFailed, BackendUnavailable, StoreConsen
 STATISTICS_SETTINGS = ("auto", "collective", "peer")  # values of FASTVIT_STATISTICS
 PEER_BACKENDS: dict[str, type[PeerBackend]] = {"cpu": SharedMemoryBackend, "cuda": CudaIpcBackend}
 
-_NO_P2P = "NCCL_P2P_DISABLE=1"  # a user whose GPUs cannot access each other's memory sets it
+_NO_P2P = "NCCL_P2P_DISABLE=1"  # Users set this variable if GPUs cannot access each other's memory.
 
 _log = logging.getLogger("fastvit.sync")
 
@@ -61,8 +61,8 @@ class StatisticsGroup:
         self._consensus = StoreConsensus.for_group(process_group, device.type)
         self._layer_indices: dict[tuple, int] = {}
         self._layer_names: list[str] = []
-        self._graph_task_ids: set[int] = set()  # autograd's graph tasks that exchange sums
-        self._backends: list[Backend] = []  # the last is in use; a CUDA graph may use those before it
+        self._graph_task_ids: set[int] = set()  # The running or failed backwards that have exchanged sums.
+        self._backends: list[Backend] = []  # The last one is in use. CUDA graphs may use earlier ones.
         self.backend_reason = ""
 
     @property
@@ -71,12 +71,12 @@ class StatisticsGroup:
         return self._backends[-1]
 
     def compute_moments(self, layer: LayerKey, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
-        """Returns the moments of x over all ranks, and the tag for the backward."""
+        """Returns the moments of x over all ranks, `(2C + 2,)`, and the tag for the backward."""
         tag = self._next_tag(layer, x.shape[channel_dim], accumulation_dtype(x.dtype))
         return self.backend.compute_moments(x, channel_dim, tag), self.backend.last_tag_tensor()
 
     def compute_sums(self, reduce: ExchangeOp, tag: Tensor) -> Tensor:
-        """Returns this rank's sums, and those of all ranks."""
+        """Returns this rank's sums and those of all ranks, `(2, 2C)`."""
         self._register_backward()
         return self.backend.compute_sums(reduce, Tag(*tag.tolist()))
 
@@ -104,28 +104,30 @@ class StatisticsGroup:
     def _next_tag(self, layer: LayerKey, channels: int, dtype: torch.dtype) -> Tag:
         """Returns the tag of the next forward exchange.
 
-        If a backward raised on this rank only, the other ranks may have received all its packets and continue
-        with the next forward. So this rank counts one more forward exchange, and the tags differ.
+        If a backward raised on this rank alone, the other ranks may have received all packets of this rank,
+        and continue with the next forward. So this rank counts one more forward exchange: then the tags
+        differ, and all ranks raise.
         """
         self._check_not_forked()
         key = (layer.layer_id, layer.op, channels, dtype)
         index = self._layer_indices.get(key)
         if index is None:
             index = self._layer_indices[key] = self._register_layer(layer, channels, dtype)
-        # -1: this forward does not run inside a backward, as a reentrant checkpoint's does.
+        # The id is -1 outside of a backward. A reentrant checkpoint runs a forward within a backward.
         if self._graph_task_ids and torch._C._current_graph_task_id() == -1:
             self._graph_task_ids.clear()
             self.backend.next_forward_index()
         return Tag(index, self.backend.next_forward_index())
 
     def _register_backward(self) -> None:
+        """Records that the running backward exchanges sums, until this backward ends without an error."""
         self._check_not_forked()
         task_id = torch._C._current_graph_task_id()
         if task_id != -1 and task_id not in self._graph_task_ids:
             self._graph_task_ids.add(task_id)
-            forget = functools.partial(self._graph_task_ids.discard, task_id)
-            # The engine does not call this if the backward raises.
-            torch.autograd.Variable._execution_engine.queue_callback(forget)
+            discard_task_id = functools.partial(self._graph_task_ids.discard, task_id)
+            # The engine does not call the callback if the backward raises, so the id of a failed one stays.
+            torch.autograd.Variable._execution_engine.queue_callback(discard_task_id)
 
     def _register_layer(self, layer: LayerKey, channels: int, dtype: torch.dtype) -> int:
         """Compares a new layer on all ranks, makes room for it, and returns its index in the group."""
@@ -162,7 +164,7 @@ class StatisticsGroup:
         backend, self.backend_reason, log_level = self._negotiate_backend(channels, dtype)
         backend.try_reserve(channels, dtype)
         if self._device.type == "cpu":
-            self._backends.clear()  # unmaps segments, which no CUDA graph uses
+            self._backends.clear()  # Unmaps segments of shared memory. No CUDA graph uses them.
         self._backends.append(backend)
         _log.log(log_level, "statistics of rank %d, %s", self._consensus.rank, self.describe())
 
@@ -197,7 +199,7 @@ class StatisticsGroup:
     def _connect_peer_backend(
         self, settings: set[str], channels: int, dtype: torch.dtype
     ) -> tuple[PeerBackend, str]:
-        """Returns a backend over peer memory, and the host of all ranks; raises BackendUnavailable."""
+        """Returns a backend over peer memory, and the host of all ranks. May raise BackendUnavailable."""
         peer_required = "peer" in settings
         if "collective" in settings:
             raise BackendUnavailable("FASTVIT_STATISTICS=collective")
@@ -216,7 +218,7 @@ class StatisticsGroup:
         return backend, host
 
     def _common_host(self, backend_class: type[PeerBackend]) -> str:
-        """Returns the host of all ranks. Raises BackendUnavailable if there are several, or none."""
+        """Returns the host of all ranks. Raises BackendUnavailable if there are several hosts, or no name."""
         host = self._consensus.run_on_all_ranks(
             "host of the ranks", lambda: backend_class.host_name(self._device)
         )
@@ -226,7 +228,7 @@ class StatisticsGroup:
 
     def _create_collective_backend(self) -> CollectiveBackend:
         process_group = self._process_group()
-        assert process_group is not None  # the calling layer holds it
+        assert process_group is not None  # The calling layer keeps the group alive.
         backend_class = CpuCollectiveBackend if self._device.type == "cpu" else GpuCollectiveBackend
         return backend_class(process_group, self._consensus, self._device, self._describe_exchange)
 
@@ -237,9 +239,9 @@ _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Statis
 
 
 def get_statistics_group(process_group: "dist.ProcessGroup", device: torch.device) -> StatisticsGroup:
-    """Returns the StatisticsGroup for tensors of this device.
+    """Returns the StatisticsGroup of a process group, for tensors on `device`.
 
-    All ranks create theirs at the first call, in the same order.
+    All ranks create their StatisticsGroups at the first calls, in the same order.
     """
     groups_by_device = _groups.get(process_group)
     if groups_by_device is None:
@@ -255,19 +257,19 @@ def _groups_in_use() -> list[StatisticsGroup]:
 
 
 def describe_groups() -> list[str]:
-    """Returns, for each group that has exchanged statistics, its backend and the reason."""
+    """Returns a line for each group that has exchanged statistics: its backend, and why it was chosen."""
     return [group.describe() for group in _groups_in_use()]
 
 
 def check(wait: bool = False) -> None:
     """Raises errors that GPUs have reported about exchanges of any group.
 
-    Every forward, backward and evaluation of a layer over a process group calls this. Without `wait` the host
-    does not wait, so an error of an exchange that still runs is raised by a later call.
+    Every forward, backward and evaluation of a layer over a process group calls this function. Without `wait`
+    the host does not wait for GPUs, so a later call raises the error of an exchange that still runs.
 
     Args:
-        wait: waits for the GPUs first. For loops that use the result of a step before another call of such a
-            layer: an optimizer step, a replay of a CUDA graph.
+        wait: whether to wait for the GPUs first. Loops need this if they use the result of a step, as in an
+            optimizer step or a replay of a CUDA graph, before they call such a layer again.
 
     Raises:
         RuntimeError: an exchange failed; the message names the ranks, the layers and the step.
@@ -280,14 +282,14 @@ def check(wait: bool = False) -> None:
 def available_backends() -> str:
     """Returns, as text, the backends that new groups on this machine would choose."""
     setting = os.environ.get("FASTVIT_STATISTICS") or "auto"
-    cpu, cuda = "SharedMemory on one host", "CudaIpc on one host with peer access"
+    cpu_backend, cuda_backend = "SharedMemory on one host", "CudaIpc on one host with peer access"
     try:
         SharedMemoryBackend.host_name(torch.device("cpu"))
     except OSError:
-        cpu = "Collective"
+        cpu_backend = "Collective"
     if not _library.HAS_CUDA_KERNELS:
-        cuda = "Collective"
+        cuda_backend = "Collective"
     if setting == "collective":
-        cpu = cuda = "Collective"
-    otherwise = "otherwise an error" if setting == "peer" else "otherwise Collective"
-    return f"FASTVIT_STATISTICS={setting}: CPU {cpu}, CUDA {cuda}, {otherwise}"
+        cpu_backend = cuda_backend = "Collective"
+    fallback = "otherwise an error" if setting == "peer" else "otherwise Collective"
+    return f"FASTVIT_STATISTICS={setting}: CPU {cpu_backend}, CUDA {cuda_backend}, {fallback}"

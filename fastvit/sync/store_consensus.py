@@ -1,7 +1,12 @@
-"""Ranks write answers into the process group's store and compare them before their first exchange.
+"""`StoreConsensus` compares answers of all ranks, which they write into the process group's store.
 
-Collectives cannot do this: ranks in different layers would wait in different collectives, and gloo aborts the
-process when their sizes differ. Every process group of torch.distributed has a store.
+Ranks compare layers before the first exchange. Collectives cannot compare layers: ranks in different layers
+would wait in different collectives, and gloo aborts the process when the sizes of a collective differ. Every
+process group of torch.distributed has a store.
+
+The keys of a question begin with its number. `answer` is the first answer; `other/<rank>` is an answer that
+differs from the first, and `differ` exists if one does; `count` is the number of ranks that have answered,
+and `here/<rank>` exists if a rank has; `end` is "all" or an error; `read` counts ranks that read the answers.
 """
 
 import contextlib
@@ -17,9 +22,9 @@ from .process_watch import ProcessWatch
 from .waiting import poll_with_backoff, run_with_timeout
 
 T = TypeVar("T")
-_STORE_GRACE_SECONDS = 1.0  # after a timeout; a store must answer in this time
-_PROCESS_CHECK_SECONDS = 0.1  # between two checks for ended processes
-_MAX_RANKS_SHOWN = 8  # in a message
+_STORE_GRACE_SECONDS = 1.0  # A store must answer within a timeout and this time.
+_PROCESS_CHECK_SECONDS = 0.1  # The time between two checks for ended processes.
+_MAX_RANKS_SHOWN = 8  # A message names so many ranks, and counts the others.
 
 
 def group_timeout(process_group: "dist.ProcessGroup", device_type: str) -> float:
@@ -30,17 +35,17 @@ def group_timeout(process_group: "dist.ProcessGroup", device_type: str) -> float
 
 
 class BackendUnavailable(Exception):
-    """The ranks cannot use a backend; the message says why. Raised on all ranks."""
+    """Raised on all ranks if they cannot use a backend; the message says why."""
 
 
 class BackendSetupFailed(BackendUnavailable):
-    """An attempt to use a backend failed on at least one rank."""
+    """Raised on all ranks if an attempt to use a backend failed on one of them."""
 
 
 class StoreConsensus:
     """Asks questions that every rank of a group answers in the same order.
 
-    `store` must be one that no other StoreConsensus has used.
+    No other StoreConsensus may have used `store`.
     """
 
     def __init__(self, store: "dist.Store", rank: int, world_size: int, timeout: float):
@@ -57,7 +62,7 @@ class StoreConsensus:
         )
 
         def create() -> StoreConsensus:
-            # Several groups of one name may use a store, one after the other: the count keeps them apart.
+            # Groups of one name may use a store one after another, so the count is part of the prefix.
             count = store.add(f"made/{rank}", 1)
             return cls(dist.PrefixStore(str(count), store), rank, world_size, timeout)
 
@@ -70,26 +75,26 @@ class StoreConsensus:
         return self.process_watch
 
     def gather_answers(self, question: str, answer: str) -> dict[str, list[int]]:
-        """Waits for all ranks; returns the ranks by their answer, one key when they agree.
+        """Waits for all ranks, and returns the ranks by their answers: a dict of one key if all ranks agree.
 
-        Answers are compared with the first one, so a question costs each rank a constant number of messages
-        when they agree.
+        Each rank compares its answer with the first answer, so a question costs a rank a constant number of
+        messages if all ranks agree.
 
         Raises:
-            RuntimeError: on all ranks, when ranks did not answer within the group's timeout (the message
-                names them), when one on this host has ended, when one left after Ctrl-C or an error, or when
-                the store does not answer. A rank that answers later raises too.
+            RuntimeError: on all ranks, if ranks did not answer within the group's timeout (the message
+                names these ranks), a rank on this host has ended, a rank raised KeyboardInterrupt or another
+                error, or the store does not answer. A rank that answers after the end raises too.
         """
         return self._run_question(question, answer, self._ranks_by_answer)
 
     def all_ranks_equal(self, question: str, answer: str) -> bool:
-        """Returns whether all answers are equal: cheaper than `gather_answers` where they differ."""
+        """Returns whether all answers are equal; cheaper than `gather_answers` if the answers differ."""
         return self._run_question(
             question, answer, lambda key, first_answer: not self._store.check([key + "differ"])
         )
 
     def run_on_all_ranks(self, question: str, function: Callable[[], T]) -> T:
-        """Returns the result of `function()`. Raises BackendSetupFailed on all ranks if one of them fails."""
+        """Returns the result of `function()`. Raises BackendSetupFailed on all ranks if one rank fails."""
         outcome = "done"
         try:
             result = function()
@@ -102,7 +107,7 @@ class StoreConsensus:
         return result
 
     def _run_question(self, question: str, answer: str, read_result: Callable[[str, str], T]) -> T:
-        """Returns `read_result(key, first answer)`. The other ranks raise if this rank does."""
+        """Returns `read_result(key, first answer)` for a question. If this rank raises, all ranks raise."""
         self._num_questions += 1
         key = f"{self._num_questions}/"
         context = f"rank {self.rank}: {question}"
@@ -112,7 +117,7 @@ class StoreConsensus:
             )
         except BaseException as error:
             end = f"rank {self.rank} raised {type(error).__name__} before all ranks had answered"
-            with contextlib.suppress(RuntimeError):  # the store may be destroyed
+            with contextlib.suppress(RuntimeError):  # The store may be destroyed already.
                 run_store_request(context, lambda: self._store.compare_set(key + "end", "", end), 0)
             raise
 
@@ -124,7 +129,8 @@ class StoreConsensus:
             self._store.set(key + "differ", "yes")
         if self._store.add(key + "count", 1) == self.world_size:
             self._store.compare_set(key + "end", "", "all")
-        # Written last: a rank that was killed before may not have been counted, or not have written "all".
+        # This key comes last: a rank that was killed before may be missing in "count", or may have written no
+        # "end", so the other ranks must take this rank for absent.
         self._store.set(f"{key}here/{self.rank}", "")
         self._wait_for_all(key)
         end = self._store.get(key + "end").decode()
@@ -132,7 +138,7 @@ class StoreConsensus:
             # Rank 0 may host the store, so it lets the other ranks read the end marker before it raises.
             time.sleep(_PROCESS_CHECK_SECONDS if self.rank == 0 else 0)
             raise RuntimeError(f"{context}: {end}")
-        self.process_watch.read_registrations()  # now, while all ranks are alive
+        self.process_watch.read_registrations()  # Read while all ranks are alive.
         return first_answer
 
     def _ranks_by_answer(self, key: str, first_answer: str) -> dict[str, list[int]]:
@@ -142,34 +148,35 @@ class StoreConsensus:
                 if self._store.check([other_key := f"{key}other/{rank}"]):
                     answers[first_answer].remove(rank)
                     answers.setdefault(self._store.get(other_key).decode(), []).append(rank)
-            # The caller may raise. The end of rank 0 may end the store, so rank 0 waits for the other ranks.
-            num_done = self._store.add(key + "read", 1)
+            # The caller may raise, and the end of rank 0 may end the store. So rank 0 waits for the other
+            # ranks. With the limit -1 the other ranks do not poll at all.
+            num_readers = self._store.add(key + "read", 1)
             for _ in poll_with_backoff(_STORE_GRACE_SECONDS if self.rank == 0 else -1):
-                if num_done == self.world_size:
+                if num_readers == self.world_size:
                     break
-                num_done = self._store.add(key + "read", 0)
+                num_readers = self._store.add(key + "read", 0)
         return answers
 
     def _wait_for_all(self, key: str) -> None:
         """Waits for the end of a question.
 
-        Ends the question, with the reason, when a rank ended without an answer or the time is up.
+        If a rank ends without an answer, or the timeout is over, this rank ends the question with the reason.
         """
         next_process_check = _PROCESS_CHECK_SECONDS
 
-        def absent(ranks: Iterable[int]) -> list[int]:
+        def select_absent(ranks: Iterable[int]) -> list[int]:
             return [rank for rank in ranks if not self._store.check([f"{key}here/{rank}"])]
 
-        for waited in poll_with_backoff(self.timeout):
+        for seconds_waited in poll_with_backoff(self.timeout):
             if self._store.check([key + "end"]):
                 return
-            if waited > next_process_check:
-                next_process_check = waited + _PROCESS_CHECK_SECONDS
-                if absent_and_ended := absent(self.process_watch.find_ended_ranks()):
-                    reason = self.process_watch.ended_message(absent_and_ended[0])
+            if seconds_waited > next_process_check:
+                next_process_check = seconds_waited + _PROCESS_CHECK_SECONDS
+                if absent_ranks := select_absent(self.process_watch.find_ended_ranks()):
+                    reason = self.process_watch.ended_message(absent_ranks[0])
                     break
         else:
-            absent_ranks = absent(range(self.world_size))
+            absent_ranks = select_absent(range(self.world_size))
             reason = f"{format_ranks(absent_ranks)} did not answer within {self.timeout:g} s"
         self._store.compare_set(key + "end", "", reason)
 
@@ -183,7 +190,7 @@ def run_store_request(context: str, function: Callable[[], T], timeout: float) -
         return run_with_timeout(function, timeout + _STORE_GRACE_SECONDS)
     except TimeoutError:
         problem = f"did not answer within {timeout:g} s"
-    except dist.DistError as error:  # the connection broke
+    except dist.DistError as error:  # The connection broke.
         problem = f"cannot be reached: {str(error).splitlines()[0]}"
     raise RuntimeError(
         f"{context}: the store of the ranks, in the process of rank 0 or of its launcher, {problem}"
@@ -191,8 +198,8 @@ def run_store_request(context: str, function: Callable[[], T], timeout: float) -
 
 
 def format_ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _MAX_RANKS_SHOWN} more" if len(ranks) > _MAX_RANKS_SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MAX_RANKS_SHOWN]))}{more}"
+    suffix = f" and {len(ranks) - _MAX_RANKS_SHOWN} more" if len(ranks) > _MAX_RANKS_SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MAX_RANKS_SHOWN]))}{suffix}"
 
 
 def format_answers(ranks_by_answer: dict[str, list[int]]) -> str:

@@ -1,7 +1,7 @@
 """Ends a process group without an abort of the process.
 
-Destroying a gloo group aborts the process now and then, while a peer still uses the group or while DDP's
-hooks still refer to the group. So a barrier comes first, and DDP models are freed.
+Destroying a gloo group may abort the process while a peer still uses the group, or while the hooks of
+DistributedDataParallel (DDP) still refer to the group. So a barrier comes first, and DDP models are freed.
 """
 
 import gc
@@ -18,10 +18,10 @@ import torch.distributed as dist
 def destroy_process_group(
     timeout: timedelta | None = None, release_models: Callable[[], object] = gc.collect
 ) -> None:
-    """Destroys the default process group, if there is one, after a barrier. Every rank calls it.
+    """Destroys the default process group, if there is one, after a barrier. Every rank calls this function.
 
     Args:
-        timeout: the timeout of the barrier; None is the group's.
+        timeout: the timeout of the barrier; None means the group's timeout.
         release_models: called after the barrier, to drop references to DDP models.
 
     Raises:
@@ -30,7 +30,7 @@ def destroy_process_group(
     if not dist.is_available() or not dist.is_initialized():
         return
     barrier = dist.barrier(async_op=True)
-    assert barrier is not None  # async_op returns one on every rank of the default group
+    assert barrier is not None  # Every rank of the default group gets a dist.Work with async_op.
     barrier.wait() if timeout is None else barrier.wait(timeout)
     release_models()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Transports: from where a layer gets its moments and sums, this process alone or a process group."""
+"""A `Transport` gives a layer its moments and sums, of this process alone or over a process group."""
 
 from typing import Protocol
 
@@ -21,8 +21,8 @@ class Transport(Protocol):
     compute_sums: returns `reduce(exchange)`: this rank's sums and those of all ranks, `(2, 2C)`; one row with
         one rank.
 
-    After a failed exchange the result is NaN, the count included, and the next call of the host raises; where
-    the host waits, this call does. No running statistics or parameters are written then.
+    After a failed exchange between CPUs this call raises. Between GPUs the results are NaN, the count
+    included, and the next call raises. The running statistics and parameters are not written in either case.
     """
 
     def compute_moments(self, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor | None]: ...
@@ -60,15 +60,14 @@ class GroupTransport:
         return self._statistics_group.compute_moments(self._layer_key, x, channel_dim)
 
     def compute_sums(self, reduce: ExchangeOp, tag: Tensor | None) -> Tensor:
-        assert tag is not None  # compute_moments returned one
+        assert tag is not None  # compute_moments returned a tag.
         if torch.compiler.is_compiling():
             return self._merge_in_traced_code(reduce(None), tag)[0]
         return self._statistics_group.compute_sums(reduce, tag)
 
     def _merge_in_traced_code(self, numbers: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-        layer = self._layer_key
-        name = self._process_group.group_name
-        return merge_over_ranks(numbers, tag, name, layer.op, layer.layer_id, layer.momentum)
+        op, layer_id, momentum = self._layer_key
+        return merge_over_ranks(numbers, tag, self._process_group.group_name, op, layer_id, momentum)
 
 
 def default_group(process_group: "dist.ProcessGroup | None") -> "dist.ProcessGroup | None":

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
-_MAX_PAUSE_SECONDS = 0.02  # between two polls
+_MIN_PAUSE_SECONDS = 1e-4  # The time between the first two polls.
+_MAX_PAUSE_SECONDS = 0.02  # The longest time between two polls.
 
 
 def run_with_timeout(function: Callable[[], T], timeout: float) -> T:
     """Runs `function()` in another thread and returns its result.
 
-    Raises TimeoutError after `timeout` seconds; the thread continues. A request to a store needs this: when
-    the process that holds the store is frozen or unreachable, the request waits in C++ without a timeout and
-    ignores signals.
+    Raises TimeoutError after `timeout` seconds; the thread continues. A request to a store needs the thread:
+    if the process that has the store is frozen or unreachable, the request waits in C++ without a
+    timeout, and Python cannot handle signals meanwhile.
     """
     outcome: list[tuple[T | None, BaseException | None]] = []
 
@@ -36,9 +37,9 @@ def run_with_timeout(function: Callable[[], T], timeout: float) -> T:
 
 
 def poll_with_backoff(timeout: float) -> Iterator[float]:
-    """Yields the seconds since its start, with growing pauses, until `timeout` seconds have passed."""
-    begin, pause = time.monotonic(), 1e-4
-    while (waited := time.monotonic() - begin) <= timeout:
-        yield waited
-        time.sleep(pause)
-        pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+    """Yields the seconds since the first poll, with growing pauses, until `timeout` seconds have passed."""
+    begin, pause_seconds = time.monotonic(), _MIN_PAUSE_SECONDS
+    while (seconds_waited := time.monotonic() - begin) <= timeout:
+        yield seconds_waited
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)

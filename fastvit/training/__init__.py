@@ -9,9 +9,9 @@
     train_state             the state that a step changes
     loop                    one epoch of training, and how it ends on all ranks; evaluation
     checkpoint, resume, run_log
-                            the files of a run, its lock, and where it goes on
+                            the files of a run, the lock, and the checkpoint that a run resumes
     run                     a run from start to end
 
 scikit-learn, TensorBoard, tqdm and safetensors come with the extra `train` (`pip install '.[train]'`).
-They are imported when a run starts, not with this package.
+A run imports these packages when it starts; the import of `fastvit.training` does not.
 """

@@ -1,4 +1,4 @@
-"""`python -m fastvit.training`, which is also installed as `fastvit-train`."""
+"""Runs the trainer from the command line: `python -m fastvit.training`, installed as `fastvit-train` too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # A path that the stream cannot encode must not end a run.
             stream.reconfigure(errors="backslashreplace")
     config, explicit = parse_arguments(arguments)
-    status, prints_errors = 0, True
+    exit_status, prints_errors = 0, True
     try:
         check_packages(config)
         launch_info = detect_launcher()
@@ -46,29 +46,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .run import run_training  # This import needs the packages that were checked above.
 
         run_training(config, explicit, device)
-    except (ConfigError, TrainingError) as error:  # Every rank raises it.
+    except (ConfigError, TrainingError) as error:  # Every rank raises these errors.
         if prints_errors:
             _print_error(error)
-        status = 1
+        exit_status = 1
     except KeyboardInterrupt:
         _print_error(": ".join(filter(None, ("KeyboardInterrupt", _resume_hint(config)))))
-        if distributed.get_world_size() > 1:  # The other ranks may wait in an exchange.
+        if distributed.get_world_size() > 1:  # The teardown would wait for ranks in an exchange.
             exit_without_teardown(SIGINT_EXIT_STATUS)
         return SIGINT_EXIT_STATUS
     except Exception:
         if distributed.get_world_size() < 2:
             raise
-        # The other ranks may not have this error: a barrier would wait for them, and destroying the group
-        # aborts. The launcher ends ranks by SIGTERM; ignoring it leaves time to print the whole message.
+        # The other ranks may not have this error, so a barrier would wait for them, and without a barrier the
+        # end of the group may abort the process. The launcher ends ranks by SIGTERM; this rank ignores the
+        # signal, so that the whole message is printed.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         traceback.print_exc()
         hint = _resume_hint(config)
-        failed = f"rank {distributed.get_rank()} failed and exits; the other ranks stop too"
-        _print_error(f"{failed}, and {hint}" if hint else failed)
+        message = f"rank {distributed.get_rank()} failed and exits; the other ranks stop too"
+        _print_error(f"{message}, and {hint}" if hint else message)
         exit_without_teardown(1)
-    # The frames of run_training have ended, and with them the model and the optimizer.
+    # The frames of run_training have ended, which frees the model and the optimizer.
     destroy_process_group()
-    return status
+    return exit_status
 
 
 if __name__ == "__main__":

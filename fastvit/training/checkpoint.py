@@ -1,9 +1,9 @@
 """Checkpoints: each is one file, written completely or not at all, and loaded without running code in it.
 
-`<run>/checkpoints/epoch-0012.pt` (or `epoch-0012-step-000340.pt`, 340 steps into the epoch after) is a dict
+`<run>/checkpoints/epoch-0012.pt` (`epoch-0012-step-000340.pt` after 340 steps of epoch 13) is a dict
 that `torch.load(..., weights_only=True)` reads: `model` has parameters and buffers under the names of the
-model's state_dict, and with `--ema` `average` has their moving average. The other keys are optimizer, loss
-scale, epoch, configuration and history. The schedule and the random numbers follow from epoch and step.
+model's state_dict. With `--ema` the key `average` has their moving average. The other keys are optimizer,
+loss scale, epoch, configuration and history. The schedule and the random numbers follow from epoch and step.
 
 A checkpoint is written under another name and renamed when all of it is on the disk, so a crash at any moment
 leaves the previous checkpoint intact. The links `last.pt` and `best.pt` are replaced in the same way.
@@ -28,7 +28,7 @@ CHECKPOINT_NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?\.pt")
 
 
 def parse_checkpoint_name(path: Path) -> tuple[int, int]:
-    """Returns the finished epochs, and steps of the next epoch, that the name of a checkpoint has."""
+    """Returns the numbers of finished epochs, and of steps in the next epoch, in the name of a checkpoint."""
     match = CHECKPOINT_NAME.fullmatch(path.name)
     assert match  # The caller has checked the name.
     return int(match[1]), int(match[2] or 0)
@@ -41,7 +41,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def _replace_link(link: Path, target: str) -> None:
-    """Makes `link` point to `target` at once: the link exists at any moment."""
+    """Makes `link` point to `target` in one step, so that the link exists at any moment."""
     temporary = link.with_name(link.name + ".tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
@@ -51,35 +51,33 @@ def _replace_link(link: Path, target: str) -> None:
 def save_checkpoint(run_dir: Path, state: dict[str, Any], keep: int = 2, best: bool = False) -> Path:
     """Writes a checkpoint, and makes `last.pt`, and `best.pt` if `best`, point to it.
 
-    Older checkpoints are removed, except for the best one and the newest `keep`. Later ones are removed too:
-    they belong to an abandoned continuation of the run.
+    The function removes older checkpoints, except for the best one and the newest `keep`. Checkpoints of
+    later steps are removed too: they are left from an earlier start of the run, which resumed before them.
     """
-    older = list_checkpoints(run_dir)
+    old_checkpoints = list_checkpoints(run_dir)
     step = state["progress"]["step"]
     name = f"epoch-{state['epoch']:04d}" + (f"-step-{step:06d}" if step else "")
     checkpoint_path = run_dir / "checkpoints" / f"{name}.pt"
-    temporary, best_link = (
-        checkpoint_path.with_name(checkpoint_path.name + ".tmp"),
-        checkpoint_path.with_name("best.pt"),
-    )
+    temporary_path = checkpoint_path.with_name(checkpoint_path.name + ".tmp")
+    best_link = checkpoint_path.with_name("best.pt")
     try:
         checkpoint_path.parent.mkdir(exist_ok=True)
-        with temporary.open("wb") as file:  # torch.save of a path hides why a write failed.
+        with temporary_path.open("wb") as file:  # torch.save of a path hides why a write failed.
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        for path in older:
+        for path in old_checkpoints:
             if parse_checkpoint_name(path) > parse_checkpoint_name(checkpoint_path):
                 path.unlink()
-        os.replace(temporary, checkpoint_path)
+        os.replace(temporary_path, checkpoint_path)
         _replace_link(checkpoint_path.with_name("last.pt"), checkpoint_path.name)
         if best or not best_link.exists():
             _replace_link(best_link, checkpoint_path.name)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         reason = _find_reason(error)
-        previous = f"; {older[-1]} is intact" if older else ""
-        raise OSError(f"cannot write the checkpoint {checkpoint_path}: {reason}{previous}") from error
+        hint = f"; {old_checkpoints[-1]} is intact" if old_checkpoints else ""
+        raise OSError(f"cannot write the checkpoint {checkpoint_path}: {reason}{hint}") from error
     for path in list_checkpoints(run_dir)[:-keep]:
         if path.resolve() != best_link.resolve():
             path.unlink()
@@ -87,7 +85,10 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any], keep: int = 2, best: b
 
 
 def _find_reason(error: BaseException) -> str:
-    """Returns why a write failed. torch may raise an error of its own while it handles the OSError."""
+    """Returns the first line of the OSError that made a write fail, or of `error` itself.
+
+    torch may raise another error while it handles the OSError.
+    """
     while not isinstance(error, OSError) and error.__context__:
         error = error.__context__
     return first_line(error)
@@ -104,9 +105,9 @@ def find_checkpoint(path: Path, option: str = "--resume") -> Path:
     return checkpoints[-1]
 
 
-def run_dir_of(resumed: Path) -> Path:
-    """Returns the directory of the resumed run. A checkpoint outside of a run gets a folder."""
-    path = find_checkpoint(resumed)
+def run_dir_of(resume_path: Path) -> Path:
+    """Returns the directory of a resumed run; for a checkpoint outside of a run, its path without suffix."""
+    path = find_checkpoint(resume_path)
     return path.parent.parent if path.parent.name == "checkpoints" else path.with_suffix("")
 
 
@@ -125,10 +126,10 @@ def load_checkpoint(path: Path, option: str = "--resume") -> dict[str, Any]:
 
 
 def lock_run_dir(run_dir: Path, exit_stack: ExitStack) -> None:
-    """Makes the directory of a run, and locks it until the stack is closed.
+    """Makes the directory of a run, and locks the directory until the stack is closed.
 
-    The kernel releases the lock when the process ends for any reason. Unlike a lock of `fcntl.flock` the lock
-    is not inherited by workers, so surviving workers of a killed rank do not block a restarted run.
+    The kernel releases the lock when the process ends for any reason. Workers do not inherit the lock, as
+    they would inherit a lock of `fcntl.flock`, so workers that survive a killed rank block no new start.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     file = exit_stack.enter_context((run_dir / "lock").open("a+"))

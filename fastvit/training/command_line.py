@@ -20,7 +20,7 @@ from .config import (
 )
 
 PER_START_OPTIONS = frozenset({"device", "evaluate", "out", "resume", "stop_after", "threads", "timeout"})
-# These options may change when a run is resumed. All others define the training, and must stay as they were.
+# These options may change when a run is resumed. All other options define the training and must not change.
 CHANGEABLE_ON_RESUME = PER_START_OPTIONS | {"compile", "data_path", "keep", "workers"}
 PER_HOST_OPTIONS = frozenset({"data_path", "threads", "workers"})  # These may differ between the ranks.
 
@@ -35,33 +35,33 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file with values; a flag overrides its value")
-    # torch.distributed.launch passes one of these beside the variable LOCAL_RANK, which is read instead.
+    # torch.distributed.launch passes one of these flags. The trainer reads the variable LOCAL_RANK instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     titles = dict.fromkeys(item.metadata["group"] for item in CONFIG_FIELDS.values())
     groups = {title: parser.add_argument_group(title) for title in titles}
     for item in CONFIG_FIELDS.values():
         default_note = "" if item.default in ("", (), None) else f" (default {item.default})"
-        settings: dict[str, Any] = {"help": item.metadata["help"].replace("%", "%%") + default_note}
+        flag_options: dict[str, Any] = {"help": item.metadata["help"].replace("%", "%%") + default_note}
         if OPTION_TYPES[item.name] is bool:
-            settings["action"] = argparse.BooleanOptionalAction
-        else:  # Values stay texts, since check_value has one message for flags and files.
+            flag_options["action"] = argparse.BooleanOptionalAction
+        else:  # Values stay texts, so that check_value raises the errors of flags and of files.
             choices = item.metadata["choices"]
-            settings["nargs"] = "*" if OPTION_TYPES[item.name] is tuple else None
-            settings["metavar"] = (
+            flag_options["nargs"] = "*" if OPTION_TYPES[item.name] is tuple else None
+            flag_options["metavar"] = (
                 f"{{{','.join(choices)}}}" if choices else item.name.rpartition("_")[2].upper()
             )
-        groups[item.metadata["group"]].add_argument(option_flag(item.name), **settings)
+        groups[item.metadata["group"]].add_argument(option_flag(item.name), **flag_options)
     return parser
 
 
 def read_toml_options(path: str | Path) -> dict[str, Any]:
-    """Returns the options in a TOML file, by the names of their fields and checked."""
+    """Returns the checked options in a TOML file, by the names of their fields in Config."""
     try:
         if sys.version_info >= (3, 11):
             import tomllib
         else:
             import tomli as tomllib
-        # Windows' editors begin a file with a BOM. A path may hold any bytes.
+        # Windows' editors begin a file with a byte order mark. A path in the file may hold any bytes.
         values = tomllib.loads(Path(path).read_text("utf-8-sig", "surrogateescape"))
     except (ImportError, OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError.
         raise ConfigError(f"--config: cannot read {path}: {error}") from None
@@ -78,7 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Config, dic
     """Reads the command line (`sys.argv` when None) and the file that `--config` names.
 
     Returns:
-        The configuration with the defaults filled in, and the explicit options, which the user has set.
+        The configuration with all defaults, and the explicit options: those that the user has set, by name.
     """
     parser = make_parser()
     flags = vars(parser.parse_args(arguments))
@@ -95,9 +95,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Config, dic
 
 
 def merge_saved(explicit: Mapping[str, Any], saved: Mapping[str, Any], run_dir: Path) -> Config:
-    """Returns the configuration of a resumed run: an explicit option, or else the checkpoint's.
+    """Returns the configuration of a resumed run: explicit options, else the checkpoint's, `saved`.
 
-    Without `--out` the run goes on in `run_dir`, the directory of the checkpoint's run.
+    Without an explicit `--out` the run continues in `run_dir`, the directory of the checkpoint's run.
     """
     option = option_flag("evaluate" if "evaluate" in explicit else "resume")
     label = f"{option}: the checkpoint's --"

@@ -13,26 +13,28 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .._deprecation import user_stacklevel
 from ..conversion.budget import parse_budget
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
 DATASET_NAMES = ("digits", "cifar10", "cifar100", "folder", "synthetic")
 MEMORY_MODES = ("off", "convert", "matmuls")
-OLD_VALUES = {("memory", "products"): "matmuls"}  # by option and old value; each works for one release
+# Maps (option, old value) to the new value. An old value works for one release.
+OLD_VALUES = {("memory", "products"): "matmuls"}
 AMP_LEVELS = ("off", "bf16", "O0", "O1", "O2", "O3")
 NORM_NAMES = (*NORMS[:2], "apex-sync", *NORMS[2:])
 BASE_LR = {"sgd": 0.05, "adamw": 1e-3, "fused-adam": 1e-3}
 WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05, "fused-adam": 0.05}
 
 MAX_INT32 = 2**31 - 1
-MAX_TIMEOUT_SECONDS = 2_000_000  # poll(), which waits for workers, takes 31 bits of milliseconds.
-MIN_POSITIVE = 5e-324  # the least number above 0
-NUMBER_LIMITS: dict[str, tuple[float, float]] = {  # least and greatest value of every number
+MAX_TIMEOUT_SECONDS = 2_000_000  # Python waits for workers by poll(), whose limit is 2**31 milliseconds.
+MIN_POSITIVE = 5e-324  # The least float above 0, the limit of options that must be above 0.
+NUMBER_LIMITS: dict[str, tuple[float, float]] = {  # The least and greatest value by option.
     **dict.fromkeys(("epochs", "batch_size", "accumulate", "keep"), (1, MAX_INT32)),
     **dict.fromkeys(("warmup_epochs", "stop_after"), (0, MAX_INT32)),
     "image_size": (1, 2**13), "classes": (1, 10**6), "synthetic_images": (1, 10**7),
     **dict.fromkeys(("workers", "threads"), (0, 1024)),  # More may exhaust the system.
-    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits, and the epoch is added.
+    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits. The epoch is added.
     **dict.fromkeys(("weight_decay", "clip_norm"), (0, math.inf)),
     **dict.fromkeys(("label_smoothing", "ema"), (0, math.nextafter(1, 0))),
     "lr": (MIN_POSITIVE, math.inf), "timeout": (MIN_POSITIVE, MAX_TIMEOUT_SECONDS),
@@ -40,11 +42,11 @@ NUMBER_LIMITS: dict[str, tuple[float, float]] = {  # least and greatest value of
 
 
 class ConfigError(ValueError):
-    """Raised for an invalid option. The message has its name, its value and the valid values."""
+    """Raised for an invalid option. The message has the option's name, its value and the valid values."""
 
 
 class TrainingError(RuntimeError):
-    """Raised to end a run, on every rank with the same message and at the same point."""
+    """Raised to end a run, on every rank at the same point and with the same message."""
 
 
 def _option(default: Any, group: str, help: str, choices: Sequence[str] | None = None) -> Any:
@@ -126,7 +128,7 @@ class Config:
             "norm": "fastvit-sync" if self.model.startswith("timm/") else "inplace-abn-sync",
             "lr": BASE_LR[self.optimizer],
             "weight_decay": WEIGHT_DECAY[self.optimizer],
-            "workers": None if self.data == "folder" else 0,  # None follows the cores of the rank.
+            "workers": None if self.data == "folder" else 0,  # make_loader replaces None by the rank's cores.
             "image_size": {"folder": 224, "synthetic": 32}.get(self.data),
         }
         for name, value in defaults.items():
@@ -142,13 +144,13 @@ class Config:
             raise ConfigError(f"--data {self.data} needs --data-path, the folder with its files")
         is_utf8 = self.out == self.out.encode(errors="replace").decode()
         _check_option(is_utf8, "--out", "UTF-8, which TensorBoard's files need", self.out)
-        _ = self.budget  # raises ConfigError for an invalid budget
+        _ = self.budget  # This raises ConfigError for an invalid budget.
         if self.loss_scale not in ("auto", "dynamic"):
             scale = parse_text(float, self.loss_scale)
             is_valid = isinstance(scale, float) and 0 < scale < math.inf
             _check_option(is_valid, "--loss-scale", "auto, dynamic or a number above 0", self.loss_scale)
-        training = "training; --evaluate ends before it"
-        for name, has_effect, subject in (
+        for_training = "training; --evaluate ends before it"
+        for name, has_effect, scope in (  # An option without an effect may not be set.
             ("data_path", reads_files, "--data cifar10, cifar100 and folder"),
             ("data_seed", not reads_files, "--data digits and synthetic"),
             ("image_size", self.data in ("folder", "synthetic"), "--data folder and synthetic"),
@@ -156,12 +158,12 @@ class Config:
             ("loss_scale", self.amp.startswith("O"), "--amp O0 to O3"),
             ("pretrained", is_timm or self.pretrained != "timm", "--model timm/<name>"),
             ("mlp_norm", not is_timm, "fastvit's models"),
-            ("out", not self.evaluate, training),
-            ("resume", not self.evaluate, training),
-            ("stop_after", not self.evaluate, training),
+            ("out", not self.evaluate, for_training),
+            ("resume", not self.evaluate, for_training),
+            ("stop_after", not self.evaluate, for_training),
         ):
             if getattr(self, name) != CONFIG_FIELDS[name].default and not has_effect:
-                raise ConfigError(f"{option_flag(name)} {getattr(self, name)} is for {subject}")
+                raise ConfigError(f"{option_flag(name)} {getattr(self, name)} is for {scope}")
 
     @property
     def budget(self) -> str | float | None:
@@ -172,7 +174,7 @@ class Config:
         number = parse_text(int, text)
         budget = parse_text(float, text) if number is text else number
         with contextlib.suppress(ValueError):
-            # Bytes are whole numbers. A float above 1 is refused: 2.0 may be meant as twice what is kept.
+            # Bytes are whole numbers. A float above 1 is refused: 2.0 may mean twice the kept bytes.
             if text == "least" or (parse_budget(budget) and not (isinstance(budget, float) and budget > 1)):
                 return budget
         raise ConfigError(
@@ -197,7 +199,7 @@ class Config:
 
 CONFIG_FIELDS = {item.name: item for item in fields(Config)}
 _CONFIG_TYPE_HINTS = typing.get_type_hints(Config)
-OPTION_TYPES: dict[str, type] = {  # A field of type `float | None` has float.
+OPTION_TYPES: dict[str, type] = {  # The type of a field; `float | None` counts as float.
     name: tuple
     if item.default == ()
     else (typing.get_args(_CONFIG_TYPE_HINTS[name]) or (_CONFIG_TYPE_HINTS[name],))[0]
@@ -213,7 +215,7 @@ _TYPE_TEXTS = {
 
 
 def parse_text(kind: type, text: str) -> Any:
-    """Returns the value of a flag, or the text itself if it is no such value, which `check_value` refuses."""
+    """Converts a flag's text to `kind`. Returns the text if that fails; `check_value` raises then."""
     try:
         return kind(text)
     except ValueError:
@@ -221,12 +223,12 @@ def parse_text(kind: type, text: str) -> Any:
 
 
 def replace_old_value(name: str, value: Any, label: str) -> Any:
-    """Returns the present spelling of a value. Warns of an old one, and calls the option `label`."""
+    """Returns the new spelling of an old value, with a warning that names `label`, or else the value."""
     if not isinstance(value, str) or (new := OLD_VALUES.get((name, value))) is None:
         return value
     # Python shows no DeprecationWarning to the user of a program.
     message = f"fastvit-train: {label} {value} is {new} now; the old value is gone in the next release"
-    warnings.warn(message, FutureWarning, stacklevel=2)
+    warnings.warn(message, FutureWarning, user_stacklevel())
     return new
 
 
@@ -241,7 +243,7 @@ def check_value(name: str, value: Any, label: str = "") -> Any:
         return None
     value = replace_old_value(name, value, label)
     if (kind is float or name in ("loss_scale", "memory")) and type(value) in (int, float):
-        value = kind(str(value))  # float() of a very large int raises, float() of its text does not.
+        value = kind(str(value))  # float() raises for a very large int, but not for its text.
     if kind is tuple:
         value = (value,) if isinstance(value, str) else value
         is_valid = isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
@@ -261,15 +263,15 @@ def check_value(name: str, value: Any, label: str = "") -> Any:
 
 def check_packages(config: Config) -> None:
     """Raises ConfigError with the names of all missing packages, before a run starts."""
-    needed = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm"}  # packages by their modules
-    needed |= {"digits": {"sklearn": "scikit-learn"}, "folder": {"PIL": "pillow"}}.get(config.data, {})
+    packages = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm"}  # packages by modules
+    packages |= {"digits": {"sklearn": "scikit-learn"}, "folder": {"PIL": "pillow"}}.get(config.data, {})
     if config.model.startswith("timm/"):
-        needed["timm"] = "timm"
-    missing = [package for module, package in needed.items() if find_spec(module) is None]
-    if missing:
+        packages["timm"] = "timm"
+    missing_packages = [package for module, package in packages.items() if find_spec(module) is None]
+    if missing_packages:
         raise ConfigError(
-            f"the trainer needs {', '.join(missing)}, which is not installed: pip install '.[train]'"
-            + (" timm" if "timm" in missing else "")
+            f"the trainer needs {', '.join(missing_packages)}, which is not installed: pip install '.[train]'"
+            + (" timm" if "timm" in missing_packages else "")
             + ", in the folder of fastvit's sources"
         )
 

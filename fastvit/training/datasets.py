@@ -22,7 +22,7 @@ from .loaders import ImageDataset, normalize_pixels
 
 CIFAR_MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 CIFAR10_TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
-# The archive's folder, files for training and test, key of the labels, file and key of the class names
+# Tuples of: the archive's folder, training files, test file, key of the labels, file and key of class names
 CIFAR_FILES = {
     "cifar10": (
         "cifar-10-batches-py",
@@ -34,7 +34,7 @@ CIFAR_FILES = {
     ),
     "cifar100": ("cifar-100-python", ["train"], "test", b"fine_labels", "meta", b"fine_label_names"),
 }
-Augment = Callable[..., Tensor]  # takes images and `generator=`
+Augment = Callable[..., Tensor]  # Takes images `(N, C, H, W)` and `generator=`, and returns images.
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TrainTestData:
     test: ImageDataset
     classes: tuple[str, ...]  # the name of each label
     shape: tuple[int, int, int]  # C, H, W
-    ignored: tuple[str, ...] = ()  # ignored files and folders, as "2 x .cache"
+    ignored: tuple[str, ...] = ()  # the counts of ignored names, as in "2 x .cache"
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class InMemoryDataset(ImageDataset):
 class SyntheticDataset(ImageDataset):
     """Generated images: the pattern of the class, plus noise that depends on the index alone."""
 
-    NOISE_FIELDS = 64
+    NOISE_FIELDS = 64  # Few fields save memory. The noise repeats after so many indices.
 
     def __init__(self, num_images: int, classes: int, size: int, seed: int, first_index: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -78,12 +78,12 @@ class SyntheticDataset(ImageDataset):
         self.first_index = first_index
 
     def read_batch(self, indices: list[int], generator: torch.Generator | None) -> Tensor:
-        fields = (torch.tensor(indices) + self.first_index) % self.NOISE_FIELDS
-        return 0.5 * self.patterns[self.labels[indices]] + self.noise[fields]
+        noise_indices = (torch.tensor(indices) + self.first_index) % self.NOISE_FIELDS
+        return 0.5 * self.patterns[self.labels[indices]] + self.noise[noise_indices]
 
 
 def load_datasets(config: Config) -> TrainTestData:
-    """Returns the data set of `--data`."""
+    """Returns the training and test images of `--data`."""
     if config.data == "digits":
         return load_digits(config.data_seed)
     if config.data == "folder":
@@ -100,7 +100,8 @@ def load_digits(seed: int) -> TrainTestData:
     # sklearn.datasets.load_digits reads this file; importing sklearn takes as long as importing torch.
     (folder,) = importlib.util.find_spec("sklearn").submodule_search_locations  # type: ignore[misc,union-attr]
     digits = torch.from_numpy(np.loadtxt(f"{folder}/datasets/data/digits.csv.gz", delimiter=","))
-    images = digits[:, :64].view(-1, 1, 8, 8).to(torch.float32) / 8 - 1  # 16 grey levels
+    # Digits have the grey levels 0 to 16.
+    images = digits[:, :64].view(-1, 1, 8, 8).to(torch.float32) / 8 - 1
     labels = digits[:, 64].to(torch.int64)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     test, train = order.tensor_split([len(images) // 5])
@@ -115,19 +116,21 @@ def _load_cifar(config: Config) -> TrainTestData:
 
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
-    archive_dir, train, test, key, names_file, names_key = CIFAR_FILES[config.data]
+    archive_dir, train_files, test_file, labels_key, names_file, names_key = CIFAR_FILES[config.data]
     path = Path(config.data_path)
     folder = path / archive_dir if (path / archive_dir).is_dir() else path
-    if not (folder / test).is_file():
+    if not (folder / test_file).is_file():
         raise ConfigError(f"--data-path must hold {archive_dir} for --data {config.data}, got {path}")
 
     def read_files(files: list[str], augment: Augment | None = None) -> InMemoryDataset:
-        contents = [_read_cifar_file(folder / file, key, len(names)) for file in files]
+        contents = [_read_cifar_file(folder / file, labels_key, len(names)) for file in files]
         pixels, labels = zip(*contents, strict=True)
         return InMemoryDataset(torch.cat(pixels), torch.cat(labels), CIFAR_MEAN_STD, augment)
 
     names = tuple(label.decode() for label in _read_pickle_keys(folder / names_file, names_key)[0])
-    return TrainTestData(read_files(train, _shift_and_flip), read_files([test]), names, (3, 32, 32))
+    return TrainTestData(
+        read_files(train_files, _shift_and_flip), read_files([test_file]), names, (3, 32, 32)
+    )
 
 
 class _Unpickler(pickle.Unpickler):
@@ -146,9 +149,9 @@ class _Unpickler(pickle.Unpickler):
 
 def _read_pickle_keys(path: Path, *keys: bytes) -> list[Any]:
     """Returns the values of `keys` in a pickled dict."""
-    stored = path.read_bytes()
+    file_bytes = path.read_bytes()
     try:
-        content = _Unpickler(io.BytesIO(stored), encoding="bytes").load()
+        content = _Unpickler(io.BytesIO(file_bytes), encoding="bytes").load()
         return [content[key] for key in keys]
     except Exception as error:  # A damaged pickle may raise any exception.
         raise ConfigError(
@@ -157,7 +160,7 @@ def _read_pickle_keys(path: Path, *keys: bytes) -> list[Any]:
 
 
 def _read_cifar_file(path: Path, key: bytes, classes: int) -> tuple[Tensor, Tensor]:
-    """Returns uint8 images `(N, 3, 32, 32)` and their labels."""
+    """Returns uint8 images `(N, 3, 32, 32)` and their int64 labels `(N,)`."""
     pixels, labels = (np.asarray(values) for values in _read_pickle_keys(path, b"data", key))
     is_valid = pixels.dtype == np.uint8 and pixels.shape == (len(labels), 3 * 32 * 32)
     if not is_valid or not 0 <= labels.min() <= labels.max() < classes:
@@ -194,10 +197,11 @@ def _make_synthetic(config: Config) -> TrainTestData:
 
 
 def random_shift(images: Tensor, pixels: int, generator: torch.Generator, background: float = 0.0) -> Tensor:
-    """Shifts each image of `(N, C, H, W)` by up to `pixels` along each axis; new pixels are background."""
+    """Shifts each image of `(N, C, H, W)` by up to `pixels` along each axis; new pixels are `background`."""
     n, _, height, width = images.shape
     padded = F.pad(images, [pixels] * 4, value=background)
-    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view (N, C, row, column, H, W)
+    # A view (N, C, row, column, H, W) of all windows
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)
     rows, columns = torch.randint(0, 2 * pixels + 1, (2, n), generator=generator)
     return windows[torch.arange(n), :, rows, columns]
 

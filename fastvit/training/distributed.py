@@ -27,7 +27,7 @@ from .config import ConfigError, TrainingError, first_line
 from .launcher import LaunchInfo
 
 T = TypeVar("T")
-_SIOCGIFADDR = 0x8915  # the request for an interface's address, in linux/sockios.h
+_SIOCGIFADDR = 0x8915  # The request for an interface's address, from linux/sockios.h.
 
 
 def get_world_size() -> int:
@@ -56,10 +56,10 @@ def init_distributed(
 ) -> torch.device:
     """Joins the process group of the launcher. Without a launcher this process trains alone, and says so.
 
-    The ranks choose their devices together, before the backend: NCCL if each rank has a GPU of its own, or
-    else gloo and the CPU. The launcher may show each rank all GPUs of the host, or only the rank's own.
+    The ranks choose their devices together: GPUs with NCCL if each rank has a GPU of its own, or else CPUs
+    with gloo. The launcher may let each rank see all GPUs of the host, or one GPU.
 
-    A rank waits `timeout` seconds for the others, here and in every later collective.
+    A rank waits `timeout` seconds for the other ranks, here and in every later collective.
 
     Returns:
         The device of this rank.
@@ -74,9 +74,9 @@ def init_distributed(
     try:
         store = open_rendezvous_store(rank, world_size, address, port, timeout, launch_info.run_id)
         consensus = StoreConsensus(dist.PrefixStore("trainer", store), rank, world_size, timeout)
-        chosen = _choose_device_with_ranks(launch_info, consensus, device)
-        if is_cuda := chosen.type == "cuda":
-            torch.cuda.set_device(chosen)
+        rank_device = _choose_device_with_ranks(launch_info, consensus, device)
+        if is_cuda := rank_device.type == "cuda":
+            torch.cuda.set_device(rank_device)
         else:
             _set_gloo_interface(launch_info, consensus)
             hint = "; set GLOO_SOCKET_IFNAME to the network interface that reaches the other hosts, as eth0"
@@ -87,16 +87,16 @@ def init_distributed(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
-            device_id=chosen if is_cuda else None,
+            device_id=rank_device if is_cuda else None,
         )
-        # gloo waits for five times its timeout when a rank does not answer.
+        # gloo waits for five times its timeout when a rank does not answer, so a thread limits the wait.
         init_group() if is_cuda else run_with_timeout(init_group, timeout)
     except (RuntimeError, TimeoutError) as error:
         raise ConfigError(
             f"the {world_size} ranks did not meet at {address}:{port} within {timeout:g} s: "
             f"{first_line(error)}{hint}"
         ) from None
-    return chosen
+    return rank_device
 
 
 def _choose_device_with_ranks(
@@ -127,7 +127,7 @@ def _set_gloo_interface(launch_info: LaunchInfo, consensus: StoreConsensus) -> N
 
     gloo listens at the address of the host's name, which is 127.0.1.1 on Debian and in many containers. Ranks
     would then connect to their own host in place of another. The host of rank 0 may resolve its name to the
-    loopback too, so it uses the address by which the other hosts know it.
+    loopback too, so it uses the address by which the other hosts reach it.
     """
     answers = consensus.gather_answers("address of rank 0", _routable_address(launch_info.master_addr))
     addresses = [*filter(None, answers)]
@@ -167,13 +167,13 @@ def _routable_address(host: str) -> str:
 
 
 def cores_per_rank() -> int:
-    """Returns the number of cores of this rank: those it may run on, divided among the ranks that share them.
+    """Returns the number of cores for this rank: its allowed cores, divided among the ranks that share them.
 
     torchrun lets every rank run on all cores of the host; srun may give each task cores of its own.
     """
     machine, cores = os.uname().nodename, sorted(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
-        machine = boot_id()  # Containers on one host share it.
+        machine = boot_id()  # Containers on one host have one boot id, but differ in names.
     return max(1, len(cores) // all_gather_objects((machine, cores)).count((machine, cores)))
 
 
@@ -186,7 +186,7 @@ def average_over_ranks(value: Tensor) -> Tensor:
 
 
 def all_gather_numbers(numbers: Tensor) -> list[list[float]]:
-    """Returns, for each of the `(n,)` numbers, its values on all ranks in rank order; one collective."""
+    """Returns a list for each of the `(n,)` numbers: its values in rank order. Uses one collective."""
     row = numbers.detach().view(1, -1)
     if get_world_size() < 2:
         return row.T.tolist()
@@ -231,7 +231,7 @@ def run_on_main(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def run_on_all_ranks(function: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function on every rank and returns its result there. An error of one rank is raised on all."""
+    """Calls a function on every rank, and returns this rank's result. All ranks raise any rank's error."""
     result, message = _call_catching_errors(function, *arguments)
     raise_on_all_ranks(message)
     return result
@@ -246,12 +246,13 @@ def _call_catching_errors(function: Callable[..., T], *arguments: Any) -> tuple[
 
 
 def raise_on_all_ranks(message: str | None) -> None:
-    """Raises TrainingError on every rank if one of them passes a message. Every rank calls it."""
+    """Raises TrainingError on every rank if any rank passes a message. Every rank calls this function."""
     messages = all_gather_objects(message)
     if any(messages):
-        first = next(filter(None, messages))
-        rank = messages.index(first)
-        raise TrainingError(first if set(messages) == {first} else f"rank {rank}: {first}")
+        first_message = next(filter(None, messages))
+        is_same = set(messages) == {first_message}
+        prefix = "" if is_same else f"rank {messages.index(first_message)}: "
+        raise TrainingError(prefix + first_message)
 
 
 @torch.no_grad()
@@ -267,8 +268,8 @@ def broadcast_weights(model: nn.Module) -> None:
 def average_running_statistics(model: nn.Module) -> None:
     """Replaces running means and variances by their mean over the ranks.
 
-    They differ between ranks in layers that are not synchronised, but all ranks must evaluate the model that
-    rank 0 saves.
+    Layers that are not synchronised have other statistics on each rank, but all ranks must evaluate the model
+    that rank 0 saves.
     """
     for name, buffer in model.named_buffers():
         if name.endswith(("running_mean", "running_var")):

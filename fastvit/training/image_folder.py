@@ -18,12 +18,12 @@ from .config import ConfigError
 from .loaders import ImageDataset, normalize_pixels
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-# Folders for thumbnails, bins and snapshots of Synology, QNAP, macOS and Windows
+# These folders have thumbnails, bins and snapshots of Synology, QNAP, macOS and Windows.
 SYSTEM_FOLDERS = set("@eaDir @__thumb @Recycle #recycle #snapshot __MACOSX $RECYCLE.BIN lost+found".split())
 IMAGENET_MEAN_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-TEST_CROP_BORDER = 0.0625  # fraction of the side that a test crop cuts off at each end
-TRAIN_CROP_AREA = (0.08, 1.0)  # least and greatest area of a training crop over the image's area
-TRAIN_CROP_RATIO = (3 / 4, 4 / 3)  # least and greatest width over height of a training crop
+TEST_CROP_BORDER = 0.0625  # The fraction of the side that a test crop cuts off at each end.
+TRAIN_CROP_AREA = (0.08, 1.0)  # The least and greatest area of a training crop, divided by the image's.
+TRAIN_CROP_RATIO = (3 / 4, 4 / 3)  # The least and greatest width of a training crop, divided by its height.
 
 
 class ImageFolder(ImageDataset):
@@ -68,7 +68,7 @@ class ImageFolder(ImageDataset):
         paths = []
         for parent, subfolders, files in os.walk(folder, followlinks=True):
             ancestors = [Path(parent).resolve(), *Path(parent).resolve().parents]
-            # A link to one of its own ancestors is not followed.
+            # A link to a folder that contains the link is not followed.
             names = self._drop_ignored(subfolders)
             subfolders[:] = [name for name in names if Path(parent, name).resolve() not in ancestors]
             images = self._drop_ignored([name for name in files if name.lower().endswith(SUFFIXES)])
@@ -121,5 +121,5 @@ def _random_crop_box(
     ratio = math.exp(low + ratio * (high - low))
     # A box that is larger than the image is cut to the image, so that no draw is rejected.
     box_width, box_height = min(width, math.sqrt(area * ratio)), min(height, math.sqrt(area / ratio))
-    left, top = x * (width - box_width), y * (height - box_height)
-    return left, top, left + box_width, top + box_height
+    x_min, y_min = x * (width - box_width), y * (height - box_height)
+    return x_min, y_min, x_min + box_width, y_min + box_height

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from .config import ConfigError
 
-# The variables of mpirun: rank, number of ranks, rank on this host, number of ranks on this host
+# The variables of mpirun, in this order: rank, number of ranks, rank on this host, ranks on this host
 MPI_VARIABLES = {
     "Open MPI": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
     "MPICH": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
 }
-DEFAULT_MASTER_PORT = 29500  # torchrun's
+DEFAULT_MASTER_PORT = 29500  # torchrun has the same default.
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LaunchInfo:
 def detect_launcher(environment: Mapping[str, str] = os.environ) -> LaunchInfo | None:
     """Reads the variables that launchers set. Returns None when this process runs alone.
 
-    torchrun is looked for first, since it may run inside a SLURM job.
+    torchrun comes first, since torchrun may run inside a SLURM job, whose variables are set too.
     """
     for read_launcher in (_from_torchrun, _from_slurm, _from_mpi):
         if (info := read_launcher(environment)) is not None:

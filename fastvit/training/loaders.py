@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from .config import Config, ConfigError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # Each asks a run to save a checkpoint and to end.
-MAX_WORKERS_PER_RANK = 4  # the default of --workers for --data folder, if the rank has as many cores
-BatchKey = tuple[list[int], "int | None"]  # the indices of a batch, and the seed of its augmentation
+MAX_WORKERS_PER_RANK = 4  # The default of --workers for --data folder, if the rank has so many cores.
+BatchKey = tuple[list[int], "int | None"]  # The indices of a batch, and its augmentation's seed.
 
 
 def combine_seeds(*numbers: int) -> int:
@@ -74,11 +74,11 @@ class TrainBatchSampler(Sampler[BatchKey]):
         self.epoch, self.first_batch = epoch, first_batch
 
     def __iter__(self) -> Iterator[BatchKey]:
-        random = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self.num_images, generator=random)
-        own_batches = order[self.rank :: self.world_size].split(self.batch_size)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.num_images, generator=generator)
+        rank_batches = order[self.rank :: self.world_size].split(self.batch_size)
         for batch in range(self.first_batch, len(self)):
-            yield own_batches[batch].tolist(), combine_seeds(self.seed, self.epoch, self.rank, batch)
+            yield rank_batches[batch].tolist(), combine_seeds(self.seed, self.epoch, self.rank, batch)
 
     def __len__(self) -> int:
         """Returns the number of batches of a whole epoch."""
@@ -86,7 +86,7 @@ class TrainBatchSampler(Sampler[BatchKey]):
 
 
 def list_test_batches(num_images: int, batch_size: int, rank: int, world_size: int) -> list[BatchKey]:
-    """Lists the batches of test images of one rank: every `world_size`-th one, so that each is seen once."""
+    """Lists the batches of one rank's test images, every `world_size`-th, so that each is evaluated once."""
     indices = range(rank, num_images, world_size)
     return [([*indices[n : n + batch_size]], None) for n in range(0, len(indices), batch_size)]
 

@@ -23,7 +23,7 @@ from .config import TrainingError
 from .loaders import STOP_SIGNALS, combine_seeds
 from .train_state import TrainState
 
-# A rank sends one of these numbers to the other ranks in every step, or the number of a stop signal.
+# In every step a rank sends one of these numbers, or the number of a stop signal, to the other ranks.
 NO_SIGNAL, DATA_FAILED = 0, -1
 
 
@@ -45,7 +45,7 @@ def read_batches(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tens
     """Yields the batches of a loader. Turns its errors into an OSError with a message of one line."""
     try:
         yield from loader
-    except (OSError, RuntimeError, ValueError) as error:  # Errors of workers and timeouts are among these.
+    except (OSError, RuntimeError, ValueError) as error:  # Workers' errors and timeouts are of these types.
         # A worker's error is a traceback, whose last line is the message.
         message = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         if os.strerror(errno.ENOSPC) in message or "shared memory" in message:  # Reading needs no space.
@@ -82,13 +82,14 @@ class BatchFeed:
 def record_stop_signals(exit_stack: ExitStack) -> list[int]:
     """Returns a list to which the stop signals that this rank receives are added, until the stack is closed.
 
-    A scheduler and the launcher may both send one. All ranks stop at the same step when one receives it.
+    A scheduler and the launcher may both send a signal. If one rank receives a signal, all ranks stop at the
+    same step.
     """
-    received: list[int] = []
+    received_signals: list[int] = []
     for number in STOP_SIGNALS:
-        old_handler = signal.signal(number, lambda number, _: received.append(number))
+        old_handler = signal.signal(number, lambda number, _: received_signals.append(number))
         exit_stack.callback(signal.signal, number, old_handler)
-    return received
+    return received_signals
 
 
 def train_one_epoch(
@@ -132,7 +133,7 @@ def train_one_epoch(
             num_batches += num_micro_batches
             bar.set_description(f"[epoch {epoch}] mean loss {progress.mean_loss:.4f}", refresh=False)
             bar.update()
-        bar.refresh()  # tqdm skips updates within mininterval, and the last one must be seen.
+        bar.refresh()  # tqdm skips updates within mininterval, but the last update must show.
     if train_state.device.type == "cuda":
         torch.cuda.synchronize(train_state.device)
         sync.check()  # A failed exchange must raise before the weights are saved.
@@ -191,7 +192,7 @@ def _accumulate_gradients(train_state: TrainState, feed: BatchFeed, num_micro_ba
 
 
 def _clip_gradients(train_state: TrainState) -> Tensor:
-    """Clips the gradients, if there is a limit. Returns their norm before that."""
+    """Clips the gradients, if --clip-norm is not 0. Returns the norm of the gradients before the clipping."""
     groups = train_state.optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     return nn.utils.clip_grad_norm_(parameters, train_state.config.clip_norm or math.inf)

@@ -57,7 +57,7 @@ def _create_timm_model(config: Config, shape: tuple[int, int, int], outputs: int
     except TypeError:  # Convolutional models take images of any size, and have no img_size.
         model = timm.create_model(name, pretrained=pretrained, **options)
     if config.norm == "torch-sync":
-        model = convert_sync_batchnorm(model)  # torch's converter drops the activation.
+        model = convert_sync_batchnorm(model)  # torch's own converter would drop the activation.
     elif config.norm == "fastvit-sync":
         try:
             model = convert_syncbn_model(model)
@@ -73,16 +73,16 @@ def freeze_parameters(model: nn.Module, patterns: tuple[str, ...]) -> int:
 
     BatchNorm layers stay in training mode and use batch statistics.
     """
-    parameters, frozen = dict(model.named_parameters()), set()
+    parameters, frozen_names = dict(model.named_parameters()), set()
     for pattern in patterns:
         names = fnmatch.filter(parameters, pattern)
         if not names:
             raise ConfigError(
                 f"--freeze {pattern!r} matches no parameter; the model has {', '.join(list(parameters)[:3])}"
             )
-        frozen.update(names)
-    if len(frozen) == len(parameters):
+        frozen_names.update(names)
+    if len(frozen_names) == len(parameters):
         raise ConfigError(f"--freeze {' '.join(patterns)} leaves nothing to train")
-    for name in frozen:
+    for name in frozen_names:
         parameters[name].requires_grad_(False)
-    return len(frozen)
+    return len(frozen_names)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from .config import ConfigError, abbreviate, first_line
 
-_AVERAGED_WEIGHTS = re.compile("(?<![a-z])(ema|teacher|average)")  # names of trainers for averaged weights
+# Trainers use these names for averaged weights.
+_AVERAGED_WEIGHTS = re.compile("(?<![a-z])(ema|teacher|average)")
 # torch.compile, FSDP and torch's checkpointing put these prefixes into names.
 _WRAPPER_PREFIXES = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
@@ -29,10 +30,10 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
     model_state, content = model.state_dict(), _read_weights_file(path)
     weights, prefix = _match_names(_flatten_tensors(content), model, path)
     if not weights.keys() & model_state.keys():
-        found = weights or (content if isinstance(content, dict) else [type(content).__name__])
+        file_names = weights or (content if isinstance(content, dict) else [type(content).__name__])
         raise ConfigError(
             f"--pretrained: no name in {path} is a name of the model, such as {next(iter(model_state))}; "
-            f"the file has {abbreviate(found)}"
+            f"the file has {abbreviate(file_names)}"
         )
     heads = _find_other_heads(weights, model_state, path)
     loaded = {name: value for name, value in weights.items() if name not in heads}
@@ -63,9 +64,10 @@ def _read_weights_file(path: Path) -> Any:
         raise ConfigError(f"--pretrained: cannot read {path}: {error.strerror or error}") from None
     except Exception as error:  # A damaged file may raise any exception. Code in a file is refused.
         reason = first_line(error)
-        if refused := re.search(r"GLOBAL (\S+)", str(error)):
+        if class_match := re.search(r"GLOBAL (\S+)", str(error)):
             reason = (
-                f"it holds an object of {refused[1]}, which may run code; save the model's state_dict() alone"
+                f"it holds an object of {class_match[1]}, which may run code; "
+                "save the model's state_dict() alone"
             )
         raise ConfigError(f"--pretrained: {path} is damaged or no file of weights: {reason}") from None
 

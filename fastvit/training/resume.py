@@ -1,4 +1,4 @@
-"""Locks the directory of a run, and finds the checkpoint that `--resume` goes on from."""
+"""Locks the directory of a run, and finds the checkpoint from which `--resume` continues."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def open_run(
 def _find_resumed_run(
     config: Config, explicit: dict[str, Any], exit_stack: ExitStack
 ) -> tuple[Path, dict[str, Any] | None]:
-    """Locks and returns the directory in which the run goes on, and reads the checkpoint to go on from.
+    """Locks the directory in which the run continues. Returns the directory and the checkpoint's state.
 
-    `--resume auto` may find no checkpoint.
+    The state is None if `--resume auto` finds no checkpoint.
     """
     is_auto = config.resume == "auto"
     resumed = Path(config.out if is_auto else config.resume)
     uses_out = is_auto or "out" in explicit
     run_dir = Path(config.out) if uses_out else run_on_main(checkpoint.run_dir_of, resumed)
     run_on_main(checkpoint.lock_run_dir, run_dir, exit_stack)
-    # Another run may have written a checkpoint before this one got the lock, so they are listed only now.
+    # Another run may have written a checkpoint before this one got the lock, so list them now.
     newest = [checkpoint.parse_checkpoint_name(path) for path in checkpoint.list_checkpoints(resumed)[-1:]]
     newest_by_rank = all_gather_objects(newest)
-    if max(newest_by_rank) > newest_by_rank[0]:  # A new run, or an older checkpoint, would replace it.
+    if max(newest_by_rank) > newest_by_rank[0]:  # This run would replace the newer checkpoint.
         rank = newest_by_rank.index(max(newest_by_rank))
         raise TrainingError(
             f"--resume: rank {rank} sees a newer checkpoint in {resumed} than rank 0, which reads and writes "
@@ -55,24 +55,24 @@ def _find_resumed_run(
 def _load_resumed_state(resumed: Path) -> dict[str, Any]:
     """Returns the state to resume: the newest that this number of ranks can continue.
 
-    Another number of ranks divides an epoch into other steps, so it goes on from the end of an epoch.
+    Another number of ranks divides an epoch into other steps, so it must continue from the end of an epoch.
     """
     path, world_size = checkpoint.find_checkpoint(resumed), get_world_size()
     state = checkpoint.load_checkpoint(path)
     if not state["progress"]["step"] or state["world"] == world_size:
         return state
     complete_epochs = [(epoch, 0) for epoch in range(state["epoch"] + 1)]
-    older = [
+    whole_epochs = [
         path
         for path in checkpoint.list_checkpoints(checkpoint.run_dir_of(resumed))
         if checkpoint.parse_checkpoint_name(path) in complete_epochs
     ]
-    if not older:
+    if not whole_epochs:
         raise TrainingError(
             f"--resume: {path} is within an epoch, so the {state['world']} rank(s) that wrote it must "
             f"continue it, got {world_size}; there is no checkpoint of a whole epoch"
         )
-    return checkpoint.load_checkpoint(older[-1])
+    return checkpoint.load_checkpoint(whole_epochs[-1])
 
 
 def prepare_run_dir(run_dir: Path, config: Config) -> None:

@@ -100,7 +100,7 @@ def _train(config: Config, explicit: dict[str, Any], device: torch.device, exit_
 
 @dataclass
 class Run:
-    """What a run trains, and how far it is."""
+    """The objects of a run, and its progress."""
 
     config: Config
     train_state: TrainState
@@ -110,11 +110,11 @@ class Run:
     test_loader: DataLoader
     steps_per_epoch: int
     finished_epochs: int = 0
-    progress: Progress = field(default_factory=Progress)  # of the epoch after the finished ones
-    history: list[dict[str, Any]] = field(default_factory=list)  # the rows of the finished epochs
+    progress: Progress = field(default_factory=Progress)  # The progress of the next epoch.
+    history: list[dict[str, Any]] = field(default_factory=list)  # The rows of the finished epochs.
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where a checkpoint ends."""
+        """Sets the progress and the history to those of a checkpoint."""
         self.finished_epochs, self.history = state["epoch"], state["history"]
         self.progress = Progress(**state["progress"])
         step_note = f" and {self.progress.step} steps" if self.progress.step else ""
@@ -129,7 +129,7 @@ class Run:
     def train_epochs(self, exit_stack: ExitStack) -> None:
         """Trains until the last epoch, `--stop-after` or a stop signal. Saves a checkpoint for each epoch."""
         config, run_dir = self.config, Path(self.config.out)
-        logs: list[RunLog] = []  # has one log, on rank 0 alone
+        logs: list[RunLog] = []  # One log on rank 0, none on other ranks.
         run_on_main(lambda: logs.append(RunLog(run_dir, self.history, exit_stack)))
         last_epoch = config.epochs
         if config.stop_after:

@@ -29,14 +29,14 @@ def peak_memory(device: torch.device) -> float:
     """Returns the peak memory in GiB: torch's allocations on the GPU, or the resident size of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB.
 
 
 class RunLog:
     """Writes `metrics.jsonl`, which it replaces, and TensorBoard events into the directory of a run.
 
     A row is a dict of numbers with `epoch`, `time` (seconds since 1970) and keys of `TENSORBOARD_TAGS`.
-    `history` has the rows of the epochs before a resume: the curve is complete in a new directory too.
+    `history` has the rows of the epochs before a resume, so the curves are complete in a new directory too.
     """
 
     def __init__(self, run_dir: Path, history: list[dict[str, Any]], exit_stack: ExitStack) -> None:

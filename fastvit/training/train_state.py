@@ -30,8 +30,8 @@ class TrainState:
     `fastvit.compat.apex.amp`. Parameters, gradients and checkpoints are float32 in all of them.
     """
 
-    memory_report: Report | None = None  # what --memory saves
-    ema_model: AveragedModel | None = None  # the moving average of --ema
+    memory_report: Report | None = None  # The report of what --memory saves.
+    ema_model: AveragedModel | None = None  # The model with the moving average of --ema.
     model: nn.Module  # without DistributedDataParallel
     ddp_model: Any  # the module that a training step calls; `model` itself on one rank
     optimizer: Optimizer
@@ -116,24 +116,24 @@ class TrainState:
         images = images.to(self.device, non_blocking=True, memory_format=memory_format)
         return images, labels.to(self.device, non_blocking=True)
 
-    def _stateful_parts(self) -> dict[str, Any]:
+    def _stateful_components(self) -> dict[str, Any]:
         """Returns the objects that a checkpoint saves, by their keys in the checkpoint."""
-        parts = {
+        components = {
             "model": self.model,
             "average": self.ema_model,
             "optimizer": self.optimizer,
             "precision": amp,
         }
-        return {key: part for key, part in parts.items() if part is not None}
+        return {key: component for key, component in components.items() if component is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint has of model, optimizer, averaged weights and amp."""
-        return {key: part.state_dict() for key, part in self._stateful_parts().items()}
+        return {key: component.state_dict() for key, component in self._stateful_components().items()}
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
-        for key, part in self._stateful_parts().items():
+        for key, component in self._stateful_components().items():
             try:
-                part.load_state_dict(state[key])
+                component.load_state_dict(state[key])
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise TrainingError(
                     f"{self.config.checkpoint_option}: {key} of the checkpoint does not fit: "
@@ -176,7 +176,7 @@ def make_schedule(lr: float, steps: int, warmup: int) -> Callable[[int], float]:
 
 
 def make_ema_model(model: nn.Module, decay: float) -> AveragedModel:
-    """Returns a copy of the model whose parameters follow by an exponential moving average.
+    """Returns a copy of the model whose parameters are an exponential moving average of the model's.
 
     The decay begins at `(1 + n) / (10 + n)` after n steps, so that the initial weights fade soon.
     """

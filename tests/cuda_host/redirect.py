@@ -1,7 +1,7 @@
-"""Runs the ops' CUDA kernels on CPU tensors: install() registers them for the dispatch key CPU.
+"""Runs the ops' CUDA kernels on CPU tensors: install() registers these kernels for the dispatch key CPU.
 
-Schemas, fakes, autograd and Python layers remain the package's. FASTVIT_CUDA_HOST is the build: plain, asan,
-race or contract. For asan, Python must be started with sanitizer_environment().
+Schemas, fakes, autograd and Python layers remain the package's. FASTVIT_CUDA_HOST is the mode of the build:
+plain, asan, race or contract. For asan, Python must be started with sanitizer_environment().
 """
 
 import importlib.util
@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 NAMESPACE = "fastvit_cuda_host"
-_installed = []  # the engine, and the Library objects, which undo their registrations when they are freed
+_installed = []  # the engine, and the Library objects, whose registrations end when the objects are freed
 
 
 def sanitizer_environment() -> dict:
-    """The environment variables with which Python must be started to load the asan build."""
+    """Returns the environment variables with which Python can load the asan build."""
     libraries = [
         subprocess.run(
             ["g++", f"-print-file-name=lib{name}.so"], capture_output=True, text=True
@@ -28,6 +28,7 @@ def sanitizer_environment() -> dict:
 
 
 def list_registered_ops() -> list[str]:
+    """Returns the names of the ops for which the loaded build has kernels."""
     prefix = f"{NAMESPACE}::"
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
     return sorted(name.removeprefix(prefix) for name in registered if name.startswith(prefix))
@@ -37,7 +38,7 @@ def install():
     """Replaces the CPU's implementation of every op, and returns the engine's controls (`_cuda_host`)."""
     if _installed:
         return _installed[0]
-    import fastvit.ops  # noqa: F401  it defines the schemas
+    import fastvit.ops  # noqa: F401  defines the schemas
 
     mode = os.environ.get("FASTVIT_CUDA_HOST", "plain")
     path = Path(__file__).resolve().parents[2] / "build/cuda_host" / mode / "_cuda_host.so"
@@ -52,7 +53,7 @@ def install():
         schema = str(getattr(torch.ops.fastvit, name).default._schema)
         definitions.define(schema.removeprefix("fastvit::"))
         emulated = getattr(getattr(torch.ops, NAMESPACE), name).default
-        with warnings.catch_warnings():  # torch warns of a replaced implementation
+        with warnings.catch_warnings():  # torch warns that an implementation is replaced
             warnings.simplefilter("ignore")
             overrides.impl(name, emulated, "CPU", allow_override=True)
     _installed.extend([engine, definitions, overrides])

@@ -28,7 +28,7 @@ SHAPES = {
     "rows_c3": lambda r: r(7, 3, 17, 19).contiguous(memory_format=torch.channels_last),
     "wide_rows": lambda r: r(70, 520),
 }
-# Of these, 6 multiprocessors with 160 KB of shared memory each hold a few tiles at once, and not all of them.
+# 6 multiprocessors with 160 KB of shared memory each hold a few tiles of these shapes at once, and not all.
 SHAPES_OF_ROUNDS = {
     "planes": lambda r: r(12, 7, 48, 48),
     "unaligned_planes": lambda r: r(9, 7, 41, 41),

@@ -21,7 +21,7 @@ def tensor_norms(
 ) -> tuple[Tensor, ...]:
     """Returns the norm of each tensor, computed in `dtype`, or in the dtype of the tensor."""
     tensors = [t if t.numel() else t.new_zeros(1) for t in tensors]
-    # Chunks keep the norm accurate: torch's CPU sum in float32 has an error of 0.15 % at 33 million elements.
+    # Chunks of 2^16 elements keep norms accurate: at 33 million, torch's CPU sum in float32 is 0.15 % off.
     tensors = [
         torch.stack(torch._foreach_norm(t.flatten().split(1 << 16), ord, dtype)) if t.is_cpu else t
         for t in tensors
@@ -68,7 +68,7 @@ def match_strides_before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def update_master_(master: Tensor, half: Tensor) -> Tensor:
-    """Updates `master` where its rounding differs from `half`, because something wrote to `half`."""
+    """Updates `master` where its rounding differs from `half`, because `half` was written since."""
     return master.copy_(torch.where(half == master.to(half.dtype), master, half))
 
 
@@ -85,9 +85,9 @@ class FusedOptimizer(Optimizer):
         amsgrad: not supported, as in apex.
     """
 
-    moment_names: tuple[str, ...] = ()  # state tensors like their parameter, which start at 0
-    operation_names: tuple[str, ...] = ()  # operations of amp_C, attributes as in apex; the first one steps
-    master_weights: bool | torch.dtype | None = False  # float32 copies of all half parameters, or of a dtype
+    moment_names: tuple[str, ...] = ()  # state tensors of the parameter's shape, which start at 0
+    operation_names: tuple[str, ...] = ()  # attributes from amp_C; the first operation steps
+    master_weights: bool | torch.dtype | None = False  # float32 copies of half parameters, or of a dtype's
     has_tensor_lr_and_step = False  # True if `lr` and `step` of a group are tensors, written in place
 
     def __init__(
@@ -109,11 +109,11 @@ class FusedOptimizer(Optimizer):
         self._convert_lr_and_step(self.param_groups[-1])
 
     def _convert_lr_and_step(self, group: ParamGroup) -> None:
-        """Makes `lr` and `step` of a group tensors, or `step` an int, by `has_tensor_lr_and_step`."""
+        """Makes `lr` and `step` of a group tensors if `has_tensor_lr_and_step`, or else `step` an int."""
         if self.has_tensor_lr_and_step:
-            device, count = _group_device(group), group.get("step", 0)
+            device, step_count = _group_device(group), group.get("step", 0)
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
-            group["step"] = torch.as_tensor(count, dtype=torch.int, device=device).reshape(1).clone()
+            group["step"] = torch.as_tensor(step_count, dtype=torch.int, device=device).reshape(1).clone()
         elif "step" in group:
             group["step"] = int(group["step"])
 
@@ -129,7 +129,7 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         self._prepare_step()
         for group in self.param_groups:
-            # Operations take lists of one device and dtype, and a parameter's first step may differ.
+            # Operations take lists of one device and dtype. Parameters without state step apart.
             operands_by_kind: dict[tuple, list[tuple]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -145,7 +145,7 @@ class FusedOptimizer(Optimizer):
         return loss
 
     def _prepare_operands(self, parameter: nn.Parameter, gradient: Tensor) -> tuple:
-        """Returns the parameter, the value to step (its master, or itself without one), and its gradient."""
+        """Returns the parameter, the value to step (its master, or else the parameter), and its gradient."""
         if gradient.is_sparse or gradient.is_complex():
             raise RuntimeError(
                 f"{type(self).__name__} takes dense real gradients, got {gradient.layout}, {gradient.dtype}; "
@@ -196,7 +196,7 @@ class FusedOptimizer(Optimizer):
         operation(0, self._dummy_overflow_buf, lists, *(options[name] for name in operation.options))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the files of fastvit and of apex. The state of half parameters stays float32."""
+        """Loads a state_dict of fastvit or of apex. The state of half parameters stays float32."""
         super().load_state_dict(state_dict)  # torch casts the state to the dtypes of the parameters
         indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -206,7 +206,7 @@ class FusedOptimizer(Optimizer):
                     self.state[parameter][name] = value.to(parameter.device).clone()
         for group in self.param_groups:
             group.update(self.defaults | group)
-            # Other files, such as those of apex's first FusedAdam, have a count for every parameter.
+            # Other files, such as those of apex's first FusedAdam, have a step count for every parameter.
             states = [self.state[p] for p in group["params"] if p in self.state]
             if counts := [state.pop("step") for state in states if "step" in state]:
                 group.setdefault("step", max(map(int, counts)))

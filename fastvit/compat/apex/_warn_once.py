@@ -10,4 +10,4 @@ import torch.distributed as dist
 def warn_once(text: str) -> None:
     """Warns on rank 0 at the first call with `text`."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=3)  # the caller of the function that warns

@@ -1,4 +1,6 @@
-"""apex.fused_dense over torch.nn.functional.linear, on the CPU and on CUDA; under autocast in its dtype.
+"""apex.fused_dense over torch.nn.functional.linear, on the CPU and on CUDA.
+
+Under autocast the layers compute in the dtype of autocast.
 
 apex does not initialise the weights; here they are drawn as those of torch.nn.Linear.
 """
@@ -25,11 +27,11 @@ FusedDenseGeluDenseFunc = as_autograd_function(_dense_gelu_dense)
 
 
 class FusedDense(nn.Linear):
-    """torch.nn.Linear."""
+    """torch.nn.Linear under apex's name."""
 
 
 class FusedDenseGeluDense(nn.Module):
-    """A linear layer, GELU approximated by tanh, and a linear layer; both have a bias."""
+    """A linear layer, GELU approximated by tanh, and a linear layer; both linear layers have a bias."""
 
     def __init__(
         self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True

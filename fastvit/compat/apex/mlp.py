@@ -1,4 +1,4 @@
-"""apex.mlp over torch.nn.functional.linear, on the CPU and on CUDA; under autocast in its dtype."""
+"""apex.mlp over torch.nn.functional.linear, on the CPU and on CUDA; under autocast in autocast's dtype."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _ACTIVATIONS = {"none": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoi
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
-    """Applies linear layers, each followed by the activation, the last too.
+    """Applies linear layers, each followed by the activation, the last layer too.
 
     Args:
         bias: 1 with biases, 0 without.
@@ -30,7 +30,7 @@ MlpFunction = as_autograd_function(mlp_function)
 
 
 class MLP(nn.Module):
-    """Linear layers, each followed by the activation, the last too.
+    """Linear layers, each followed by the activation, the last layer too.
 
     Args:
         mlp_sizes: width of the input, then of each layer.

@@ -15,7 +15,7 @@ compat_dir = os.path.dirname(hook_dir)
 sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != hook_dir]  # undoes PYTHONPATH
 
 
-def load(spec):
+def load_module(spec):
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -26,7 +26,7 @@ def load_from_compat(name):
 
     A later import of the package finds the module, with its state, because it has its full name.
     """
-    return load(spec_from_file_location(f"fastvit.compat.{name}", f"{compat_dir}/{name}.py"))
+    return load_module(spec_from_file_location(f"fastvit.compat.{name}", f"{compat_dir}/{name}.py"))
 
 
 if prefer := os.environ.get("FASTVIT_COMPAT"):
@@ -38,4 +38,4 @@ if prefer := os.environ.get("FASTVIT_COMPAT"):
         import_module("fastvit.compat._cuda_on_cpu").install()
 
 if spec := PathFinder.find_spec("sitecustomize"):  # the environment's own hook, which this module hides
-    load(spec)
+    load_module(spec)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 @dataclass
 class Properties:
-    """The options of one `amp.initialize`; `options` is their dict. The level ignores None."""
+    """The options of one `amp.initialize`; `options` is their dict. A level lacks options that are None."""
 
     enabled: bool = False
     opt_level: str | None = None

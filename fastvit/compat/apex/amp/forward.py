@@ -40,12 +40,13 @@ class ForwardCasts:
     """The sequence numbers of the autograd nodes that each of the last forwards made."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # The graphs of the model are not those of its copy.
+        # A copy of the model has no graphs yet.
         return vars(self) | {"node_ranges": deque(maxlen=self.node_ranges.maxlen)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        other_names = {"outputs": "output_dtype", "running": "num_active_forwards", "nodes": "node_ranges"}
-        vars(self).update({other_names.get(name, name): value for name, value in state.items()})
+        # Pickles may have these other names.
+        names = {"outputs": "output_dtype", "running": "num_active_forwards", "nodes": "node_ranges"}
+        vars(self).update({names.get(name, name): value for name, value in state.items()})
 
     @property
     def model_dtype(self) -> torch.dtype | None:
@@ -96,10 +97,10 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         fields, write = vars(value).items(), object.__setattr__  # works on a frozen dataclass too
     else:
         return value
-    mapped = [(name, field, map_tensors(field, function)) for name, field in fields]
-    if new := {name: result for name, field, result in mapped if result is not field}:
+    results = [(name, item, map_tensors(item, function)) for name, item in fields]
+    if new_items := {name: result for name, item, result in results if result is not item}:
         value = copy.copy(value)
-        for name, result in new.items():
+        for name, result in new_items.items():
             write(value, name, result)
     return value
 
@@ -111,8 +112,8 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 def model_device_type(model: nn.Module) -> str:
     """Returns the device type of the parameters of `model`; "cpu" without parameters."""
-    tensor = next(model.parameters(), None)
-    return "cpu" if tensor is None else tensor.device.type
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is None else parameter.device.type
 
 
 class _PromoteOperandsMode(TorchFunctionMode):
@@ -153,7 +154,7 @@ class AmpForward:
     Args:
         casts: the casts of the model; None for no casts.
         instance_forward: a forward that was set on the instance before.
-        is_submodule: whether `module` is a submodule of the model that `amp.initialize` was given.
+        is_submodule: whether `module` is a submodule of a model that was passed to `amp.initialize`.
     """
 
     __class__ = property(lambda self: MethodType)
@@ -210,7 +211,7 @@ class AmpForward:
         if any(isinstance(v, Tensor) and v.dtype in HALF_DTYPES for v in (*args, *kwargs.values())):
             return True
         node = torch._C._current_autograd_node()
-        return node is not None and any(node._sequence_nr() in n for n in reversed(casts.node_ranges))
+        return node is not None and any(node._sequence_nr() in r for r in reversed(casts.node_ranges))
 
     def _call_model(self, casts: ForwardCasts, args: Any, kwargs: Any) -> Any:
         """Calls the forward of the whole model with cast inputs and weights, or under autocast."""
@@ -233,17 +234,17 @@ class AmpForward:
         assert casts.model_dtype is not None
         swaps = cast_weights(self.module, casts.model_dtype, casts.options.keep_batchnorm_fp32)
         casts.num_active_forwards += 1
-        compiling = torch.compiler.is_compiling()
+        is_compiling = torch.compiler.is_compiling()
         # Each thread has sequence numbers of its own, so forwards inside a backward are left out.
-        is_counted = not compiling and torch._C._current_graph_task_id() == -1
-        first = torch.autograd._get_sequence_nr() if is_counted else 0
+        is_counted = not is_compiling and torch._C._current_graph_task_id() == -1
+        first_number = torch.autograd._get_sequence_nr() if is_counted else 0
         try:
             return self._call_original(*args, **kwargs)
         finally:
             casts.num_active_forwards -= 1
-            if is_counted and (node_range := range(first, torch.autograd._get_sequence_nr())):
+            if is_counted and (node_range := range(first_number, torch.autograd._get_sequence_nr())):
                 casts.node_ranges.append(node_range)
-            restore_weights(swaps, self.module.training and not compiling)
+            restore_weights(swaps, self.module.training and not is_compiling)
 
 
 def _forward_attributes(forward: AmpForward) -> dict[str, Any]:
@@ -263,19 +264,19 @@ def install_casts(model: nn.Module, casts: ForwardCasts) -> None:
                 "amp.initialize takes models whose forward can be replaced, got a torch.jit.ScriptModule; "
                 "script the model after amp.initialize"
             )
-        is_submodule, existing = module is not model, vars(module).get("_amp_forward")
-        if existing is None:
+        is_submodule, amp_forward = module is not model, vars(module).get("_amp_forward")
+        if amp_forward is None:
             forward = AmpForward(module, casts, vars(module).get("forward"), is_submodule)
             vars(module).update(_forward_attributes(forward))
-        elif not is_submodule or existing.is_submodule or existing.casts is None:
+        elif not is_submodule or amp_forward.is_submodule or amp_forward.casts is None:
             # An initialised model inside another model keeps its own casts.
-            existing.casts, existing.is_submodule = casts, is_submodule
+            amp_forward.casts, amp_forward.is_submodule = casts, is_submodule
 
 
 def remove_casts(module: nn.Module) -> None:
     """Restores the forward of `module`, if `install_casts` replaced it.
 
-    If another forward was set on the instance since, the AmpForward stays beneath that one, without casts.
+    If another forward was set on the instance since, the AmpForward stays beneath that one without casts.
     """
     forward: AmpForward | None = vars(module).get("_amp_forward")
     if forward is None:

@@ -21,6 +21,8 @@ from .lists import AmpHandle
 from .scaler import LossScaler
 from .weights import HALF_DTYPES
 
+# The columns are the fields of Properties: enabled, opt_level, cast_model_type, patch_torch_functions,
+# keep_batchnorm_fp32, master_weights, loss_scale.
 opt_levels = {
     "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
     "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
@@ -57,20 +59,20 @@ def resolve_properties(opt_level: str, **overrides: Any) -> Properties:
     """
     if opt_level not in opt_levels:
         raise RuntimeError(f"amp.initialize: opt_level takes 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}")
-    explicit = {name: _parse_option(name, value) for name, value in overrides.items() if value is not None}
+    options = {name: _parse_option(name, value) for name, value in overrides.items() if value is not None}
     if opt_level == "O1":
         for name in ("keep_batchnorm_fp32", "master_weights"):
-            if name in explicit:
+            if name in options:
                 raise RuntimeError(
                     f"amp.initialize: {name} has no effect under O1, whose weights are float32; leave out "
                     f"{name}"
                 )
-    elif explicit.get("patch_torch_functions"):
+    elif options.get("patch_torch_functions"):
         raise RuntimeError(
             f"amp.initialize: patch_torch_functions=True is for opt_level 'O1', got {opt_level!r}; leave "
             "patch_torch_functions out"
         )
-    return replace(opt_levels[opt_level], **explicit)
+    return replace(opt_levels[opt_level], **options)
 
 
 def initialize(
@@ -89,13 +91,14 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Prepares models and optimizers for mixed precision, in place, and returns them: one, or a list.
+    """Prepares models and optimizers for mixed precision, in place, and returns them as they were passed.
 
-    Call it after the model was moved to its device. O0 is float32. O1 runs forward under torch.autocast. O2
-    and O3 run it with inputs and weights cast to half, O2 without those of BatchNorm. The weights themselves
-    are float32 at every level, and so are gradients, checkpoints and the steps of optimizers. Outputs in half
-    come back in float32, so that a scaled loss does not overflow. Half is float16 on CUDA and bfloat16 on the
-    CPU, or `cast_model_type`. A second call with the same models or optimizers first undoes the first.
+    Call `initialize` after the model was moved to its device. O0 is float32. O1 runs forward under
+    torch.autocast. O2 and O3 run forward with inputs and weights cast to half, but O2 does not cast those of
+    BatchNorm. The weights are float32 at every level, and so are gradients, checkpoints and the steps of
+    optimizers. Outputs in half come back in float32, so that a scaled loss does not overflow. Half is float16
+    on CUDA and bfloat16 on the CPU, or `cast_model_type`. A later call with the same models or optimizers
+    first undoes the earlier call.
 
     Args:
         optimizers: the optimizers that step the models; None for inference.
@@ -135,12 +138,14 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    model_list = _as_list_of("models", models, nn.Module)
-    optimizer_list = [] if optimizers is None else _as_list_of("optimizers", optimizers, (Optimizer, LARC))
+    model_list = _list_instances("models", models, nn.Module)
+    optimizer_list = _list_instances(
+        "optimizers", [] if optimizers is None else optimizers, (Optimizer, LARC)
+    )
     if properties.cast_model_type is torch.float16 and cast_model_type is None:
         properties.cast_model_type = half_dtype(model_device_type(model_list[0]) if model_list else "cpu")
-    limits: dict[str, Any] = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
-    scalers = [LossScaler(properties.loss_scale, **limits) for _ in range(num_losses)]
+    scale_limits: dict[str, Any] = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+    scalers = [LossScaler(properties.loss_scale, **scale_limits) for _ in range(num_losses)]
     for index, scaler in enumerate(scalers):
         scaler.loss_id = index
 
@@ -152,13 +157,14 @@ def initialize(
     for optimizer in optimizer_list:
         AmpOptimizer(unwrap_larc(optimizer), has_cast_weights)
     _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
-    vars(_amp_state).update(limits)
+    vars(_amp_state).update(scale_limits)
     if properties.patch_torch_functions:
         _amp_state.handle = AmpHandle()
     return result
 
 
-def _as_list_of(name: str, value: Any, kinds: Any) -> list[Any]:
+def _list_instances(name: str, value: Any, kinds: Any) -> list[Any]:
+    """Returns a list of the items in `value`, or raises TypeError for an item of another kind."""
     items = as_list(value)
     for item in items:
         if not isinstance(item, kinds):
@@ -209,13 +215,14 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state: dict[str, Any]) -> None:
     """Restores the scalers from a result of `state_dict`, apex's or fastvit's; call it after `initialize`.
 
-    A different number of scalers is printed. Surplus entries are ignored, and scalers without an entry do not
-    change.
+    If the numbers of scalers differ, a message is printed. Surplus entries are ignored. Scalers without an
+    entry do not change.
 
     Raises:
         RuntimeError: for other keys than those of `state_dict`.
     """
-    unexpected = [key for key in state if not (key.startswith("loss_scaler") and key[11:].isdigit())]
+    prefix = "loss_scaler"
+    unexpected = [k for k in state if not (k.startswith(prefix) and k.removeprefix(prefix).isdigit())]
     if unexpected:
         raise RuntimeError(
             f"amp.load_state_dict: unexpected keys {', '.join(map(repr, unexpected))}; pass a result of "
@@ -226,6 +233,7 @@ def load_state_dict(state: dict[str, Any]) -> None:
         message = f"amp.load_state_dict: got {len(state)} loss scalers; amp.initialize made {len(scalers)}"
         maybe_print(message, rank0=True)
     for key, value in state.items():
-        if int(key[11:]) < len(scalers):
-            scaler = scalers[int(key[11:])]
+        index = int(key.removeprefix(prefix))
+        if index < len(scalers):
+            scaler = scalers[index]
             scaler._loss_scale, scaler._unskipped = float(value["loss_scale"]), int(value["unskipped"])

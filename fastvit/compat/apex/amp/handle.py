@@ -23,7 +23,7 @@ from ._amp_state import _amp_state, maybe_print
 from .scaler import LossScaler
 
 SCALE = "_amp_scale"
-"""Attribute of a parameter whose gradient is not unscaled yet: its scale, and the scaler of its next step."""
+"""Attribute of a parameter with a scaled gradient: the scale, and the scaler that gets its overflow flag."""
 
 _amp_optimizers: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()
 _open_scalers: list[LossScaler] = []  # the scalers of the `scale_loss` blocks that are open
@@ -37,9 +37,9 @@ def unwrap_larc(optimizer: Any) -> Optimizer:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Returns a list of the models or optimizers in an iterable, or of the one that was given."""
-    is_one = isinstance(value, (nn.Module, Optimizer, dict)) or not isinstance(value, Iterable)
-    return [value] if is_one else list(value)
+    """Returns a list of the models or optimizers in an iterable, or of `value` alone."""
+    is_single = isinstance(value, (nn.Module, Optimizer, dict)) or not isinstance(value, Iterable)
+    return [value] if is_single else list(value)
 
 
 # Gradients of parameters
@@ -58,10 +58,11 @@ StashedGradients = dict[nn.Parameter, Tensor | None]
 def stash_unscaled_gradients(
     parameters: Iterable[nn.Parameter], scale: float, scaler: Any
 ) -> StashedGradients:
-    """Prepares gradients for the backward of a loss times `scale`, and returns those that it took away.
+    """Prepares gradients for the backward of a loss times `scale`, and returns those that it takes away.
 
     Backward adds to the gradients. So unscaled gradients of earlier losses, and None, are taken away, and
-    scaled gradients get this scale. All are scaled until `unscale_gradients`, whose flags are for `scaler`.
+    scaled gradients get this scale. All count as scaled until `unscale_gradients`, whose flags are
+    for `scaler`.
     """
     stashed: StashedGradients = {}
     for parameter in parameters:
@@ -78,8 +79,8 @@ def stash_unscaled_gradients(
 def unscale_gradients(parameters: Iterable[nn.Parameter]) -> dict[Any, list[Tensor]]:
     """Divides gradients that are scaled, in place; devices and dtypes may be mixed.
 
-    Returns for each scaler one float32 scalar per device, 1 where any gradient there is not finite. Does not
-    wait for the device.
+    Returns for each scaler a float32 scalar per device, 1 if a gradient on the device is not finite. This
+    function does not wait for the device.
     """
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -90,8 +91,8 @@ def unscale_gradients(parameters: Iterable[nn.Parameter]) -> dict[Any, list[Tens
         optimizer: Any = SimpleNamespace(param_groups=[{"params": group}])
         inv_scale = torch.full((), 1.0 / scale, dtype=torch.float32, device=group[0].device)
         found_inf = torch.zeros_like(inv_scale)
-        found_by_device = GradScaler(enabled=False)._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        flags[scaler] += found_by_device.values()
+        flag_by_device = GradScaler(enabled=False)._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        flags[scaler] += flag_by_device.values()
     return flags
 
 
@@ -112,8 +113,8 @@ class AmpOptimizer:
     parameters that apex has there.
 
     Args:
-        has_cast_weights: the lists of half parameters and of their masters have all parameters, each of which
-            is its own master; otherwise the lists of float32 parameters have them.
+        has_cast_weights: True if the lists of half parameters and of their masters have all parameters, each
+            of which is its own master. If False, the lists of float32 parameters have all.
     """
 
     def __init__(self, optimizer: Optimizer, has_cast_weights: bool) -> None:
@@ -132,10 +133,10 @@ class AmpOptimizer:
         inner_optimizers = [o for o in vars(optimizer).values() if isinstance(o, Optimizer)]
         self._handles = [
             handle
-            for hooked in (optimizer, *inner_optimizers)
+            for stepped_optimizer in (optimizer, *inner_optimizers)
             for handle in (
-                hooked.register_step_pre_hook(self._before_step),
-                hooked.register_step_post_hook(self._after_step),
+                stepped_optimizer.register_step_pre_hook(self._step_pre_hook),
+                stepped_optimizer.register_step_post_hook(self._step_post_hook),
             )
         ]
         self._optimizer_attributes: dict[str, Any] = {
@@ -163,15 +164,15 @@ class AmpOptimizer:
     def __getattr__(self, name: str) -> list[Any]:
         if not re.fullmatch("(all_fp32|(all_)?(fp16|fp32_from_fp(16|32)))_(groups|params)", name):
             missing_attribute_getter("apex.amp.AmpOptimizerState")(name)
-        has_all = self._has_cast_weights is ("fp16" in name)
-        groups = [[*group["params"]] if has_all else [] for group in self.optimizer.param_groups]
+        has_parameters = self._has_cast_weights is ("fp16" in name)
+        groups = [[*group["params"]] if has_parameters else [] for group in self.optimizer.param_groups]
         return sum(groups, []) if name.startswith("all") else groups
 
     def _dense_gradients(self) -> Iterator[Tensor]:
         return (p.grad.to_dense() for p in unique_parameters([self.optimizer]) if p.grad is not None)
 
     def clear_overflow_if_gradients_dropped(self) -> None:
-        """Clears the pending overflow if the script dropped or zeroed all gradients since."""
+        """Clears the pending overflow if the script dropped or zeroed all gradients since the overflow."""
         if self.overflowed_scaler and not any(gradient.any() for gradient in self._dense_gradients()):
             self.overflowed_scaler = None
 
@@ -181,22 +182,22 @@ class AmpOptimizer:
     def skip_next_step(self, scaler: LossScaler, needs_scale_update: bool) -> None:
         self.overflowed_scaler, self.needs_scale_update = scaler, needs_scale_update
 
-    def unscale_remaining(self) -> None:
+    def unscale_scaled_gradients(self) -> None:
         """Unscales gradients that are still scaled, and skips the step after an overflow."""
         for scaler, flags in unscale_gradients(unique_parameters([self.optimizer])).items():
             scaler.record_overflow(flags)
             if scaler.update_scale():
                 self.skip_next_step(scaler, needs_scale_update=False)
 
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def _step_pre_hook(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is not None and any(s.dynamic for s in _amp_state.loss_scalers):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step takes no closure after amp.initialize with a dynamic loss "
                 "scale, because the gradients decide whether the step is skipped; call backward before step"
             )
-        self.unscale_remaining()
-        # If a step calls the step of its base class, this hook runs twice, then without gradients.
+        self.unscale_scaled_gradients()
+        # If a step calls the step of its base class, this hook runs twice, the second time without gradients.
         self.clear_overflow_if_gradients_dropped()
         if (scaler := self.overflowed_scaler) is not None:
             if self.needs_scale_update:
@@ -213,18 +214,20 @@ class AmpOptimizer:
                 parameter.grad = None
         match_strides_before_step(optimizer)
 
-    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def _step_post_hook(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         for parameter, gradient in self._stashed_gradients.items():
             parameter.grad = gradient
         self._stashed_gradients.clear()
         self.overflowed_scaler = None
 
 
-def _check_scale_loss_call(loss: Any, optimizers: Any, loss_id: int) -> tuple[LossScaler, list[AmpOptimizer]]:
+def _resolve_scale_loss_arguments(
+    loss: Any, optimizers: Any, loss_id: int
+) -> tuple[LossScaler, list[AmpOptimizer]]:
     """Returns the scaler of `loss_id` and the AmpOptimizers of `optimizers`.
 
     Raises:
-        RuntimeError: an unknown loss_id, or an optimizer that `amp.initialize` was not given.
+        RuntimeError: an unknown loss_id, or an optimizer that was not passed to `amp.initialize`.
         TypeError: a loss that is no tensor.
     """
     scalers = _amp_state.loss_scalers
@@ -251,7 +254,7 @@ class _ScaledBackward:
     """Prepares the gradients of all optimizers for the backward of a scaled loss, and unscales them after it.
 
     The loss trains `amp_optimizers`. Its backward may reach parameters of other optimizers too, but a block
-    inside another `scale_loss` leaves those to the outer block.
+    inside another `scale_loss` leaves those parameters to the outer block.
     """
 
     def __init__(self, scaler: LossScaler, amp_optimizers: list[AmpOptimizer]) -> None:
@@ -259,40 +262,43 @@ class _ScaledBackward:
             amp_optimizer.clear_overflow_if_gradients_dropped()
         self.scaler, self.amp_optimizers = scaler, amp_optimizers
         # Optimizers may share parameters, so the other parameters follow in one list without duplicates.
-        self.trained = unique_parameters(o.optimizer for o in amp_optimizers)
-        reached = amp_optimizers if _open_scalers else [*amp_optimizers, *_amp_optimizers]
-        others = unique_parameters(o.optimizer for o in reached)[len(self.trained) :]
+        self.trained_parameters = unique_parameters(o.optimizer for o in amp_optimizers)
+        reached_optimizers = amp_optimizers if _open_scalers else [*amp_optimizers, *_amp_optimizers]
+        parameters = unique_parameters(o.optimizer for o in reached_optimizers)
+        other_parameters = parameters[len(self.trained_parameters) :]
         scale = scaler.loss_scale()
-        self.stashed = stash_unscaled_gradients(self.trained, scale, scaler)
-        self.stashed_of_others = stash_unscaled_gradients(others, scale, scaler)
-        add_stashed_gradients(self.stashed_of_others)  # the script may drop these in the block
+        self.stashed_gradients = stash_unscaled_gradients(self.trained_parameters, scale, scaler)
+        self.stashed_gradients_of_others = stash_unscaled_gradients(other_parameters, scale, scaler)
+        add_stashed_gradients(self.stashed_gradients_of_others)  # the script may drop these in the block
 
     def abandon(self) -> None:
-        """Restores the gradients of `amp_optimizers`. The others keep what backward added, as without amp."""
-        for parameter, gradient in self.stashed.items():
+        """Restores the gradients of `amp_optimizers`. Others keep what backward added, as without amp."""
+        for parameter, gradient in self.stashed_gradients.items():
             parameter.grad = gradient
             vars(parameter).pop(SCALE, None)
-        unscale_gradients(self.stashed_of_others)
+        unscale_gradients(self.stashed_gradients_of_others)
 
     def finish(self, delay_unscale: bool, delay_overflow_check: bool) -> None:
         """Unscales the gradients, updates the scale, and skips the next steps after an overflow."""
-        scaler, others = self.scaler, self.stashed_of_others
-        kept_scaled = {*self.trained, *others} if delay_unscale else parameters_without_sync()
-        flags = unscale_gradients(p for p in others if p not in kept_scaled)[scaler]
-        others_overflow = scaler.record_overflow(flags)
-        flags_by_scaler = unscale_gradients(p for p in self.trained if p not in kept_scaled)
-        add_stashed_gradients(self.stashed)
-        skips_step = False
+        scaler, other_parameters = self.scaler, self.stashed_gradients_of_others
+        delayed_parameters = (
+            {*self.trained_parameters, *other_parameters} if delay_unscale else parameters_without_sync()
+        )
+        flags = unscale_gradients(p for p in other_parameters if p not in delayed_parameters)[scaler]
+        has_other_overflow = scaler.record_overflow(flags)
+        flags_by_scaler = unscale_gradients(p for p in self.trained_parameters if p not in delayed_parameters)
+        add_stashed_gradients(self.stashed_gradients)
+        needs_skip = False
         if scaler in flags_by_scaler:
             scaler.record_overflow(flags_by_scaler[scaler])
-            skips_step = not delay_overflow_check and scaler.update_scale()
-        if skips_step:
+            needs_skip = not delay_overflow_check and scaler.update_scale()
+        if needs_skip:
             for amp_optimizer in self.amp_optimizers:
                 amp_optimizer.skip_next_step(scaler, needs_scale_update=False)
-        if skips_step or others_overflow:
+        if needs_skip or has_other_overflow:
             for amp_optimizer in _amp_optimizers.difference(self.amp_optimizers):
                 if not amp_optimizer.already_patched and amp_optimizer.has_infinite_gradients():
-                    amp_optimizer.skip_next_step(scaler, needs_scale_update=not skips_step)
+                    amp_optimizer.skip_next_step(scaler, needs_scale_update=not needs_skip)
 
 
 @contextlib.contextmanager
@@ -309,9 +315,9 @@ def scale_loss(
     Gradients of several losses and of several backwards add up unscaled. With a dynamic scale a gradient that
     is not finite halves the scale, and the next step of each of these optimizers is skipped with a message.
 
-    Gradients that the loss has for other optimizers of `amp.initialize` are unscaled too. One that is not
-    finite halves the scale at the next step of such an optimizer, which is skipped, unless the script drops
-    the gradient before.
+    Gradients that the loss has for other optimizers of `amp.initialize` are unscaled too. If such a
+    gradient is not finite, the next step of its optimizer is skipped and halves the scale, unless the script
+    drops the gradient before.
 
     Args:
         optimizers: the optimizers that the loss trains.
@@ -322,7 +328,7 @@ def scale_loss(
         delay_overflow_check: only note an overflow in the scaler; for scripts that call its `update_scale`.
 
     Raises:
-        RuntimeError: before `amp.initialize`, or for an optimizer that it was not given.
+        RuntimeError: before `amp.initialize`, or for an optimizer that was not passed to it.
         TypeError: a loss that is no tensor.
     """
     if not hasattr(_amp_state, "opt_properties"):
@@ -330,7 +336,7 @@ def scale_loss(
     if not _amp_state.opt_properties.enabled:
         yield loss
         return
-    scaler, amp_optimizers = _check_scale_loss_call(loss, optimizers, loss_id)
+    scaler, amp_optimizers = _resolve_scale_loss_arguments(loss, optimizers, loss_id)
     scale = scaler.loss_scale()
     if not scaler.dynamic and scale == 1.0:
         yield loss.float()

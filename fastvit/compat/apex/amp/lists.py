@@ -63,11 +63,11 @@ def float_function(fn: Function) -> Function:
 def promote_function(fn: Function) -> Function:
     """Casts floating-point tensor arguments to the widest dtype among them."""
 
-    def widest(half: torch.dtype, tensors: list[Tensor]) -> torch.dtype | None:
+    def find_widest_dtype(_: torch.dtype, tensors: list[Tensor]) -> torch.dtype | None:
         dtypes = [t.dtype for t in tensors if t.is_floating_point()]
         return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
-    return _with_casts(fn, widest, keeps_autocast=True)
+    return _with_casts(fn, find_widest_dtype, keeps_autocast=True)
 
 
 def _register(decorate: Callable[[Function], Function], module: Any, function_name: str) -> None:
@@ -95,12 +95,13 @@ class functional_overrides:
     """.split()
 
 
-def _decorators_by_name() -> dict[str, Callable[..., Any]]:
+def _list_decorators() -> dict[str, Callable[..., Any]]:
+    """Returns the decorator of each function that the lists name now."""
     decorators = dict.fromkeys(functional_overrides.FP16_FUNCS, half_function)
     return decorators | dict.fromkeys(functional_overrides.FP32_FUNCS, float_function)
 
 
-_INITIAL_DECORATORS = _decorators_by_name()
+_INITIAL_DECORATORS = _list_decorators()
 
 
 class AmpHandle:
@@ -112,12 +113,12 @@ class AmpHandle:
 
     def __init__(self) -> None:
         self._is_active = True
-        self._functions: dict[str, Any] = {}
-        decorators = _decorators_by_name()
+        self._original_functions: dict[str, Any] = {}
+        decorators = _list_decorators()
         for name in _INITIAL_DECORATORS.keys() | decorators.keys():
             decorate = decorators.get(name)
             if decorate is not _INITIAL_DECORATORS.get(name) and hasattr(torch.nn.functional, name):
-                function = self._functions[name] = getattr(torch.nn.functional, name)
+                function = self._original_functions[name] = getattr(torch.nn.functional, name)
                 function = _with_casts(function, lambda *_: None, keeps_autocast=False)
                 setattr(torch.nn.functional, name, decorate(function) if decorate else function)
 
@@ -131,5 +132,5 @@ class AmpHandle:
     def _deactivate(self) -> None:
         """Ends the casts, and restores torch's functions."""
         self._is_active = False
-        for name, function in self._functions.items():
+        for name, function in self._original_functions.items():
             setattr(torch.nn.functional, name, function)

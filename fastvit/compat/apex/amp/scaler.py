@@ -1,4 +1,4 @@
-"""The loss scale: a number, or dynamic. The dynamic one starts at 2^16, is doubled after 2000 clean steps,
+"""The loss scale: a number, or dynamic. The dynamic scale starts at 2^16, is doubled after 2000 clean steps,
 and is halved by an overflow.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, arXiv:1710.03740, section 3.2.
@@ -16,7 +16,7 @@ _MIN_SCALE = 2.0**-24
 
 
 class LossScaler:
-    """The scale of one loss, with the attributes of apex's that scripts read and write.
+    """The scale of one loss, with the attributes of apex's LossScaler that scripts read and write.
 
     Args:
         loss_scale: a number, or "dynamic".
@@ -64,7 +64,7 @@ class LossScaler:
         self._overflow_buf.zero_()
 
     def record_overflow(self, flags: Iterable[Tensor]) -> bool:
-        """Stores for `update_scale` whether a flag is set, and returns it; False with a static scale."""
+        """Stores for `update_scale` whether a flag is set, and returns that; False with a static scale."""
         self._has_overflow = False
         overflow = self.dynamic and any(flag.item() for flag in flags)
         self._overflow_buf.fill_(overflow)

@@ -73,11 +73,11 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
 def restore_weights(swaps: list[WeightSwap], keeps_parameter_writes: bool) -> None:
     """Undoes `cast_weights`.
 
-    Writes of forward to buffers are kept. With `keeps_parameter_writes` its writes to parameters are too.
+    Writes of forward to buffers are kept. With `keeps_parameter_writes` writes to parameters are kept too.
     """
     for owner, name, tensor, cast in reversed(swaps):
-        current, owner[name] = owner.get(name), tensor
-        if current is not cast and not isinstance(tensor, list):  # the script assigned it
-            owner[name] = current.to(tensor.dtype) if type(current) is Tensor else current
+        current_value, owner[name] = owner.get(name), tensor
+        if current_value is not cast and not isinstance(tensor, list):  # the forward assigned a value
+            owner[name] = current_value.to(tensor.dtype) if type(current_value) is Tensor else current_value
         elif isinstance(cast, Tensor) and (keeps_parameter_writes or not isinstance(tensor, nn.Parameter)):
             update_master_(tensor.data, cast.data)

@@ -15,11 +15,11 @@ def _cross_entropy(
     Args:
         smoothing: fraction of the target that is spread over all classes, as torch's `label_smoothing`.
         padding_idx: label of rows whose loss is 0.
-        half_to_float: return float32 for logits in half.
+        half_to_float: return losses in float32 for logits in half.
     """
-    wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    float32_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(
-        wide_logits, labels, ignore_index=padding_idx, label_smoothing=smoothing, reduction="none"
+        float32_logits, labels, ignore_index=padding_idx, label_smoothing=smoothing, reduction="none"
     )
     return losses if half_to_float else losses.to(logits.dtype)
 

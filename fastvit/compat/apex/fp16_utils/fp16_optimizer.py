@@ -42,7 +42,7 @@ class FP16_Optimizer:
         init_optimizer: the optimizer, which is changed in place; use the wrapper instead.
         static_loss_scale: a fixed scale.
         dynamic_loss_scale: start at 2^16, halve it at an overflow, double it after 1000 clean steps.
-        dynamic_loss_args: the arguments of `DynamicLossScaler`, if they are others.
+        dynamic_loss_args: arguments of `DynamicLossScaler` in place of these.
         verbose: print skipped steps.
     """
 
@@ -72,7 +72,7 @@ class FP16_Optimizer:
         return [[p for p in group["params"] if p.dtype in HALF_DTYPES] for group in self.param_groups]
 
     @contextlib.contextmanager
-    def _with_masters(self) -> Iterator[None]:
+    def _use_masters(self) -> Iterator[None]:
         """Makes half parameters their masters in the block, and rounds the masters to them at the end."""
         halves = [(parameter, parameter.data) for group in self._half_parameters() for parameter in group]
         for parameter, half in halves:
@@ -96,7 +96,7 @@ class FP16_Optimizer:
     cur_scale = loss_scale  # the name in apex.contrib.optimizers
 
     def __getattr__(self, name: str) -> Any:  # passes on state, param_groups
-        if name == "optimizer" or name.startswith("__"):  # copies have no attributes while they are made
+        if name == "optimizer" or name.startswith("__"):  # a copy has no `optimizer` while copy makes it
             raise AttributeError(name)
         if not hasattr(self.optimizer, name):
             missing_attribute_getter("apex.fp16_utils.FP16_Optimizer")(name)
@@ -112,9 +112,11 @@ class FP16_Optimizer:
         Under DDP's `no_sync` gradients stay scaled until the backward that reduces them.
         """
         parameters = unique_parameters([self.optimizer])
-        # model.zero_grad() drops stashed gradients too.
-        still_stashed = {p: g for p, g in self._stashed_gradients.items() if p.grad is not None}
-        self._stashed_gradients = still_stashed | stash_unscaled_gradients(parameters, self.loss_scale, None)
+        # If the script has dropped a gradient (model.zero_grad()), its stashed part is dropped too.
+        remaining_stash = {p: g for p, g in self._stashed_gradients.items() if p.grad is not None}
+        self._stashed_gradients = remaining_stash | stash_unscaled_gradients(
+            parameters, self.loss_scale, None
+        )
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad_dtype = parameter.dtype  # DDP takes gradients of no other dtype
@@ -131,12 +133,13 @@ class FP16_Optimizer:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = torch.float32
                 parameter.grad = None if gradient is None else gradient.float()
+        # `backward` marks the gradients with None in place of amp's scaler.
         self.overflow |= any(flag.item() for flag in unscale_gradients(scaled_parameters)[None])
         add_stashed_gradients(self._stashed_gradients)
         self._stashed_gradients = {}
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor | float:
-        """Clips the masters' gradients, and returns their norm before that; -1 after an overflow."""
+        """Clips the masters' gradients, and returns the norm before the clip, or -1 after an overflow."""
         if self.overflow:
             return -1
         return torch.nn.utils.clip_grad_norm_(unique_parameters([self.optimizer]), max_norm, norm_type)
@@ -160,13 +163,13 @@ class FP16_Optimizer:
                 )
             self.zero_grad()
             return None
-        with self._with_masters():
+        with self._use_masters():
             return self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns scaler, optimizer and masters, as tensors and numbers that weights_only loads."""
         groups = self._half_parameters()
-        with self._with_masters():
+        with self._use_masters():
             masters = [[p.detach() for p in group] for group in groups]
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
@@ -200,8 +203,8 @@ class FP16_Optimizer:
         names = vars(self.loss_scaler).keys()
         vars(self.loss_scaler).update({name: scaler[name] for name in names if name in scaler})
         self.overflow = False
-        with self._with_masters():
+        with self._use_masters():
             self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-            for group, loaded in zip(parameters, values, strict=True):
-                for parameter, value in zip(group, loaded, strict=True):
+            for group, group_values in zip(parameters, values, strict=True):
+                for parameter, value in zip(group, group_values, strict=True):
                     parameter.copy_(value)

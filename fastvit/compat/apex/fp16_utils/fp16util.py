@@ -65,11 +65,11 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copies gradients (and None) to the masters; a flat master gets zeros for None."""
+    """Copies gradients, or None, to the masters; a flat master gets zeros for None."""
     gradients = [p.grad for p in model_params]
     if flat_master:
-        filled = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        gradients = [flatten(filled)]
+        gradients_or_zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
+        gradients = [flatten(gradients_or_zeros)]
     for master, gradient in zip(master_params, gradients, strict=True):
         master.grad = None if gradient is None else gradient.to(master.dtype, copy=True)
 

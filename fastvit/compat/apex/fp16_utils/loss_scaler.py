@@ -28,7 +28,7 @@ class LossScaler:
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        pass
+        """Does nothing, because the scale is static."""
 
     def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
         return tuple(self.loss_scale * gradient for gradient in grad_in)

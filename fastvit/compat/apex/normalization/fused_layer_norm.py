@@ -36,12 +36,12 @@ def _apply_norm(
     """
     _warn_memory_efficient(memory_efficient)
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    half, dtype = autocast_dtype(x), x.dtype
+    target_dtype, dtype = autocast_dtype(x), x.dtype
     weight_dtype = dtype if parameters[0] is None else parameters[0].dtype
-    if half and dtype != torch.float64 and not hasattr(_amp_state, "handle"):
-        dtype = weight_dtype = half
+    if target_dtype and dtype != torch.float64 and not hasattr(_amp_state, "handle"):  # O1 sets handle
+        dtype = weight_dtype = target_dtype
     x, *parameters = cast_floating((x, *parameters), torch.promote_types(dtype, weight_dtype))
-    with torch.autocast(x.device.type, enabled=False) if half else contextlib.nullcontext():
+    with torch.autocast(x.device.type, enabled=False) if target_dtype else contextlib.nullcontext():
         y = norm(x, shape, *parameters, eps)
     return y.to(weight_dtype if uses_weight_dtype else dtype)
 
@@ -55,7 +55,7 @@ def _warn_memory_efficient(memory_efficient: bool) -> None:
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Normalises the last dimensions, which have `normalized_shape`; returns the dtype of the input."""
+    """Normalises the last dimensions, of `normalized_shape`. The result has the dtype of the input."""
     return _apply_norm(F.layer_norm, input, (None, None), normalized_shape, eps, memory_efficient)
 
 
@@ -76,7 +76,7 @@ def fused_layer_norm_affine(
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Divides by the root mean square over the last dimensions; returns the dtype of the input."""
+    """Divides by the root mean square over the last dimensions. The result has the dtype of the input."""
     return _apply_norm(F.rms_norm, input, (None,), normalized_shape, eps, memory_efficient)
 
 
@@ -93,7 +93,7 @@ def fused_rms_norm_affine(
     return _apply_norm(F.rms_norm, input, (weight,), normalized_shape, eps, memory_efficient, mixed)
 
 
-# The results of these two have the dtype of the weight.
+# The results of these two functions have the dtype of the weight.
 mixed_dtype_fused_layer_norm_affine = functools.partial(fused_layer_norm_affine, mixed=True)
 mixed_dtype_fused_rms_norm_affine = functools.partial(fused_rms_norm_affine, mixed=True)
 
@@ -101,7 +101,7 @@ mixed_dtype_fused_rms_norm_affine = functools.partial(fused_rms_norm_affine, mix
 def _fast_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
 ) -> Tensor:
-    """Applies LayerNorm; returns the dtype of the weight."""
+    """Applies LayerNorm. The result has the dtype of the weight."""
     return fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient, mixed=True)
 
 
@@ -122,8 +122,8 @@ def as_autograd_function(function: Callable[..., Tensor]) -> type:
 
     ctx, signature = inspect.signature(forward).parameters["ctx"], inspect.signature(function)
     forward.__signature__ = signature.replace(parameters=[ctx, *signature.parameters.values()])  # type: ignore[attr-defined]
-    parts = {"apply": function, "forward": forward, "backward": backward}
-    return type("Function", (), {name: staticmethod(part) for name, part in parts.items()})
+    methods = {"apply": function, "forward": forward, "backward": backward}
+    return type("Function", (), {name: staticmethod(method) for name, method in methods.items()})
 
 
 FastLayerNormFN = as_autograd_function(_fast_layer_norm)

@@ -13,7 +13,7 @@ from .._fused_optimizer import FusedOptimizer, ParamGroup, TensorList, compute_d
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam with decoupled weight decay (AdamW), or with `adam_w_mode=False` without.
+    """AdamW, whose weight decay is decoupled, or with `adam_w_mode=False` Adam.
 
     Args:
         bias_correction: divide the moments by 1 - beta^step.
@@ -43,12 +43,12 @@ class FusedAdam(FusedOptimizer):
         master_weights: bool = False,
         *,
         max_grad_norm: float = 0.0,
-        **removed: Any,
+        **removed_options: Any,
     ) -> None:
-        if removed:
+        if removed_options:
             raise TypeError(
-                f"FusedAdam takes no {', '.join(removed)}; leave out eps_inside_sqrt (eps is added to the "
-                "square root), use_mt (tensors are always stepped together) and amp_scale_adjustment"
+                f"FusedAdam takes no {', '.join(removed_options)}; leave out eps_inside_sqrt (eps is added "
+                "to the square root), use_mt (tensors are always stepped together) and amp_scale_adjustment"
             )
         self.adam_w_mode = adam_w_mode
         self.master_weights = master_weights
@@ -59,12 +59,12 @@ class FusedAdam(FusedOptimizer):
         defaults |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         super().__init__(params, defaults, set_grad_none, amsgrad)
 
-    def step(self, closure: Callable[[], Any] | None = None, *removed: Any, **named_removed: Any) -> Any:
-        names = ("grads", "output_params", "scale", "grad_norms", "grad_scaler")
-        arguments = dict(zip(names, removed, strict=False)) | named_removed
-        if given := [name for name, value in arguments.items() if value is not None]:
+    def step(self, closure: Callable[[], Any] | None = None, *old_args: Any, **old_kwargs: Any) -> Any:
+        old_names = ("grads", "output_params", "scale", "grad_norms", "grad_scaler")
+        arguments = dict(zip(old_names, old_args, strict=False)) | old_kwargs
+        if names := [name for name, value in arguments.items() if value is not None]:
             raise RuntimeError(
-                f"FusedAdam.step takes a closure alone, got {', '.join(given)}; write p.grad = gradient and "
+                f"FusedAdam.step takes a closure alone, got {', '.join(names)}; write p.grad = gradient and "
                 "optimizer.step(), inside amp.scale_loss or scaler.step(optimizer) if gradients are scaled"
             )
         return super().step(closure)
@@ -74,7 +74,7 @@ class FusedAdam(FusedOptimizer):
         if self.capturable:
             flag = self._dummy_overflow_buf
             found_inf = vars(self).get("found_inf", torch.zeros_like(flag))  # GradScaler sets found_inf
-            flag.copy_(found_inf.sign())
+            flag.copy_(found_inf.sign())  # 1 if a gradient is not finite
             for group in self.param_groups:  # a skipped step does not count
                 group["step"] -= flag.to(group["step"].device)
 

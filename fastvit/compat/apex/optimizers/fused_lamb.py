@@ -55,7 +55,7 @@ class FusedLAMB(FusedOptimizer):
         gradients = [p.grad.float() for g in self.param_groups for p in g["params"] if p.grad is not None]
         if self.defaults["max_grad_norm"] and gradients:
             gradient_norms = torch.stack([norm.to(gradients[0].device) for norm in tensor_norms(gradients)])
-            self.global_grad_norm = gradient_norms.norm() / getattr(self, "grad_scale", 1.0)
+            self.global_grad_norm = gradient_norms.norm() / getattr(self, "grad_scale", 1.0)  # GradScaler's
 
     def _update_parameters(self, group: ParamGroup, *operands: TensorList) -> None:
         super()._update_parameters({**group, "max_grad_norm": self.defaults["max_grad_norm"]}, *operands)

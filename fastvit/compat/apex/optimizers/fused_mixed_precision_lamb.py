@@ -12,13 +12,13 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """`FusedLAMB` whose learning rate and step count are tensors in the groups, to be written in place.
 
     `torch.amp.GradScaler.step(optimizer)` leaves the gradients scaled. This class unscales them in float32,
-    and skips the step if one of them is not finite.
+    and skips the step if a gradient is not finite.
 
     Args:
         step: the initial step count.
-        reduced_precision_dtype: parameters of this dtype get a float32 master at the first step; None rounds
-            every step.
-        lamb: the other arguments of `FusedLAMB`.
+        reduced_precision_dtype: parameters of this dtype get a float32 master at the first step; with None
+            every step rounds parameters.
+        lamb_arguments: the other arguments of `FusedLAMB`.
     """
 
     has_tensor_lr_and_step = True
@@ -30,11 +30,11 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         step: int = 0,
         *,
         reduced_precision_dtype: torch.dtype | None = None,
-        **lamb: Any,
+        **lamb_arguments: Any,
     ) -> None:
         self.reduced_precision_dtype = self.master_weights = reduced_precision_dtype
         self._step_supports_amp_scaling = True
-        super().__init__(params, lr, **lamb)
+        super().__init__(params, lr, **lamb_arguments)
         for group in self.param_groups:
             group["step"].fill_(step)
 

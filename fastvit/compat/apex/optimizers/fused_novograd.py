@@ -52,7 +52,7 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, amsgrad)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        # As in apex, a group holds the norms of its parameters, half ones before float32 ones. While a step
+        # As in apex, a group holds the norms of its parameters: first half, then float32. While a step
         # runs, each norm is in the state of its parameter, since gradients may begin at different steps.
         for group in self.param_groups:
             if "exp_avg_sq" in group:
@@ -63,16 +63,16 @@ class FusedNovoGrad(FusedOptimizer):
         result = super().step(closure)
         for group in self.param_groups:
             group["exp_avg_sq"] = [
-                torch.stack([self.state[p].pop("exp_avg_sq") for p in alike]) if alike else torch.empty(0)
-                for alike in self._split_by_precision(group)
+                torch.stack([self.state[p].pop("exp_avg_sq") for p in params]) if params else torch.empty(0)
+                for params in self._split_by_precision(group)
             ]
         return result
 
     def _split_by_precision(self, group: ParamGroup) -> list[list[torch.nn.Parameter]]:
-        """Returns two lists of the parameters that have been stepped: half ones, and float32 ones."""
-        stepped = [p for p in group["params"] if self.state.get(p)]
-        half = [p for p in stepped if p.dtype != torch.float32]
-        return [half, [p for p in stepped if p.dtype == torch.float32]]
+        """Returns the stepped parameters in two lists: those of half precision, and those of float32."""
+        stepped_parameters = [p for p in group["params"] if self.state.get(p)]
+        half = [p for p in stepped_parameters if p.dtype != torch.float32]
+        return [half, [p for p in stepped_parameters if p.dtype == torch.float32]]
 
     def _update_parameters(
         self, group: ParamGroup, parameters: TensorList, values: TensorList, gradients: TensorList
@@ -83,7 +83,7 @@ class FusedNovoGrad(FusedOptimizer):
         else:
             ord, dtype = group["norm_type"] or float("inf"), compute_dtype(values[0])
             averages = torch.stack(tensor_norms(gradients, ord, dtype))
-            averages *= not group["init_zero"]
+            averages *= not group["init_zero"]  # init_zero starts at 0
         super()._update_parameters({**group, "grad_norms": averages}, parameters, values, gradients)
         for state, norm in zip(states, averages, strict=True):
             state["exp_avg_sq"] = norm

@@ -49,14 +49,14 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def get_momentums(self, params: Iterable[Tensor]) -> tuple[TensorList, bool]:
-        """Returns the momentum buffers of parameters, and whether this call has made one of them."""
+        """Returns the momentum buffers of parameters, and whether this call has made a buffer."""
         params = list(params)
-        new = [p for p in params if self.state[p].get("momentum_buffer") is None]
-        for parameter in new:
+        new_parameters = [p for p in params if self.state[p].get("momentum_buffer") is None]
+        for parameter in new_parameters:
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(
                 parameter, dtype=compute_dtype(parameter)
             )
-        return [self.state[p]["momentum_buffer"] for p in params], bool(new)
+        return [self.state[p]["momentum_buffer"] for p in params], bool(new_parameters)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         result = super().step(closure)

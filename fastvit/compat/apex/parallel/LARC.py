@@ -17,7 +17,7 @@ class LARC:
 
     With w the parameter, g its gradient and wd the group's weight decay, the rate is
     `trust_coefficient * |w| / (|g| + wd * |w| + eps)`, and g becomes `rate * (g + wd * w)`. The weight decay
-    of `optimizer` is 0 meanwhile. If |w| or |g| of a parameter is 0, its gradient does not change.
+    of `optimizer` is 0 during that step. If |w| or |g| of a parameter is 0, its gradient does not change.
 
     Args:
         optimizer: a torch optimizer, with its groups, state and schedulers.
@@ -36,7 +36,7 @@ class LARC:
         self.eps = eps
 
     def __getattr__(self, name: str) -> Any:  # passes on state_dict, zero_grad, ...
-        if name == "optim" or name.startswith("__"):  # copies have no attributes while they are made
+        if name == "optim" or name.startswith("__"):  # a copy has no `optim` while copy makes it
             raise AttributeError(name)
         return getattr(self.optim, name)
 
@@ -56,7 +56,7 @@ class LARC:
             )
         amp_optimizer = getattr(self.optim, "_amp_stash", None)
         if amp_optimizer is not None:
-            amp_optimizer.unscale_remaining()  # the rates need unscaled gradients
+            amp_optimizer.unscale_scaled_gradients()  # the rates need unscaled gradients
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):

@@ -1,7 +1,7 @@
 """apex's DistributedDataParallel and Reducer: gradients are reduced as flat tensors.
 
-Any graph is reduced in the same way: several forwards before a backward, unused or frozen parameters,
-reentrant checkpoints. Nothing overlaps with backward; torch's DistributedDataParallel does that.
+The gradients of any graph are reduced in the same way: several forwards before a backward, unused or
+frozen parameters, reentrant checkpoints. No reduction overlaps with backward, unlike those of torch's class.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IGNORED_ARGUMENTS = {  # apex's arguments without an effect here, and their def
 }
 
 _ddp_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models in torch's DistributedDataParallel or in the one of this module."""
+"""The instances of torch's DistributedDataParallel and of this module's."""
 
 
 class DistributedDataParallel(nn.Module):
@@ -90,8 +90,8 @@ class DistributedDataParallel(nn.Module):
         self.message_size, self.delay_allreduce = message_size, delay_allreduce
         self.world_size = float(dist.get_world_size())
         self._tracked_parameters = list(module.parameters())
-        self._hooked: set[nn.Parameter] = set()
-        self._graph_task_ids: set[int] = set()  # the backwards at whose end gradients are reduced
+        self._hooked: set[nn.Parameter] = set()  # parameters with a hook of this model
+        self._graph_task_ids: set[int] = set()  # backwards that end with a reduction
         _broadcast_from_rank_0([*module.parameters(), *module.buffers()])
         self._track_parameters()
 
@@ -127,7 +127,7 @@ class DistributedDataParallel(nn.Module):
         return super().__getstate__() | {"_hooked": set(), "_graph_task_ids": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The next forward broadcasts all parameters, if the state has none under this name.
+        # The next forward broadcasts all parameters, if the state has no `_tracked_parameters`.
         super().__setstate__({"_tracked_parameters": [], "_graph_task_ids": set()} | state)
 
     def _track_parameters(self) -> None:
@@ -137,22 +137,24 @@ class DistributedDataParallel(nn.Module):
         _broadcast_from_rank_0([p for p in parameters if p not in tracked])
         self._tracked_parameters = parameters
         if torch._C._current_autograd_node() is None:
-            self._graph_task_ids.clear()  # an interrupted backward leaves its number
-        hook = functools.partial(self._on_first_gradient, weakref.ref(self))
+            self._graph_task_ids.clear()  # an interrupted backward leaves its id
+        hook = functools.partial(self._queue_reduction, weakref.ref(self))
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._hooked:
                 parameter.register_post_accumulate_grad_hook(hook)
                 self._hooked.add(parameter)
 
     @staticmethod
-    def _on_first_gradient(model: weakref.ref[DistributedDataParallel], _parameter: Tensor) -> None:
+    def _queue_reduction(model: weakref.ref[DistributedDataParallel], _parameter: Tensor) -> None:
         """Queues the reduction at the end of this backward. The hook does not keep the model alive."""
         self, task_id = model(), torch._C._current_graph_task_id()
         if self is not None and self.require_backward_grad_sync and task_id not in self._graph_task_ids:
             self._graph_task_ids.add(task_id)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._on_backward_end(task_id))
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self._reduce_at_backward_end(task_id)
+            )
 
-    def _on_backward_end(self, task_id: int) -> None:
+    def _reduce_at_backward_end(self, task_id: int) -> None:
         self._graph_task_ids.discard(task_id)
         if self._graph_task_ids:  # the backward of a reentrant checkpoint ends before the one around it
             return
@@ -207,11 +209,12 @@ def _broadcast_from_rank_0(tensors: Sequence[Tensor]) -> None:
     """Copies the tensors of rank 0 to all ranks.
 
     Raises:
-        RuntimeError: on every rank, if the ranks have other numbers, shapes or dtypes of tensors.
+        RuntimeError: on every rank, if the ranks have different numbers, shapes or dtypes of tensors.
     """
     if not tensors:
         return
     checksum = zlib.crc32(repr([(t.shape, t.dtype) for t in tensors]).encode())
+    # The maximum of -checksum is minus the smallest checksum.
     bounds = torch.tensor([checksum, -checksum], device=tensors[0].device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds.tolist()
@@ -233,15 +236,16 @@ def reduce_gradients(
     """
     if not parameters:
         return
-    kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
+    no_gradient, dense, sparse = range(3)  # the largest kind of all ranks wins
+    kinds = [no_gradient if p.grad is None else sparse if p.grad.is_sparse else dense for p in parameters]
     agreed_kinds = torch.tensor(kinds, dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(agreed_kinds, dist.ReduceOp.MAX)
     dense_gradients = []
     for parameter, kind in zip(parameters, agreed_kinds.tolist(), strict=True):
-        if not kind:
+        if kind == no_gradient:
             continue
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if kind == 2:
+        if kind == sparse:
             gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce().mul_(prescale)
             dist.all_reduce(gradient)
             gradient.mul_(postscale)
@@ -250,9 +254,9 @@ def reduce_gradients(
         parameter.grad = gradient
 
     def all_reduce_scaled(flat: Tensor) -> None:
-        summed = flat.float() if in_float32 and flat.dtype != torch.float64 else flat
-        dist.all_reduce(summed.mul_(prescale))
-        flat.copy_(summed.mul_(postscale))
+        flat_sum = flat.float() if in_float32 and flat.dtype != torch.float64 else flat
+        dist.all_reduce(flat_sum.mul_(prescale))
+        flat.copy_(flat_sum.mul_(postscale))
 
     flat_dist_call(dense_gradients, all_reduce_scaled)
 
