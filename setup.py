@@ -5,9 +5,9 @@
 
 Environment variables choose what is built:
 
-    FASTVIT_CPU=native|all  CPU kernels for this machine alone (default of editable installs), or for all
-    FASTVIT_CUDA=auto|0|1   CUDA kernels if there is a toolkit; none; or an error without a toolkit. auto
-                            builds none in an editable install with a torch that could not load them.
+    FASTVIT_CPU=native|all  CPU kernels for this machine (default of editable installs), or for every machine
+    FASTVIT_CUDA=auto|0|1   auto: CUDA kernels if there is a toolkit, but none in an editable install with a
+                            torch that could not load them; 0: none; 1: an error without a toolkit
     FASTVIT_KERNELS=0       no library, on any system; the wheel is py3-none-any
 
 The build needs no headers of Python, no CUDA headers of torch and no GPU. The libraries load in every torch
@@ -39,21 +39,19 @@ if FASTVIT_KERNELS == "1" and not sys.platform.startswith("linux"):
     )
 for name, floor in ("setuptools", "77.0"), ("torch", "2.11"):
     try:
-        found = __import__(name).__version__
+        installed = __import__(name).__version__
     except ImportError:
-        found = "none"
-    if major_minor(found) < major_minor(floor):
-        sys.exit(f"fastvit: building needs {name}>={floor}, found {found}; pip install it first.")
+        installed = "none"
+    if major_minor(installed) < major_minor(floor):
+        sys.exit(f"fastvit: building needs {name}>={floor}, found {installed}; pip install it first.")
 
 from setuptools import Extension, setup  # noqa: E402
 from setuptools.command import bdist_wheel, build_ext  # noqa: E402
 
 ROOT, TORCH = Path(__file__).parent.resolve(), Path(sys.modules["torch"].__file__).parent
-TORCH_ABI = (
-    "0x020b000000000000"  # 2.11, the oldest torch whose stable ABI has all functions that the sources use
-)
-# The default without a visible GPU, as far as nvcc knows these architectures. The oldest one's PTX runs on
-# GPUs between them, such as sm_110.
+TORCH_ABI = "0x020b000000000000"  # 2.11, the oldest torch with all functions of the stable ABI that are used
+# The default without a visible GPU, less the architectures that nvcc does not know. PTX of the oldest runs on
+# GPUs between the listed ones, such as sm_110.
 ARCHITECTURES = "7.5+PTX;8.0;9.0;10.0;12.0+PTX"
 MIN_NVCC_VERSION = "12.4"  # the oldest with which the kernels were compiled
 FASTVIT_CUDA = os.environ.get("FASTVIT_CUDA", "auto")
@@ -73,8 +71,8 @@ O3_SOURCES = ("cpu/kernels/bn_stats", "cpu/kernels/bn_reduce", "cpu/kernels/laye
 
 def native_capability() -> str:
     """Returns the best instruction set of this machine, or ATEN_CPU_CAPABILITY's."""
-    found = sys.modules["torch"].backends.cpu.get_cpu_capability().lower()
-    return found if found in CPU_CAPABILITY_FLAGS else "baseline"
+    capability = sys.modules["torch"].backends.cpu.get_cpu_capability().lower()
+    return capability if capability in CPU_CAPABILITY_FLAGS else "baseline"
 
 
 def cpu_capabilities(editable: bool) -> list[str]:
@@ -102,13 +100,11 @@ def find_cuda(editable: bool = False) -> tuple[Path | None, str]:
         folders.append(str(Path(nvcc).parents[1]))  # Debian has /usr/bin/nvcc and /usr/include.
     for folder in (Path(f).resolve() for f in [*folders, "/usr/local/cuda"] if f):
         if (folder / "include/cuda_runtime.h").exists() and (folder / "bin/nvcc").exists():
-            if (
-                major_minor(found := cuda_version(folder)) < major_minor(MIN_NVCC_VERSION)
-                and found != "unknown"
-            ):
+            version = cuda_version(folder)
+            if version != "unknown" and major_minor(version) < major_minor(MIN_NVCC_VERSION):
                 sys.exit(
-                    f"fastvit: {folder} has CUDA {found}, and the kernels need {MIN_NVCC_VERSION} or later; "
-                    "set CUDA_HOME to a newer toolkit, or FASTVIT_CUDA=0."
+                    f"fastvit: {folder} has CUDA {version}, and the kernels need {MIN_NVCC_VERSION} or "
+                    "later; set CUDA_HOME to a newer toolkit, or FASTVIT_CUDA=0."
                 )
             return folder, f"toolkit at {folder}"
     if FASTVIT_CUDA == "1":
@@ -125,41 +121,39 @@ def cuda_sources() -> list[Path]:
 
 
 def cuda_version(cuda: Path) -> str:
-    """Returns the version of a toolkit, whose runtime becomes a part of the library."""
+    """Returns the version of a toolkit's runtime, which becomes a part of the library, or "unknown"."""
     header = cuda / "include/cuda_runtime_api.h"
-    found = re.search(r"define CUDART_VERSION +(\d+)(\d\d)\d", header.read_text() if header.exists() else "")
-    return f"{found[1]}.{int(found[2])}" if found else "unknown"
+    match = re.search(r"define CUDART_VERSION +(\d+)(\d\d)\d", header.read_text() if header.exists() else "")
+    return f"{match[1]}.{int(match[2])}" if match else "unknown"
 
 
 def gencode_flags(cuda: Path) -> list[str]:
-    """Returns nvcc's -gencode options.
-
-    They are for TORCH_CUDA_ARCH_LIST in torch's forms, for the visible GPUs, or for ARCHITECTURES.
-    """
+    """Returns nvcc's -gencode options for TORCH_CUDA_ARCH_LIST, the visible GPUs, or ARCHITECTURES."""
     torch = sys.modules["torch"]
     from torch.utils.cpp_extension import _get_cuda_arch_flags
 
-    listed = subprocess.run([cuda / "bin/nvcc", "--list-gpu-arch"], capture_output=True, text=True)
-    known = re.findall(r"compute_(\d+)", listed.stdout)
+    result = subprocess.run([cuda / "bin/nvcc", "--list-gpu-arch"], capture_output=True, text=True)
+    nvcc_archs = re.findall(r"compute_(\d+)", result.stdout)  # empty if nvcc lacks the option
     requested_archs = ";".join(filter(None, re.split(r"[; ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))))
     if requested_archs in ("", "native") and not torch.cuda.is_available():
         if requested_archs:
             sys.exit("fastvit: TORCH_CUDA_ARCH_LIST=native, but torch sees no GPU; name one, such as 8.6.")
-        digits = [(arch, re.sub(r"\D", "", arch)) for arch in ARCHITECTURES.split(";")]
-        requested_archs = ";".join(arch for arch, number in digits if number in known or not known)
+        numbered_archs = [(arch, re.sub(r"\D", "", arch)) for arch in ARCHITECTURES.split(";")]
+        known_archs = (arch for arch, n in numbered_archs if n in nvcc_archs or not nvcc_archs)
+        requested_archs = ";".join(known_archs)
     os.environ["TORCH_CUDA_ARCH_LIST"] = requested_archs
     try:
-        found = _get_cuda_arch_flags()
+        flags = _get_cuda_arch_flags()
     except ValueError as error:
         sys.exit(f"fastvit: TORCH_CUDA_ARCH_LIST={requested_archs}: {error}.")
     version = cuda_version(cuda)
-    for arch in re.findall(r"arch=compute_(\d+)", " ".join(found)):
-        if known and arch not in known:
+    for arch in re.findall(r"arch=compute_(\d+)", " ".join(flags)):
+        if nvcc_archs and arch not in nvcc_archs:
             sys.exit(
                 f"fastvit: {requested_archs} has compute_{arch}, which nvcc {version} does not know; "
-                f"it knows {', '.join(known)}. Set TORCH_CUDA_ARCH_LIST, such as 8.6 for an RTX 3090."
+                f"it knows {', '.join(nvcc_archs)}. Set TORCH_CUDA_ARCH_LIST, such as 8.6 for an RTX 3090."
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(flags))
 
 
 def build_ninja_text(
@@ -175,7 +169,7 @@ def build_ninja_text(
     compiler, *flags = [word for word in shlex.split(cxx) if Path(word).name != "ccache"]
     cache = "ccache " if shutil.which("ccache") else ""
     cxx = cache + shlex.join([compiler, *flags])
-    host = (
+    host_options = (
         f"-ccbin {compiler} -Xcompiler '{shlex.join([*flags, '-fPIC', '-fvisibility=hidden', '-Wno-psabi'])}'"
     )
     common = f"-O3 -std=c++20 -DTORCH_TARGET_VERSION={TORCH_ABI} -isystem '{TORCH}/include' -MMD -MF $out.d"
@@ -183,7 +177,7 @@ def build_ninja_text(
     lines = [
         f"rule cxx\n command = {cxx} {common} {fpic} $flags -c $in -o $out\n {depends}",
         f"rule nvcc\n command = {cache}'{cuda}/bin/nvcc' {common} {' '.join(gencode)} -Xfatbin -compress-all "
-        f"{host} -DUSE_CUDA -c $in -o $out\n {depends}",
+        f"{host_options} -DUSE_CUDA -c $in -o $out\n {depends}",
         f"rule link\n command = {cxx} -shared $in -Wl,--discard-all,--no-as-needed -L'{TORCH}/lib' -ltorch "
         "-ltorch_cpu -lc10 $libs -o $out\n description = $out",
     ]
@@ -205,10 +199,9 @@ def build_ninja_text(
     lines += [f"build {source}.o: nvcc $csrc/{source}.cu" for source in kernels]
     lines.append(f"build _C.so: link {' '.join(objects)}")
     lines.append(f"build _cuda.so: link glibc.baseline.o {' '.join(f'{source}.o' for source in kernels)}")
-    lib = " ".join(
-        f"-L'{cuda}/{folder}'" for folder in ("lib64", "lib", "targets/x86_64-linux/lib")
-    )  # also pip's
-    lines.append(f" libs = {lib} -lcudart_static -ldl -lrt -lpthread")
+    # Toolkits of NVIDIA, pip and conda have their libraries in different folders.
+    lib_flags = " ".join(f"-L'{cuda}/{folder}'" for folder in ("lib64", "lib", "targets/x86_64-linux/lib"))
+    lines.append(f" libs = {lib_flags} -lcudart_static -ldl -lrt -lpthread")
     return "\n".join(lines) + "\n"
 
 
@@ -237,19 +230,15 @@ class NinjaBuild(build_ext.build_ext):
         for library, is_built in ("_C.so", True), ("_cuda.so", cuda is not None):
             target = Path(self.get_ext_fullpath(f"fastvit.{library[:-3]}"))
             os.makedirs(target.parent, exist_ok=True)
-            stale = ROOT / "fastvit" / library if self.editable_mode else target
-            stale.unlink(
-                missing_ok=True
-            )  # A running process may have the file mapped: it is not overwritten.
+            old_library = ROOT / "fastvit" / library if self.editable_mode else target
+            # A process may have mapped the old file, so the file is replaced and not overwritten.
+            old_library.unlink(missing_ok=True)
             if is_built:
                 targets[library] = target
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
         if subprocess.run([ninja, "-C", str(folder), *jobs, *targets]).returncode:
-            hint = (
-                " FASTVIT_CUDA=0 builds without the CUDA kernels, CXX=g++-12 with another compiler."
-                if cuda
-                else ""
-            )
+            hint = " FASTVIT_CUDA=0 builds without the CUDA kernels, CXX=g++-12 with another compiler."
+            hint = hint if cuda else ""
             sys.exit(f"fastvit: compiling the kernels failed; the compiler's messages are above.{hint}")
         for library, target in targets.items():
             shutil.copy2(folder / library, target)

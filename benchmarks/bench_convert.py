@@ -1,18 +1,19 @@
 """Measures real models under `fastvit.convert` and its rivals: kept bytes, and peak and time of a step.
 
-Each contender is made from a copy of the eager model:
+Each contender is made from a copy of the eager model, whose rows are named torch:
 
-    convert, products   fastvit.convert, and with matmuls=True
-    0.8, least          fastvit.convert with budget=0.8, or any other share, and budget="least"
+    convert             fastvit.convert
+    products            fastvit.convert with matmuls=True
+    0.8, least          fastvit.convert with budget=0.8, another share, or "least"
     weight_casts        fastvit.convert with recompute_weight_casts=True (bf16 only)
-    fuse                fastvit.fuse, then fastvit.convert (models with BatchNorm only): other roundings
-    sac                 selective checkpointing of each block: products, convolutions and attention are kept
-    sac_half            torchtitan's: every second matrix product is repeated too
+    fuse                fastvit.fuse, then fastvit.convert (only models with BatchNorm); it rounds otherwise
+    sac                 selective checkpointing of blocks: keeps matmuls, convolutions and attention
+    sac_half            torchtitan's selective checkpointing, which recomputes every second matmul too
     checkpoint          each block is checkpointed as a whole
 
 Kept bytes are the allocator's live bytes after one training forward minus those before. The peak is that of a
 whole step, above the bytes before the step and without the gradients of weights. Gradients are compared with
-the eager model's, bit by bit. Time is processor time, with a GPU wall time until the GPU's work is done.
+the eager model's, bit by bit. Time is processor time; with a GPU, wall time until the GPU's work is done.
 Contenders take turns, and the median counts.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
@@ -26,7 +27,7 @@ skips models whose rows are of this commit, batch and number of threads.
 
     python benchmarks/bench_convert.py --curve [--compiled] [the options above]
 
-This measures budgets from 0.8 to "least", shares of the peak, beside convert, products and checkpointing. It
+This measures budgets from 0.8 of the peak to "least", beside convert, products and checkpointing. It
 writes curve_DEVICE.csv and its table, and draws peak against time to curve_DEVICE.png. The default is the
 models and batches of CURVE, both precisions, and 7 repeats: about an hour of one core. A budget that
 cannot be met is left out. `--compiled` adds torch.compile of the model, of selective checkpointing, and of
@@ -35,7 +36,7 @@ converted models.
     python benchmarks/bench_convert.py --check-curve
 
 This reads curve_DEVICE.csv and prints which contender dominates the curve, and which budget is not convex,
-not monotone or exceeded (budget_curve.py). The exit status is 1 if there is one.
+not monotone or exceeded (budget_curve.py). The exit status is 1 if there is such a fault.
 
 Needs timm, torchvision and transformers (`pip install '.[models]'`).
 """
@@ -76,8 +77,8 @@ NORMS = """
     mobilevit_s efficientformer_l1 efficientvit_b1 levit_256 tresnet_m resnet50 repvit_m1_1
     mobilenetv4_hybrid_medium densenet121 tiny_vit_11m_224 coatnet_0_rw_224 efficientformerv2_s1
 """
-# A model of the curve -> its batch in fp32, and under bf16 autocast, where copies of weights take less than a
-# quarter of the peak. A step takes at most about a second on one core.
+# A model of the curve -> its batches in fp32 and under bf16 autocast. The second is so large that copies of
+# weights take less than a quarter of the peak. A step takes at most about a second on one core.
 CURVE = {
     "vit_small_patch16_224": (2, 4),
     "deit3_small_patch16_224": (2, 4),
@@ -92,17 +93,19 @@ CURVE = {
     "transformers:llama": (1, 2),
     "transformers:gpt2": (1, 2),
 }
+# The name of a file of results -> its models.
 MODELS = {"convert_vits": VITS.split(), "convert": NORMS.split(), "curve": list(CURVE)}
+# A word of --models -> a key of MODELS.
 MODEL_GROUPS = {"vits": "convert_vits", "norms": "convert", "curve": "curve"}
 PRECISIONS = ("fp32", "bf16")
 
 
 def select_contenders(name: str, precision: str, arguments) -> list[str]:
-    """Returns the names of the contenders that are measured for a model, without torch's."""
+    """Returns the names of the contenders that are measured for a model, besides torch."""
     if arguments.contenders:
         return arguments.contenders.split(",")
     if arguments.curve:
-        uncompiled = [k for k in CONTENDER_FACTORIES if k not in ("fuse", "weight_casts")]
+        uncompiled = [name for name in CONTENDER_FACTORIES if name not in ("fuse", "weight_casts")]
         return [*uncompiled, *BUDGETS, *(COMPILED if arguments.compiled else ())]
     extra = ["fuse"] if name in MODELS["convert"] else []
     extra += ["weight_casts"] if precision == "bf16" else []
@@ -118,11 +121,12 @@ def select_batch(name: str, precision: str, arguments) -> int:
     """Returns --batch, or the default of the model and precision."""
     if arguments.batch or not arguments.curve:
         return arguments.batch or 8
-    return CURVE.get(name, (1, 4))[PRECISIONS.index(precision)]
+    fp32_and_bf16_batch = CURVE.get(name, (1, 4))
+    return fp32_and_bf16_batch[PRECISIONS.index(precision)]
 
 
 def measure_model(name: str, precision: str, arguments) -> list[dict]:
-    """Returns a row for each contender. Budgets below one that cannot be met are not tried."""
+    """Returns a row for each contender. After a budget that cannot be met, smaller budgets are not tried."""
     torch.manual_seed(0)
     eager, size = create_model(name)
     x = random_inputs(name, select_batch(name, precision, arguments), size).to(arguments.device)
@@ -130,10 +134,10 @@ def measure_model(name: str, precision: str, arguments) -> list[dict]:
     contenders = {"torch": Contender(eager, select_autocast("torch", precision, arguments))}
     expected = contenders["torch"].compute_gradients(x)
     rows: dict[str, dict] = {}
-    is_budget_met = True
+    are_budgets_met = True
     for contender in ["torch", *select_contenders(name, precision, arguments)]:
         is_share = is_budget(contender) and contender != "least"
-        if is_share and not is_budget_met:
+        if is_share and not are_budgets_met:
             continue
         try:
             if contender != "torch":
@@ -148,34 +152,33 @@ def measure_model(name: str, precision: str, arguments) -> list[dict]:
                 "dtype": precision,
                 "threads": arguments.threads,
                 "contender": contender,
-                "same_bits": _equal_share(actual, expected),
+                "same_bits": _share_of_equal_gradients(actual, expected),
                 "kept_MiB": contenders[contender].measure_kept(x),
                 "peak_MiB": contenders[contender].measure_peak(x),
             }
         except Exception as error:  # Some contenders do not take some models; the others are still measured.
-            is_budget_met = is_budget_met and not (is_share and isinstance(error, ValueError))
+            are_budgets_met = are_budgets_met and not (is_share and isinstance(error, ValueError))
             print(f"{name}: {contender}: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
             contenders.pop(contender, None)
     if precision == "bf16":
         _print_weight_share(name, eager, rows["torch"]["peak_MiB"])
-    for _ in range(
-        arguments.repeats
-    ):  # Contenders take turns, so that a slow minute of the machine hits all.
+    for _ in range(arguments.repeats):
+        # Contenders take turns, so that a slow minute of the machine slows all of them.
         for contender in contenders.values():
             contender.time_step(x)
     conditions = provenance(arguments.device)
     return [row | percentiles(contenders[k].times_us) | conditions for k, row in rows.items()]
 
 
-def _equal_share(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def _share_of_equal_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Returns the share of gradients that have the expected bits."""
     actual = {_strip_wrapper_prefixes(name): gradient for name, gradient in actual.items()}
     return sum(torch.equal(actual[name], expected[name]) for name in expected) / len(expected)
 
 
 def _print_weight_share(name: str, model, peak_mib: float) -> None:
-    """Prints a note if copies of weights are much of the peak under autocast: the batch is too small."""
-    copies_mib = sum(2 * p.numel() for p in model.parameters() if p.ndim > 1) / MIB
+    """Prints a note if the batch is so small that autocast's copies of weights dominate the peak."""
+    copies_mib = sum(2 * p.numel() for p in model.parameters() if p.ndim > 1) / MIB  # bf16 has 2 bytes.
     if copies_mib > peak_mib / 4:
         print(f"{name}: copies of weights take {copies_mib / peak_mib:.0%} of the peak")
 
@@ -186,20 +189,20 @@ def is_measured(rows: list[dict], name: str, precision: str, arguments) -> bool:
     if commit == "unknown" or commit.endswith("+changes"):
         return False
     expected = (commit, str(arguments.threads), str(select_batch(name, precision, arguments)))
-    found = [
+    measured = [
         (row["commit"], row["threads"], row["shape"].split("x")[0])
         for row in rows
         if (row["what"], row["dtype"]) == (name, precision)
     ]
-    return set(found) == {expected}
+    return set(measured) == {expected}
 
 
-def merge_rows(old: list[dict], new: list[dict], models: list[str]) -> list[dict]:
-    """Returns `new`, and the old rows of other models, in the order of `models`."""
-    first = new[0]
-    rows = [row for row in old if (row["what"], row["dtype"]) != (first["what"], first["dtype"])]
+def merge_rows(old_rows: list[dict], new_rows: list[dict], models: list[str]) -> list[dict]:
+    """Returns the new rows of one model and precision, and other old rows, in the order of `models`."""
+    first = new_rows[0]
+    rows = [row for row in old_rows if (row["what"], row["dtype"]) != (first["what"], first["dtype"])]
     order = {model: i for i, model in enumerate(models)}
-    return sorted([*rows, *new], key=lambda r: (r["dtype"] != "fp32", order.get(r["what"], len(order))))
+    return sorted([*rows, *new_rows], key=lambda r: (r["dtype"] != "fp32", order.get(r["what"], len(order))))
 
 
 def parse_arguments():
@@ -229,7 +232,7 @@ def parse_arguments():
 
 
 def check_measured_curve(arguments) -> None:
-    """Prints the faults of the curve that was measured, and exits with status 1 if there are some."""
+    """Prints the faults of the measured curve. Exits with status 1 if there are faults, otherwise with 0."""
     name = f"curve_{arguments.device}"
     rows = read_csv(name, arguments.out)
     if not rows:
@@ -248,9 +251,12 @@ def main() -> None:
     if arguments.device == "cpu":
         restart_with_reused_memory()
     torch.set_num_threads(arguments.threads)
-    torch._dynamo.config.recompile_limit = 32  # Each contender recompiles the forward that all share.
+    torch._dynamo.config.recompile_limit = (
+        32  # All contenders share the code of a forward: one compilation each.
+    )
     words = arguments.models.split(",")
-    names = [name for k in words for name in (MODELS[MODEL_GROUPS[k]] if k in MODEL_GROUPS else (k,))]
+    models_by_word = {word: MODELS[group] for word, group in MODEL_GROUPS.items()}
+    names = [name for word in words for name in models_by_word.get(word, [word])]
     runs = [(name, precision) for precision in arguments.precisions for name in names]
     begin = time.monotonic()
     for i, (name, precision) in enumerate(runs, 1):

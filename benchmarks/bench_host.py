@@ -1,18 +1,19 @@
-"""Times the host's share of a step: Python and dispatch, on tensors so small that little else remains.
+"""Times the host's share of a step, Python and dispatch, on tensors so small that kernels take little time.
 
     python benchmarks/bench_host.py [--device cpu|cuda] [--rounds 200] [--out FOLDER]
 
-Contenders take turns on one thread; a result is the mean of all rounds after a warm-up. On a CPU it is
+Contenders take turns on one thread. A result is the mean of all rounds after a warm-up. On a CPU the time is
 processor time, which other programs hardly lengthen. A converted model makes objects for each saved tensor,
 and Python's garbage collector runs for them once in many rounds. The mean includes the collector's time,
-which the least and the median would hide.
+which the least and the median would hide. The column `times` is a ratio: torch's time over the contender's.
 
-    vit_tiny of 12 blocks, 8 images of 32 pixels, in fp32 and under bf16 autocast: torch's, `fastvit.convert`,
-    and with matmuls=True. A step makes gradients and drops them.
-    a layer of (4, 8, 4, 4): torch's two layers, and fastvit's one. A multiplication before the layer makes
-    the input an activation; the time of the multiplication is subtracted.
+    vit_tiny    A ViT of 12 blocks takes 8 images of 32 pixels, in fp32 and under bf16 autocast. Contenders
+                are torch's model, `fastvit.convert` of the model (convert), and the same with matmuls=True
+                (products). A step makes gradients and drops them.
+    BatchNorm   torch's norm and activation, or one layer of fastvit, take an input of (4, 8, 4, 4). A
+                multiplication makes the input an activation; the time of the multiplication is subtracted.
 
-With a GPU the host's time is by the clock, and the GPU's work goes on behind it. Models need timm
+With a GPU the host's time is wall time, and the host does not wait for the GPU. Models need timm
 (`pip install '.[models]'`). The program writes results/host_DEVICE.csv and .md.
 """
 
@@ -31,7 +32,7 @@ import fastvit
 
 LAYER_CALLS = 30  # calls in one timing: one call is as short as the clock's resolution
 CHANNELS = 8
-LAYERS = {  # a name -> functions that make torch's layers, and fastvit's layer for the same work
+LAYERS = {  # a row's name -> functions that make torch's layers, and fastvit's layer for the same work
     "BatchNorm2d, ReLU": (
         lambda: nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU()),
         lambda: fastvit.BatchNormAct(CHANNELS, activation="relu"),
@@ -43,25 +44,27 @@ LAYERS = {  # a name -> functions that make torch's layers, and fastvit's layer 
     "BatchNorm2d": (lambda: nn.BatchNorm2d(CHANNELS), lambda: fastvit.SyncBatchNorm(CHANNELS)),
 }
 SecondsByDirection = dict[str, float]
-read_clock = time.process_time
+read_clock = time.process_time  # `main` replaces this clock for a GPU.
 
 
 def mean_by_contender(
     contenders: dict[str, Callable[[], SecondsByDirection]], rounds: int, device: str
 ) -> dict[str, SecondsByDirection]:
-    """Runs the contenders in turn; returns the mean time of each in each direction."""
+    """Runs the contenders in turn. Returns the mean time of each contender in each direction."""
     means: dict[str, SecondsByDirection] = {}
     for turn in range(-WARM_UP_TURNS, rounds):
         for name, run_step in contenders.items():
             if device == "cuda":
-                torch.cuda.synchronize()  # A full stream would make a launch wait.
+                torch.cuda.synchronize()  # The queue is empty, so that no launch has to wait for a place.
             for direction, seconds in run_step().items():
-                mean = means.setdefault(name, {})
-                mean[direction] = mean.get(direction, 0.0) + (turn >= 0) * seconds / rounds
+                if turn >= 0:  # Negative turns are the warm-up.
+                    mean = means.setdefault(name, {})
+                    mean[direction] = mean.get(direction, 0.0) + seconds / rounds
     return means
 
 
 def make_rows(what: str, means: dict[str, SecondsByDirection]) -> list[dict]:
+    """Returns a row for each contender and direction, with torch's time over the contender's."""
     return [
         {
             "what": what,
@@ -76,6 +79,7 @@ def make_rows(what: str, means: dict[str, SecondsByDirection]) -> list[dict]:
 
 
 def time_step(forward: Callable[[], torch.Tensor]) -> SecondsByDirection:
+    """Returns the host's seconds for a forward, for its backward, and for both."""
     begin = read_clock()
     result = forward()
     middle = read_clock()
@@ -85,6 +89,7 @@ def time_step(forward: Callable[[], torch.Tensor]) -> SecondsByDirection:
 
 
 def bench_models(rounds: int, device: str) -> list[dict]:
+    """Returns the rows of a ViT, eager and converted."""
     import_torchvision()
     import timm
 
@@ -97,9 +102,9 @@ def bench_models(rounds: int, device: str) -> list[dict]:
     }
     x = torch.randn(8, 3, 32, 32, device=device)
 
-    def run_step(model: nn.Module, autocast: bool) -> SecondsByDirection:
+    def run_step(model: nn.Module, uses_autocast: bool) -> SecondsByDirection:
         def forward() -> torch.Tensor:
-            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            with torch.autocast(device, torch.bfloat16, enabled=uses_autocast):
                 return model(x).sum()
 
         seconds = time_step(forward)
@@ -114,6 +119,7 @@ def bench_models(rounds: int, device: str) -> list[dict]:
 
 
 def bench_layers(rounds: int, device: str) -> list[dict]:
+    """Returns the rows of LAYERS, without the time of the multiplication before each layer."""
     x = torch.randn(4, CHANNELS, 4, 4, device=device, requires_grad=True)
 
     def run_step(layer: Callable) -> SecondsByDirection:
@@ -126,9 +132,9 @@ def bench_layers(rounds: int, device: str) -> list[dict]:
         layers["identity"] = nn.Identity()
         steps = {name: functools.partial(run_step, layer) for name, layer in layers.items()}
         means = mean_by_contender(steps, rounds, device)
-        identity = means.pop("identity")
+        identity_mean = means.pop("identity")
         for mean in means.values():
-            mean |= {direction: mean[direction] - identity[direction] for direction in mean}
+            mean |= {direction: mean[direction] - identity_mean[direction] for direction in mean}
         rows += make_rows(what, means)
     return rows
 

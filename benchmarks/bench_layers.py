@@ -3,12 +3,13 @@
     python benchmarks/bench_layers.py [--device cpu|cuda] [--threads 1 2] [--turns N] [--out FOLDER]
     python benchmarks/bench_layers.py --quick --out /tmp/smoke      # tests the program
 
-Forward and backward are timed separately and added, contenders in turn, each on a new input that is in no
-cache. Bandwidths count the bytes that a step must read and write: a batch norm's 3 passes forward and 5
-backward, and an operation's operands and results. `kept` is the memory that a forward leaves allocated, its
-result included, in tensors as large as an input. torch.compile compiles torch's layers for each shape
-(dynamic=False); the layers of a ViT on a GPU only. apex's SyncBatchNorm (FASTVIT_APEX=folder of its sources)
-and mapillary's compiled InPlaceABN take part if they can be imported.
+Contenders take turns, each on a new input that is in no cache. Forward and backward are timed separately and
+added. Bandwidths count the bytes that a step must read and write. A batch norm makes 3 passes over the
+activation forward and 5 backward; other layers read their operands and write their results once. `kept` is
+the memory that a forward leaves allocated, its result included, as a multiple of the input. torch.compile
+compiles torch's layers for each shape (dynamic=False); the layers of a ViT are compiled on a GPU only. apex's
+SyncBatchNorm (FASTVIT_APEX=folder of its sources) and mapillary's compiled InPlaceABN take part if they can
+be imported.
 
 The program writes layers_DEVICE.csv after every case, and its table. A CPU computes batch norms in fp32, and
 the layers of a ViT-S/16 with 32 images in three dtypes; a GPU computes in bf16, with 128 and 256 images.
@@ -42,7 +43,7 @@ from fastvit import functional
 from fastvit.memory import live_bytes
 
 APEX = "apex SyncBatchNorm"
-CAST = "fp32 to bf16"  # the dtypes of a norm and of its result under autocast
+CAST = "fp32 to bf16"  # the dtype of a case in which a norm takes fp32 and returns bf16, as under autocast
 POINTWISE = {
     "gelu": lambda x: F.gelu(x),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -50,7 +51,7 @@ POINTWISE = {
     "swiglu": lambda a, b: F.silu(a) * b,
     "geglu": lambda a, b: F.gelu(a) * b,
 }
-GATES = {"swiglu": "silu", "geglu": "gelu"}
+GATES = {"swiglu": "silu", "geglu": "gelu"}  # a gate -> its activation, as fastvit names it
 
 
 @dataclass
@@ -76,15 +77,15 @@ def batch_norms(quick: bool, device: str) -> Iterator[Case]:
     """Yields fastvit's layers against torch's BatchNorm and leaky_relu, in place unless compiled."""
     nhwc, nchw, dtype = torch.channels_last, torch.contiguous_format, "fp32"
     if quick:
-        cases = [((4, 8, 6, 6), nchw), ((64, 384), nchw), ((4, 8, 6, 6), nhwc)]
+        inputs = [((4, 8, 6, 6), nchw), ((64, 384), nchw), ((4, 8, 6, 6), nhwc)]
     elif device == "cuda":
         shapes, dtype = [(128, 256, 56, 56), (128, 1024, 14, 14)], "bf16"
-        cases = [(shape, layout) for shape in shapes for layout in (nhwc, nchw)]
-        cases += [((128 * 197, 768), nchw), ((16, 256, 28, 28), nhwc)]
+        inputs = [(shape, layout) for shape in shapes for layout in (nhwc, nchw)]
+        inputs += [((128 * 197, 768), nchw), ((16, 256, 28, 28), nhwc)]  # A ViT has 197 tokens per image.
     else:
         shapes = [(32, 64, 56, 56), (32, 256, 14, 14), (128, 384, 14, 14), (12608, 384)]
-        cases = [*((shape, nchw) for shape in shapes), (shapes[0], nhwc)]
-    for shape, memory_format in cases:
+        inputs = [*((shape, nchw) for shape in shapes), (shapes[0], nhwc)]
+    for shape, memory_format in inputs:
         x = torch.randn(shape, device=device).to(DTYPES[dtype]).contiguous(memory_format=memory_format)
         channels, is_2d = shape[1], len(shape) == 2
 
@@ -115,16 +116,17 @@ def batch_norms(quick: bool, device: str) -> Iterator[Case]:
 
 
 def vit_layers(quick: bool, device: str) -> Iterator[Case]:
-    """Yields LayerNorm, activations and gates of fastvit.functional, against torch's."""
-    rows, dtypes, dims, hidden, names = 32 * 197, ["fp32", "bf16", "fp16"], [384], [1536], list(POINTWISE)
+    """Yields LayerNorm, activations and gates of fastvit.functional against torch's, over (rows, dim)."""
+    rows, dtypes, names = 32 * 197, ["fp32", "bf16", "fp16"], list(POINTWISE)  # 197 tokens per image
+    dims, hidden_dims = [384], [1536]  # of a block, and of its MLP
     if device == "cuda":
-        rows, dtypes, dims, hidden = 256 * 197, ["bf16"], [768, 384], [768, 384]
+        rows, dtypes, dims, hidden_dims = 256 * 197, ["bf16"], [768, 384], [768, 384]
         names = ["gelu", "silu", "swiglu"]
     rows = 64 if quick else rows
     for dtype in dtypes:
         for dim in dims:
             yield _layer_norm((rows, dim), dtype, quick, device)
-        for dim in hidden:
+        for dim in hidden_dims:
             a, b = (torch.randn(rows, dim, device=device).to(DTYPES[dtype]) for _ in range(2))
             for name in names:
                 yield _pointwise(name, [a, b] if name in GATES else [a], dtype, quick)
@@ -150,13 +152,16 @@ def _layer_norm(shape: tuple[int, int], dtype: str, quick: bool, device: str) ->
 
 
 def _pointwise(name: str, operands: list[torch.Tensor], dtype: str, quick: bool) -> Case:
-    x, n = operands[0], len(operands)
+    x, num_operands = operands[0], len(operands)
 
     def fastvit_function(*operands):
-        return functional.gated_act(*operands, GATES[name]) if n == 2 else functional.act(*operands, name)
+        if name in GATES:
+            return functional.gated_act(*operands, GATES[name])
+        return functional.act(*operands, name)
 
     contenders = _make_contenders(POINTWISE[name], fastvit_function, quick, x.device.type)
-    bytes_moved = _bytes_by_direction((n + 1) * x.nbytes, (2 * n + 1) * x.nbytes)
+    # The forward reads all operands and writes y. The backward reads dy too, and writes a gradient for each.
+    bytes_moved = _bytes_by_direction((num_operands + 1) * x.nbytes, (2 * num_operands + 1) * x.nbytes)
     return Case(name, _format_shape(x.shape), dtype, operands, contenders, bytes_moved)
 
 
@@ -176,7 +181,7 @@ def _bytes_by_direction(forward: int, backward: int) -> dict[str, int]:
 
 
 class Step:
-    """Forward and backward of one contender."""
+    """Forward and backward of one contender of a case; a call times both."""
 
     def __init__(self, name: str, case: Case, timer: Timer, dys: list[torch.Tensor]):
         self.layer, self.timer, self.dys = case.contenders[name], timer, dys
@@ -192,7 +197,7 @@ class Step:
         return [leaf.clone() for leaf in self.leaves]
 
     def forward(self, operands: list[torch.Tensor]) -> torch.Tensor:
-        """Pops the operands from the list, so that only autograd refers to them during the forward."""
+        """Runs the layer. The operands leave the list, so that only autograd refers to them meanwhile."""
         return self.layer(*(operands.pop(0) for _ in range(len(operands))))
 
     def backward(self, y: torch.Tensor, dy: torch.Tensor) -> object:
@@ -210,11 +215,11 @@ class Step:
         dys = islice(cycle(self.dys), self.num_calls)
         calls = [lambda dy=dy: self.backward(ys.pop(0), dy) for dy in dys]
         backward = self.timer(calls, ("backward", *self.key), self.warm_up)
-        both = Timing(*map(sum, zip(forward, backward, strict=True)))
-        return {"forward": forward, "backward": backward, "both": both}
+        step = Timing(*map(sum, zip(forward, backward, strict=True)))
+        return {"forward": forward, "backward": backward, "both": step}
 
-    def count_kept(self) -> float:
-        """Returns the bytes that a forward leaves allocated, in inputs."""
+    def measure_kept(self) -> float:
+        """Returns the bytes that a forward leaves allocated, divided by the bytes of the input."""
         kept_bytes = live_bytes(lambda: self.forward(self.copy_inputs()), self.timer.device.type)[0]
         return kept_bytes / self.leaves[0].nbytes
 
@@ -226,7 +231,7 @@ def bench(case: Case, timer: Timer, turns: int) -> list[dict]:
     dys = [torch.randn_like(y) for _ in range(timer.plan_rotation(nbytes, nbytes)[0])]
     steps = {name: Step(name, case, timer, dys) for name in case.contenders}
     rows = measure_in_turns(steps, timer, turns, nbytes, case.bytes_moved)
-    kept = {name: steps[name].count_kept() for name in dict.fromkeys(row["contender"] for row in rows)}
+    kept = {name: steps[name].measure_kept() for name in dict.fromkeys(row["contender"] for row in rows)}
     case_columns = {"what": case.what, "shape": case.shape, "dtype": case.dtype}
     case_columns["threads"] = torch.get_num_threads()
     return [case_columns | row | {"kept": kept[row["contender"]]} for row in rows]

@@ -3,9 +3,9 @@
     python benchmarks/bench_ops.py [--device cpu|cuda] [--threads 1] [--turns N] [--out benchmarks/results]
     python benchmarks/bench_ops.py --quick --out /tmp/smoke     # tests the program
 
-Two names in one row are one op for the work of both. `inplace` and `from_output` rows are ops of a layer in
-place, whose backward recovers its input from its output. Bandwidths are computed with the passes over the
-activation of fastvit's ops, for torch's too, so that two ops and one op for both can be compared. On a CPU
+A row with two names, such as "bn_stats, bn_forward", is a call of the second op that does the work of both.
+The rows `inplace` and `from_output` are ops of a layer in place, whose backward recovers x from y. Bandwidths
+count the passes that fastvit's ops make over the activation (PASSES), for torch's functions too. On a CPU
 torch's functions are those of its BatchNorm with leaky_relu. On a GPU they are those of its SyncBatchNorm,
 which apply no activation. The program writes ops_DEVICE.csv after every case, and its table. With
 ATEN_CPU_CAPABILITY=avx2, which lowers the instruction set, the file is ops_cpu_avx2.csv.
@@ -70,15 +70,17 @@ class Case:
 def image_cases(
     n: int, channels: int, side: int, dtype: str, layouts=("channels_last", "nchw")
 ) -> list[Case]:
+    """Returns a case of n square images for each layout."""
     return [Case((n, channels, side, side), layout, dtype) for layout in layouts]
 
 
 def tokens_case(n: int, channels: int, dtype: str) -> Case:
+    """Returns the tokens of n images in a ViT: 14 * 14 patches and a class token, 197 per image."""
     return Case((n, 197, channels), "tokens", dtype)
 
 
 def cuda_cases() -> list[Case]:
-    """Returns batches of 128 and 256 images, which exceed the L2 cache, and a few small batches."""
+    """Returns batches of 128 and 256 images, which exceed the L2 cache, and smaller batches."""
     cases = [*image_cases(128, 256, 56, "bf16"), *image_cases(128, 1024, 14, "bf16")]
     cases += [tokens_case(n, 768, "bf16") for n in (128, 256, 32)]
     return [
@@ -108,13 +110,13 @@ QUICK_CASES = [*image_cases(4, 8, 6, "fp32"), Case((4, 9, 16), "tokens", "bf16")
 
 
 def fastvit_ops(case: Case, x: torch.Tensor, dy: torch.Tensor) -> OpCalls:
-    """Returns a call of each op alone, with inputs as from the ops before it."""
-    num_channels, dim = case.channels, case.channel_dim
-    # With these weights, values that are normalised again and again stay bounded.
-    weight = 1 - torch.rand(num_channels, device=x.device) / 2
-    bias = torch.rand(num_channels, device=x.device) / 2
-    running = torch.zeros(num_channels, device=x.device), torch.ones(num_channels, device=x.device)
-    options, moments = (weight, bias, None, "leaky_relu", 0.01, dim), ops.bn_stats(x, dim)
+    """Returns a call of each op; its inputs are results of the ops that precede it in a layer."""
+    channels, dim = case.channels, case.channel_dim
+    # With these weights in 0.5 to 1, `overwritten` stays finite, which each call normalises again.
+    weight = 1 - torch.rand(channels, device=x.device) / 2
+    bias = torch.rand(channels, device=x.device) / 2
+    running = torch.zeros(channels, device=x.device), torch.ones(channels, device=x.device)  # mean and var
+    options, moments = (weight, bias, None, "leaky_relu", 0.01, dim), ops.bn_stats(x, dim)  # without residual
     _, saved = ops.bn_forward(x, *options, moments)
     (sums,) = ops.bn_reduce(x, dy, saved, *options)
     y, overwritten = x.clone(), x.clone()
@@ -169,9 +171,8 @@ def sync_batch_norm_ops(
     """Returns calls of the functions of torch.nn.SyncBatchNorm, without its collectives."""
     mean, invstd = torch.batch_norm_stats(x, 1e-5)
     count = torch.tensor([x.numel() // weight.numel()], dtype=torch.int32, device=x.device)
-    sums = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, True, True)[:2]
 
-    def elemt(mean, invstd):
+    def normalize(mean, invstd):
         return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 1e-5)
 
     def reduce():
@@ -180,10 +181,11 @@ def sync_batch_norm_ops(
     def backward(sum_dy, sum_dy_xmu):
         return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count)
 
+    sums = reduce()[:2]
     return {
         "bn_stats": lambda: torch.batch_norm_stats(x, 1e-5),
-        "bn_forward": lambda: elemt(mean, invstd),
-        FORWARD: lambda: elemt(*torch.batch_norm_stats(x, 1e-5)),
+        "bn_forward": lambda: normalize(mean, invstd),
+        FORWARD: lambda: normalize(*torch.batch_norm_stats(x, 1e-5)),
         "bn_reduce": reduce,
         "bn_backward": lambda: backward(*sums),
         BACKWARD: lambda: backward(*reduce()[:2]),
@@ -202,19 +204,20 @@ def bench(case: Case, timer: Timer, turns: int) -> list[dict]:
     num_sets, _ = timer.plan_rotation(x.nbytes, x.nbytes)
     input_sets = [(x, dy), *((case.randn(device), case.randn(device)) for _ in range(num_sets - 1))]
     factories = {"fastvit": fastvit_ops, "torch": torch_ops}
-    rotating = {name: [make(case, *inputs) for inputs in input_sets] for name, make in factories.items()}
-    small = {name: make(case, warmup_slice(x), warmup_slice(dy)) for name, make in factories.items()}
+    # Timed calls rotate over the sets of inputs. A warm-up calls the same op on a few values.
+    timed = {name: [make(case, *inputs) for inputs in input_sets] for name, make in factories.items()}
+    warm_up = {name: make(case, warmup_slice(x), warmup_slice(dy)) for name, make in factories.items()}
 
     def time_op(name: str, op: str) -> dict[str, Timing]:
         _, num_calls = timer.plan_rotation(x.nbytes, PASSES[op] * x.nbytes)
-        calls = [op_calls[op] for op_calls in islice(cycle(rotating[name]), num_calls)]
-        return {"": timer(calls, (name, op, case), small[name][op])}
+        calls = [op_calls[op] for op_calls in islice(cycle(timed[name]), num_calls)]
+        return {"": timer(calls, (name, op, case), warm_up[name][op])}
 
     rows = []
     for op, passes in PASSES.items():
-        contenders = {name: partial(time_op, name, op) for name in small if op in small[name]}
-        measured = measure_in_turns(contenders, timer, turns, x.nbytes, {"": passes * x.nbytes})
-        rows += [{"what": op, "shape": str(case), "dtype": case.dtype} | row for row in measured]
+        contenders = {name: partial(time_op, name, op) for name in warm_up if op in warm_up[name]}
+        op_rows = measure_in_turns(contenders, timer, turns, x.nbytes, {"": passes * x.nbytes})
+        rows += [{"what": op, "shape": str(case), "dtype": case.dtype} | row for row in op_rows]
     return rows
 
 

@@ -2,20 +2,23 @@
 
     python benchmarks/bench_sync.py [--world 2 4 8]         ranks of this machine, one number after another
     python benchmarks/bench_sync.py --hosts 2 --world 4 --delay 1 --what exchange
-                            ranks on hosts, which are namespaces of this machine (simulated_hosts.py)
+                            ranks on simulated hosts of this machine, apart by Linux namespaces
 
-The ranks use NCCL if there are as many GPUs as ranks, else gloo.
+The ranks use NCCL if there are as many GPUs as ranks, else gloo. The program measures two things:
 
-Exchange: moments forward, sums backward, without a layer; `bare` is torch.distributed's collective of as many
-numbers. Step: forward and backward of one layer on all ranks at the same time; `local` has the statistics of
-one rank. Contenders take turns. `times` is the median over turns of a baseline's time divided by the
-contender's; the baseline of an exchange is `bare`, that of a step `local`. torch.nn.SyncBatchNorm runs on
-CUDA. apex's runs if apex can be imported (FASTVIT_APEX=folder of its sources), and without compiled parts it
-is Python over collectives, on the CPU too.
+    exchange   ranks send moments in the forward and sums in the backward, without a layer. The contender
+               `bare` is torch.distributed's collective of as many numbers.
+    step       all ranks run forward and backward of one layer at the same time. The contender `local` is a
+               layer with the statistics of its own rank.
 
-Each timing begins after an exchange of all ranks, and is that of the slowest rank. On a CPU each rank stays
-on a core of its own if there are enough cores: two ranks that meet on one core take turns, and an exchange
-then takes two to ten times as long. The allocator retains freed memory. torch's profiler counts the calls.
+Contenders take turns. The column `times` is a ratio: the baseline's time divided by the contender's, as the
+median over turns. The baseline of an exchange is `bare`, that of a step is `local`. torch.nn.SyncBatchNorm
+runs on CUDA only. apex's SyncBatchNorm runs if apex can be imported (FASTVIT_APEX=folder of its sources).
+Without its compiled parts apex's layer is Python over collectives, and runs on the CPU too.
+
+Each timing begins after an exchange, which aligns the ranks. The time of the slowest rank counts. On a CPU
+each rank has its own core if there are enough: two ranks on one core take turns, and an exchange then takes
+two to ten times as long. The allocator retains freed memory. torch's profiler counts the calls.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,90 +55,115 @@ from fastvit.sync.collective import ALL_GATHER_NAME
 from fastvit.sync.statistics_group import get_statistics_group
 
 CHANNELS = (64, 256, 512, 1024, 2048)
-STEP_SHAPES = {  # the inputs of a step, by device type
+STEP_SHAPES = {  # device type -> shapes (N, C, H, W) of the input of a step
     "cpu": ((32, 64, 28, 28), (32, 256, 14, 14), (32, 64, 56, 56)),
     "cuda": tuple((32, channels, 28, 28) for channels in CHANNELS),
 }
 DIRECTIONS = ("forward", "backward", "both")
-ROWS_FILE = "rows.json"
+ROWS_FILE = "rows.json"  # Rank 0 writes its rows into this file for the parent process.
+MOMENTUM = 0.1  # torch's default; ranks compare it, and the benchmark updates no running statistics.
 FOLDER_VARIABLE = "FASTVIT_BENCH_FOLDER"  # the environment variable of a rank on a simulated host
 Call = Callable[[], object]
-Contender = tuple[tuple[Call, Call], tuple[Call, Call]]
-"""Forward and backward: a call that prepares the timing, and the call that is timed."""
+
+
+class TimedCall(NamedTuple):
+    prepare: Call  # This runs before each timing.
+    call: Call
+
+
+class Contender(NamedTuple):
+    forward: TimedCall
+    backward: TimedCall
+
+
+class ExchangeCalls(NamedTuple):
+    merge_moments: Call
+    merge_sums: Call
 
 
 def make_group(statistics: str) -> "dist.ProcessGroup":
-    """Returns a new process group of all ranks, whose backend `statistics` has chosen."""
-    os.environ["FASTVIT_STATISTICS"] = statistics
+    """Returns a new process group of all ranks, whose exchange backend `statistics` chooses."""
+    os.environ["FASTVIT_STATISTICS"] = statistics  # A group reads the variable at its first exchange, below.
     group = dist.new_group()
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    make_exchange_calls(group, 2, device)[0]()
+    make_exchange_calls(group, 2, device).merge_moments()
     return group
 
 
-def make_exchange_calls(group, channels: int, device: torch.device) -> tuple[Call, Call]:
-    """Returns calls that exchange moments and sums; without a group torch's bare collectives."""
+def make_exchange_calls(group, channels: int, device: torch.device) -> ExchangeCalls:
+    """Returns calls that exchange moments and sums over `group`; for None, torch's bare collectives."""
+    # Moments are mean[C], M2[C] and the count, which takes two numbers. Sums are two numbers per channel.
     moments, sums = (torch.rand(n, device=device) for n in (2 * channels + 2, 2 * channels))
     if group is None:
-        rows = moments.new_empty(dist.get_world_size() * moments.numel())
-        return partial(getattr(dist, ALL_GATHER_NAME), rows, moments), partial(dist.all_reduce, sums)
-    layer = sync.LayerKey("bench_sync", moments.numel(), 0.1)
-    shared = get_statistics_group(group, moments.device)
-    tag = shared.merge_moments(layer, moments)[1]
-    return partial(shared.merge_moments, layer, moments), partial(shared.merge_sums, sums[None], tag)
+        gathered = moments.new_empty(dist.get_world_size() * moments.numel())
+        gather = partial(getattr(dist, ALL_GATHER_NAME), gathered, moments)
+        return ExchangeCalls(gather, partial(dist.all_reduce, sums))
+    layer = sync.LayerKey("bench_sync", layer_id=moments.numel(), momentum=MOMENTUM)  # an id for each size
+    statistics_group = get_statistics_group(group, moments.device)
+    tag = statistics_group.merge_moments(layer, moments)[1]
+    return ExchangeCalls(
+        partial(statistics_group.merge_moments, layer, moments),
+        partial(statistics_group.merge_sums, sums[None], tag),
+    )
 
 
 def count_calls(function: Call) -> dict[str, int]:
-    """Returns the number of collectives, and of ops outside of other ops, by torch's profiler."""
+    """Returns the numbers of collectives and of ops, by torch's profiler. Ops inside ops do not count."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
     events = profile.events()
-    is_op = {id(e): e.name.startswith(("aten::", "fastvit::")) for e in events}
+    op_ids = {id(event) for event in events if event.name.startswith(("aten::", "fastvit::"))}
     return {
-        "collectives": sum(e.name.startswith("c10d::") for e in events),
-        "ops": sum(is_op[id(e)] and not is_op.get(id(e.cpu_parent), False) for e in events),
+        "collectives": sum(event.name.startswith("c10d::") for event in events),
+        "ops": sum(id(event) in op_ids and id(event.cpu_parent) not in op_ids for event in events),
     }
 
 
 def bench(contenders: dict[str, Contender], baseline: str, repeats: int, device: torch.device) -> list[dict]:
-    """Returns rows of contenders that take turns; a time is that of the slowest rank."""
-    times_by_key: dict[tuple[str, str], list[float]] = {(n, d): [] for n in contenders for d in DIRECTIONS}
-    for repeat in range(repeats):
-        for name, directions in contenders.items():
+    """Times contenders in turn and returns their rows; a time is that of the slowest rank."""
+    local_us: dict[tuple[str, str], list[float]] = {(n, d): [] for n in contenders for d in DIRECTIONS}
+    num_warm_up_turns = repeats // 10  # The first turns allocate memory and fill caches.
+    for turn in range(repeats):
+        for name, contender in contenders.items():
             durations_us = []
-            for prepare, call in directions:
-                prepare()
-                durations_us.append(time_us(call, device))
-            if repeat >= repeats // 10:
+            for timed in contender:
+                timed.prepare()
+                durations_us.append(time_us(timed.call, device))
+            if turn >= num_warm_up_turns:
                 for direction, us in zip(DIRECTIONS, (*durations_us, sum(durations_us)), strict=True):
-                    times_by_key[name, direction].append(us)
-    times_of_ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(times_of_ranks, times_by_key)
-    slowest = {
-        key: [max(turn) for turn in zip(*(times[key] for times in times_of_ranks), strict=True)]
-        for key in times_by_key
+                    local_us[name, direction].append(us)
+    us_by_rank: list = [None] * dist.get_world_size()
+    dist.all_gather_object(us_by_rank, local_us)
+    slowest_us = {
+        key: [max(turn_us) for turn_us in zip(*(rank_us[key] for rank_us in us_by_rank), strict=True)]
+        for key in local_us
     }
     rows = []
-    for name, directions in contenders.items():
-        forward, backward = (count_calls(call) for _, call in directions)
-        both = {kind: forward[kind] + backward[kind] for kind in forward}
-        for direction, counts in zip(DIRECTIONS, (forward, backward, both), strict=True):
-            times, baseline_times = slowest[name, direction], slowest[baseline, direction]
-            row = {"contender": name, "direction": direction, **percentiles(times, (50, 95))}
-            row["times"] = median(base / us for base, us in zip(baseline_times, times, strict=True))
+    for name, contender in contenders.items():
+        forward, backward = (count_calls(timed.call) for timed in contender)
+        step = {kind: forward[kind] + backward[kind] for kind in forward}
+        for direction, counts in zip(DIRECTIONS, (forward, backward, step), strict=True):
+            contender_us, baseline_us = slowest_us[name, direction], slowest_us[baseline, direction]
+            row = {"contender": name, "direction": direction, **percentiles(contender_us, (50, 95))}
+            row["times"] = median(base / us for base, us in zip(baseline_us, contender_us, strict=True))
             rows.append(row | counts)
     return rows
 
 
 def bench_exchange(channels: int, groups: dict, repeats: int, device: torch.device) -> list[dict]:
+    """Returns the rows of an exchange by each group of `groups`, and by torch's bare collectives."""
+
     def run_three_times(call: Call) -> None:
         """Lets the threads of the previous contender leave the cores, and aligns the ranks."""
         for _ in range(3):
             call()
 
     contenders = {
-        name: tuple(
-            (partial(run_three_times, call), call) for call in make_exchange_calls(group, channels, device)
+        name: Contender(
+            *(
+                TimedCall(partial(run_three_times, call), call)
+                for call in make_exchange_calls(group, channels, device)
+            )
         )
         for name, group in ({"bare": None} | groups).items()
     }
@@ -142,8 +171,10 @@ def bench_exchange(channels: int, groups: dict, repeats: int, device: torch.devi
 
 
 def make_layers(channels: int, groups: dict, device: torch.device) -> dict[str, nn.Module]:
-    own_group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    layers = {"local": fastvit.SyncBatchNorm(channels, process_group=own_group)}
+    """Returns the layers that are compared in a step, by contender."""
+    # All ranks have to call new_group for every group, also for a group of another rank.
+    local_group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    layers = {"local": fastvit.SyncBatchNorm(channels, process_group=local_group)}
     layers |= {name: fastvit.SyncBatchNorm(channels, process_group=g) for name, g in groups.items()}
     if device.type == "cuda":
         layers["torch SyncBatchNorm"] = nn.SyncBatchNorm(channels)
@@ -152,9 +183,11 @@ def make_layers(channels: int, groups: dict, device: torch.device) -> dict[str, 
 
 
 def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch.device) -> list[dict]:
+    """Returns the rows of a step of each layer of `make_layers`, and of torch's bare collectives."""
     x = torch.randn(shape, device=device, requires_grad=True)
     dy, outputs = torch.randn_like(x), []
-    align_ranks = make_exchange_calls(next(reversed(groups.values())), 4, device)[0]
+    # The group that was made last exchanges fastest. A few channels suffice, since only the wait matters.
+    align_ranks = make_exchange_calls(list(groups.values())[-1], 4, device).merge_moments
     layers = make_layers(shape[1], groups, device)
     local = layers["local"]
 
@@ -165,47 +198,46 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
         align_ranks()
 
     def make_step(layer: nn.Module) -> Contender:
-        return (
-            (evict_and_align, lambda: outputs.append(layer(x))),
-            (lambda: None, lambda: outputs.pop().backward(dy)),
+        return Contender(
+            TimedCall(evict_and_align, lambda: outputs.append(layer(x))),
+            TimedCall(lambda: None, lambda: outputs.pop().backward(dy)),
         )
 
     contenders = {name: make_step(layer) for name, layer in layers.items()}
     gather, reduce = make_exchange_calls(None, shape[1], device)
     # Each collective follows other work, as the exchange in a layer does.
-    contenders["bare"] = (evict_and_align, gather), (evict_and_align, reduce)
+    contenders["bare"] = Contender(TimedCall(evict_and_align, gather), TimedCall(evict_and_align, reduce))
     return bench(contenders, "local", repeats, device)
 
 
 def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
-    """Measures on one rank; rank 0 writes the rows into `folder`."""
+    """Measures on one rank. Rank 0 writes the rows into `folder`, which all ranks share."""
     uses_cuda = torch.cuda.device_count() >= world
     torch.set_num_threads(options.threads)
     if uses_cuda:
         torch.cuda.set_device(rank)
-    init, timeout = f"file://{folder}/store", datetime.timedelta(seconds=60)
+    store_url, timeout = f"file://{folder}/store", datetime.timedelta(seconds=60)
     backend = "nccl" if uses_cuda else "gloo"
-    dist.init_process_group(backend, init, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(backend, store_url, rank=rank, world_size=world, timeout=timeout)
     device = torch.device("cuda", rank) if uses_cuda else torch.device("cpu")
     groups = {"Collective": make_group("collective")}
     try:
-        if not options.hosts:
+        if not options.hosts:  # Hosts share no memory.
             groups["CudaIpc" if uses_cuda else "SharedMemory"] = make_group("peer")
     except RuntimeError as error:  # Without peer memory all ranks raise.
         print(error)
     cores = sorted(os.sched_getaffinity(0))
     if not uses_cuda and options.threads == 1 and world <= len(cores):
-        os.sched_setaffinity(
-            0, {cores[rank]}
-        )  # Only this thread moves: gloo's threads exist by now, and stay free.
-    repeats = max(20, options.repeats * 2 // world)
+        # This pins the main thread. gloo's threads exist already and may run on every core.
+        os.sched_setaffinity(0, {cores[rank]})
+    repeats = max(20, options.repeats * 2 // world)  # The time of an exchange grows with the number of ranks.
     rows: list[dict] = []
     for channels in CHANNELS if "exchange" in options.what else ():
-        measured = bench_exchange(channels, groups, repeats, device)
-        rows += [{"what": "exchange", "shape": f"C={channels}"} | row for row in measured]
+        exchange_rows = bench_exchange(channels, groups, repeats, device)
+        rows += [{"what": "exchange", "shape": f"C={channels}"} | row for row in exchange_rows]
     for shape in STEP_SHAPES[device.type] if "step" in options.what else ():
-        measured = bench_step(shape, groups, repeats, device)
-        rows += [{"what": "step", "shape": "x".join(map(str, shape))} | row for row in measured]
+        step_rows = bench_step(shape, groups, repeats, device)
+        rows += [{"what": "step", "shape": "x".join(map(str, shape))} | row for row in step_rows]
     if rank == 0:
         setup = {"world": world, "threads": options.threads, "cores": os.cpu_count()}
         if options.hosts:
@@ -220,12 +252,12 @@ def spawn_on_hosts(world: int, folder: str, options: argparse.Namespace) -> None
     """Runs the ranks on simulated hosts; each rank is a process of this program."""
     variables = {"WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "eth0", FOLDER_VARIABLE: folder}
     with SimulatedHosts(options.hosts, options.delay / 1e3) as hosts:
-        ranks = []
+        processes = []
         for rank in range(world):
             environment = os.environ | variables | {"RANK": str(rank)}
             host = rank * options.hosts // world
-            ranks.append(hosts.start(host, [sys.executable, *sys.argv], env=environment))
-        if any([rank.wait() for rank in ranks]):
+            processes.append(hosts.start(host, [sys.executable, *sys.argv], env=environment))
+        if any([process.wait() for process in processes]):  # A list: all processes have to end.
             raise SystemExit("bench_sync: a rank failed; its traceback is above")
 
 
@@ -259,7 +291,7 @@ def main() -> None:
             else:
                 mp.spawn(rank_main, (world, folder, options), nprocs=world)
             rows += json.loads((Path(folder) / ROWS_FILE).read_text())
-    device = "cuda" if rows[0]["driver"] else "cpu"
+    device = "cuda" if rows[0]["driver"] else "cpu"  # Only rows of a GPU have a driver.
     name = options.name or f"sync_{'hosts_' if options.hosts else ''}{device}"
     print(write_table(write_csv(name, rows, options.out)).with_suffix(".md").read_text())
 

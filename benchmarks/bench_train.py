@@ -1,9 +1,10 @@
-"""Measures the trainer's accuracy on digits with every --norm and --amp.
+"""Measures the trainer's accuracy on scikit-learn's digits with every --norm and every --amp.
 
     python benchmarks/bench_train.py [--ranks 2] [--only norm=torch amp=O2 ...]
 
-The program trains with the default recipe, one case after another, which takes several minutes. `--only` runs
-some cases, and the rows of the others remain. Results go to results/train_accuracy.csv and train_accuracy.md.
+A case changes one option of the trainer's default recipe. The cases take several minutes, one after another.
+`--only` runs some cases; the rows of other cases remain. The exit status is 1 if an accuracy is too low.
+Results go to results/train_accuracy.csv and train_accuracy.md.
 """
 
 import json
@@ -20,23 +21,23 @@ from harness import format_conditions, make_parser, markdown_table, provenance, 
 from fastvit.training.config import AMP_LEVELS, NORM_NAMES, Config
 from fastvit.training.nvidia_apex import import_apex
 
-MIN_ACCURACY, MIN_ACCURACY_O3 = 0.97, 0.90
+MIN_ACCURACY, MIN_ACCURACY_O3 = 0.97, 0.90  # O3 trains in half precision alone.
 DEFAULT_CONFIG = Config()
 
 
 def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
-    """Trains with each norm, and with each level of amp; returns a row for each."""
+    """Trains with each norm, and with each level of amp. Returns a row for each case; writes the table."""
     old_rows = read_csv("train_accuracy", results) if only else []
     rows: dict[str, dict] = {f"{row['option']}={row['value']}": row for row in old_rows}
-    left_out = set()
+    skipped_norms = set()
     if torch.cuda.device_count() < ranks:
-        left_out.add("torch-sync")
+        skipped_norms.add("torch-sync")
     try:
         import_apex("parallel")
     except ImportError as error:
-        left_out.add("apex-sync")
+        skipped_norms.add("apex-sync")
         print(f"not measured: norm=apex-sync: {error}")
-    cases = [f"norm={name}" for name in NORM_NAMES if name not in left_out]
+    cases = [f"norm={name}" for name in NORM_NAMES if name not in skipped_norms]
     cases += [f"amp={level}" for level in AMP_LEVELS]
     for case in only or cases:
         option, value = case.split("=")
@@ -47,14 +48,11 @@ def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
             environment = {"OMP_NUM_THREADS": "1"} | os.environ
             subprocess.run([sys.executable, *command.split(), *options], check=True, env=environment)
             seconds = time.perf_counter() - start
-            last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+            last_epoch = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
         min_accuracy = MIN_ACCURACY_O3 if value == "O3" else MIN_ACCURACY
-        row = {"option": option, "value": value, "ranks": ranks, "epochs": last["epoch"]}
-        row |= {
-            "test_accuracy": last["test_accuracy"],
-            "required": min_accuracy,
-            "test_loss": last["test_loss"],
-        }
+        row = {"option": option, "value": value, "ranks": ranks, "epochs": last_epoch["epoch"]}
+        row |= {"test_accuracy": last_epoch["test_accuracy"], "required": min_accuracy}
+        row |= {"test_loss": last_epoch["test_loss"]}
         rows[case] = row | {"seconds": seconds} | provenance("cpu")
         path = write_csv("train_accuracy", list(rows.values()), results)
         path.with_suffix(".md").write_text(format_table(read_csv(path.stem, results)))
@@ -62,6 +60,7 @@ def measure_accuracy(ranks: int, only: list[str], results: Path) -> list[dict]:
 
 
 def format_table(rows: list[dict]) -> str:
+    """Returns the table of all cases in Markdown, with the conditions of the measurement."""
     names = ("option", "value", "test_accuracy", "required", "test_loss")
     first = rows[0]
     lines = [

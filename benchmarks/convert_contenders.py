@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 class Contender:
-    """A model, and the autocast under which a step of it is measured."""
+    """A model, with the autocast context of its forward and the times of its steps in microseconds."""
 
     def __init__(self, model, autocast):
         self.model, self.autocast = model, autocast
@@ -39,7 +39,7 @@ class Contender:
         self.model.zero_grad(set_to_none=True)
 
     def compute_gradients(self, x) -> dict:
-        """Returns the gradients of a first step, which also allocates buffers that stay."""
+        """Returns the gradients of a first step, by parameter. Later steps reuse buffers of the first."""
         self.zero_grad()
         self.step(x)
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -51,7 +51,7 @@ class Contender:
         return live_bytes(lambda: self.forward(x), x.device)[0] / MIB
 
     def measure_peak(self, x) -> float:
-        """Returns the peak of a step in MiB, without gradients of weights, which are freed at once."""
+        """Returns the peak of a step in MiB. Gradients of weights are freed at once, so they hardly count."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
         peak = peak_bytes(lambda: self.step(x), x.device) / MIB
@@ -60,6 +60,7 @@ class Contender:
         return peak
 
     def time_step(self, x) -> None:
+        """Appends the time of a step to `times_us`."""
         clock = time.perf_counter if x.device.type == "cuda" else time.process_time
         time_us(lambda: None, x.device)  # Waits until a GPU has finished earlier work.
         self.times_us.append(time_us(lambda: self.step(x), x.device, clock))
@@ -67,11 +68,13 @@ class Contender:
 
 
 def _innermost_blocks(model) -> set:
+    """Returns the blocks of a model that contain no other block."""
     blocks = set(find_blocks(model))
     return {block for block in blocks if not any(m in blocks for m in block.modules() if m is not block)}
 
 
 def with_checkpointing(model, context_fn=None):
+    """Returns the model with its innermost blocks checkpointed; `context_fn` is torch's option."""
     options = {} if context_fn is None else {"context_fn": context_fn}
     blocks = _innermost_blocks(model)
     apply_activation_checkpointing(
@@ -100,7 +103,7 @@ def selective_checkpoint_context(recomputes_half: bool):
     """
 
     def context_fn():
-        num_matmuls = {False: 0, True: 0}  # in the forward, and in the recomputation
+        num_matmuls = {False: 0, True: 0}  # False: in the forward. True: in the recomputation.
 
         def policy(context, op, *args, **kwargs):
             if op in MATMUL_OPS:
@@ -128,7 +131,7 @@ COMPILED = tuple(f"compiled_{name}" for name in ("eager", "sac", "convert", "0.4
 
 
 def make_contender(contender: str, eager, x):
-    """Returns a copy of the eager model, converted by a budget or a function of CONTENDER_FACTORIES."""
+    """Returns a contender made from a copy of the eager model; `x` is the example input of a budget."""
     model, name = copy.deepcopy(eager), contender.removeprefix("compiled_")
     if is_budget(name):
         has_casts = torch.is_autocast_enabled(x.device.type)
@@ -142,7 +145,7 @@ def make_contender(contender: str, eager, x):
 def select_autocast(contender: str, precision: str, arguments):
     """Returns a function that makes the contender's autocast context.
 
-    Contenders that free the copies of weights have no cache, since the cache would hold them all.
+    Contenders that recompute the casts of weights have no cache of autocast, which would keep all of them.
     """
     uncached = ("weight_casts", *(CHECKPOINTING if arguments.curve else ()))
     return functools.partial(

@@ -1,8 +1,8 @@
-"""Comparable timing: a timer holds the work alone, caches are cold, and contenders take turns with a copy.
+"""Comparable timing: a timing has no work but the contender's, caches are cold, and contenders take turns.
 
-All results have one form. A row has the case (`what`, `shape`, `dtype`, `threads`), the `contender` and the
-`direction`, the time in us, its spread and its ratios, and the conditions: device, torch, CUDA, commit, date.
-result_tables.py writes such a file as a table.
+A copy of the same size is timed in each turn, too. All results have one form. A row has the case (`what`,
+`shape`, `dtype`, `threads`), the `contender` and the `direction`, the time in us, its spread and its ratios,
+and the conditions: device, torch, CUDA, commit, date. result_tables.py writes such a file as a table.
 """
 
 import argparse
@@ -42,21 +42,18 @@ REUSE_MEMORY_VARIABLES = {
 
 
 def restart_with_reused_memory() -> None:
-    """Restarts this program with an allocator that retains freed memory.
-
-    glibc reads the variables when a program starts, so the program is replaced by itself.
-    """
+    """Restarts this program with an allocator that retains freed memory. glibc reads its options then."""
     if any(os.environ.get(name) != value for name, value in REUSE_MEMORY_VARIABLES.items()):
         os.environ.update(REUSE_MEMORY_VARIABLES)
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 class Timing(NamedTuple):
-    """The result of one timing; the sum of two is `Timing(*map(sum, zip(one, other)))`."""
+    """The result of one timing. Two results are added by `Timing(*map(sum, zip(forward, backward)))`."""
 
     ms: float  # the time of one call
-    host_ms: float = 0.0  # on a GPU, the time that the host spends on queueing one call
-    num_late: int = 0  # 1 if the host queued the last call after the GPU had begun: `ms` may have gaps
+    host_ms: float = 0.0  # on a GPU, the time in which the host queues one call
+    num_late: int = 0  # 1 if the GPU began before the host had queued the last call: `ms` may include gaps
 
 
 Calls = Sequence[Callable[[], object]]
@@ -86,8 +83,8 @@ class Timer:
         """Times `calls`, each of which has inputs of its own. `warm_up` runs before the timing.
 
         The caches are flushed by reading other data, since written lines would have to be written back first.
-        This also evicts the code of the interpreter, of torch and of the op, which is warm in a training
-        loop: `warm_up` is the same work on a few values. `key` identifies the work.
+        The flush also evicts the code of the interpreter, of torch and of the op, which is warm in a training
+        loop. So `warm_up` is the same work on a few values. `key` identifies the work.
         """
         (call,) = calls
         self._source.sum()
@@ -100,9 +97,9 @@ class Timer:
     def copy(self, nbytes: int) -> Timing:
         """Times a copy of `nbytes`."""
         pairs = list(zip(self._source.split(nbytes // 4), self._copy.split(nbytes // 4), strict=True))
-        pairs = [pair for pair in pairs if pair[0].nbytes == pairs[0][0].nbytes]
+        pairs = [(source, copy) for source, copy in pairs if source.nbytes == pairs[0][0].nbytes]
         _, num_calls = self.plan_rotation(nbytes, 2 * nbytes)
-        calls = [lambda pair=pair: pair[1].copy_(pair[0]) for pair in islice(cycle(pairs), num_calls)]
+        calls = [lambda s=source, c=copy: c.copy_(s) for source, copy in islice(cycle(pairs), num_calls)]
         return self(calls, ("copy", nbytes))
 
 
@@ -110,14 +107,14 @@ class CudaTimer(Timer):
     """Times many calls on a GPU between two events.
 
     A pair of events costs as much as a small kernel, so a timing has many calls. A delay kernel before the
-    first event gives the host time to queue them all, so that gaps between launches are not measured. The
-    inputs rotate over so many sets that no call finds its own in the L2 cache, and every result has its own
-    memory.
+    first event gives the host time to queue all calls, so that gaps between launches are not measured. The
+    calls rotate over so many sets of inputs that no call finds its inputs in the L2 cache. Every result has
+    its own memory.
     """
 
     default_turns = 7
-    MIN_CALLS, MAX_CALLS = 8, 60
-    BYTES_PER_TIMING = 2 << 30
+    MIN_CALLS, MAX_CALLS = 8, 60  # of one timing
+    BYTES_PER_TIMING = 2 << 30  # All calls of a timing move about so many bytes.
     MAX_SETS = 64
     MAX_DELAY_MS = 20.0
 
@@ -125,7 +122,7 @@ class CudaTimer(Timer):
         super().__init__(device, buffer_bytes)
         self._l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
         self._host_ms: dict[object, float] = {}  # the host's time in the last timing of each key
-        for _ in range(100):  # the GPU raises its clock only under load
+        for _ in range(100):  # The GPU raises its clock only under load.
             self._copy.copy_(self._source)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cycles = 10_000_000
@@ -136,7 +133,7 @@ class CudaTimer(Timer):
         self._cycles_per_ms = cycles / first.elapsed_time(last)
 
     def plan_rotation(self, nbytes: int, bytes_moved: int) -> tuple[int, int]:
-        """Returns sets that exceed the L2 cache six times, but at most MAX_SETS, and the number of calls."""
+        """Returns the number of sets that are six times the L2 cache, at most MAX_SETS, and that of calls."""
         num_sets = max(2, min(self.MAX_SETS, -(-6 * self._l2_bytes // nbytes)))
         num_calls = max(self.MIN_CALLS, min(self.MAX_CALLS, self.BYTES_PER_TIMING // bytes_moved))
         return num_sets, -(-num_calls // num_sets) * num_sets
@@ -159,7 +156,7 @@ class CudaTimer(Timer):
 
 
 def make_timer(device: str, quick: bool = False) -> Timer:
-    """Returns the timer of a device; `quick` needs little memory."""
+    """Returns the timer of a device. With `quick` the timer needs little memory, and caches are not cold."""
     size = {"buffer_bytes": 1 << 20} if quick else {}
     return (CudaTimer if device == "cuda" else Timer)(device, **size)
 
@@ -179,16 +176,16 @@ def measure_in_turns(
 ) -> list[dict]:
     """Times contenders in turn and returns their rows; a contender returns its timings by direction.
 
-    `times` is torch's time over the contender's, and `share_of_copy` the bandwidth at which the contender
-    moves `bytes_moved[direction]`, as a share of that of a copy of `nbytes`. Both are medians over turns,
-    since the speed of a shared machine drifts. `spread` is the largest time less the least, over the median,
-    and `late` the number of turns in which the host was late. A contender of MAY_FAIL that raises is not
-    measured.
+    The column `times` is a ratio, torch's time over the contender's. `share_of_copy` is the bandwidth at
+    which the contender moves `bytes_moved[direction]`, over that of a copy of `nbytes`. Both are medians over
+    turns, since the speed of a shared machine drifts. `spread` is the largest time less the least, over the
+    median. `late` is the number of turns in which the host was late. A contender of MAY_FAIL that raises is
+    not measured.
     """
     timings: dict[tuple[str, str], list[Timing]] = {}
     copies_ms, remaining = [], dict(contenders)
     gc.collect()
-    gc.freeze()  # The collections before each turn then look at new objects alone.
+    gc.freeze()  # Later collections then visit only objects that the turns made.
     gc.disable()
     try:
         for turn in range(WARM_UP_TURNS + turns):
@@ -249,7 +246,7 @@ def third_party_layers(channels: int, names: Iterable[str] = THIRD_PARTY) -> dic
 def time_us(
     function: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Returns microseconds of the host's clock until the work of `function` is done, on a GPU too."""
+    """Returns microseconds of `clock` until the work of `function` is done, on a GPU too."""
     begin = clock()
     function()
     if device.type == "cuda":
@@ -275,10 +272,7 @@ def device_name(device: str) -> str:
 
 
 def current_commit() -> str:
-    """Returns the commit of this tree: FASTVIT_COMMIT if it is set, else git's.
-
-    A copy of the tree that has another history, or none, needs FASTVIT_COMMIT.
-    """
+    """Returns the commit of this tree: FASTVIT_COMMIT, which a copy without this history needs, or git's."""
     if commit := os.environ.get("FASTVIT_COMMIT"):
         return commit
     git = ("git", "-c", "safe.directory=*", "-C", str(ROOT))
@@ -311,7 +305,7 @@ def format_conditions(row: dict[str, str], *details: str) -> str:
 
 
 def make_parser(description: str, device: str | None = "cpu") -> argparse.ArgumentParser:
-    """Returns a parser with a docstring and --out, and with --device if `device` has its default."""
+    """Returns a parser with the options --out and, unless `device` is None, --device with this default."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -338,6 +332,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> l
 
 
 def write_csv(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:
+    """Writes rows to NAME.csv in a folder, and returns the path. Floats get four digits."""
     folder.mkdir(parents=True, exist_ok=True)
     path, new_path = folder / f"{name}.csv", folder / f".{name}.csv"
     fields = list(dict.fromkeys(key for row in rows for key in row))

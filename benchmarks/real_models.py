@@ -1,6 +1,7 @@
-"""Makes real models with random weights: timm's by name, and others by `LIBRARY:NAME`.
+"""Makes real models with random weights: timm's by `NAME`, and others by `LIBRARY:NAME`.
 
-The libraries are torchvision, transformers, and frozen, which freezes models of the others.
+The libraries are torchvision and transformers. `frozen:NAME` is a model of timm or torchvision with frozen
+weights.
 """
 
 import importlib
@@ -10,10 +11,10 @@ from torch import nn
 
 
 def import_torchvision():
-    """Returns torchvision, even if its operators, which models do not need, are for another torch."""
+    """Returns torchvision, even if its operators were built for another torch; models do not need them."""
     try:
         return importlib.import_module("torchvision")
-    except RuntimeError:
+    except RuntimeError:  # torchvision refers to these operators while it is imported.
         for op in ("nms", "qnms"):
             torch.library.define(
                 f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
@@ -40,23 +41,23 @@ GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id
 LANGUAGE_CONFIGS = {"llama": LLAMA, "gpt2": GPT2}
 
 
-def _transformers_model(name: str) -> nn.Module:
+def _create_transformers_model(name: str) -> nn.Module:
     import transformers
 
     if name in LANGUAGE_CONFIGS:
         kind = {"llama": "Llama", "gpt2": "GPT2"}[name]
         config = getattr(transformers, f"{kind}Config")(**LANGUAGE_CONFIGS[name], attn_implementation="sdpa")
-        causal = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}[name]
-        return _TensorOutput(getattr(transformers, causal)(config), "logits")
-    small = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6, "patch_size": 16}
-    small |= {"image_size": 224, "num_hidden_layers": 12, "attn_implementation": "sdpa"}
+        class_name = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}[name]
+        return _TensorOutput(getattr(transformers, class_name)(config), "logits")
+    vit_small = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6, "patch_size": 16}
+    vit_small |= {"image_size": 224, "num_hidden_layers": 12, "attn_implementation": "sdpa"}
     kinds = {"vit": "ViT", "siglip": "SiglipVision", "clip": "CLIPVision"}
-    config = getattr(transformers, f"{kinds[name]}Config")(**small)
+    config = getattr(transformers, f"{kinds[name]}Config")(**vit_small)
     return _TensorOutput(getattr(transformers, f"{kinds[name]}Model")(config), "pooler_output")
 
 
 class _LowRank(nn.Module):
-    """LoRA: adds a trained product of rank 8 to a frozen Linear."""
+    """LoRA: adds the output of two trained Linears, of rank 8, to that of a frozen Linear."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -68,8 +69,8 @@ class _LowRank(nn.Module):
         return self.linear(x) + self.up(self.down(x))
 
 
-def _frozen_model(model_name: str) -> nn.Module:
-    """Returns a frozen network behind a trained layer, as in a perceptual loss, or with trained adapters."""
+def _create_frozen_model(model_name: str) -> nn.Module:
+    """Returns a frozen network: a CNN behind a trained layer, or a ViT with trained adapters."""
     if model_name in ("vgg16", "mobilenet_v2"):
         import torchvision
 
@@ -92,9 +93,9 @@ def create_model(name: str) -> tuple[nn.Module, int]:
 
         return torchvision.models.get_model(model_name).train(), 224
     if library == "transformers":
-        return _transformers_model(model_name).train(), 512 if model_name in LANGUAGE_CONFIGS else 224
+        return _create_transformers_model(model_name).train(), 512 if model_name in LANGUAGE_CONFIGS else 224
     if library == "frozen":
-        return _frozen_model(model_name), 224
+        return _create_frozen_model(model_name), 224
     import timm
 
     options = {"img_size": 224} if "patch14_dinov2" in model_name else {}

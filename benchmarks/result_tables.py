@@ -1,6 +1,8 @@
 """Writes results as tables in Markdown.
 
-python benchmarks/result_tables.py [NAME ...]     writes results/NAME.md from NAME.csv; default: all results
+    python benchmarks/result_tables.py [NAME ...]
+
+The program writes results/NAME.md from results/NAME.csv. The default is every CSV with a note in TABLE_NOTES.
 """
 
 from pathlib import Path
@@ -8,7 +10,8 @@ from pathlib import Path
 from budget_curve import check_curve, order_contenders
 from harness import format_conditions, make_parser, markdown_table, read_csv
 
-ROW_KEYS = ("world", "what", "shape", "dtype", "threads", "direction")
+# The columns of a CSV that identify a case, which is one line of the table.
+CASE_COLUMNS = ("world", "what", "shape", "dtype", "threads", "direction")
 CONVERT_NOTE = """\
 peak: of a whole step, above the model and without the gradients of weights. kept: what a training forward
 leaves allocated. x: the time of a step divided by torch's; on a CPU processor time. bf16 is autocast, with
@@ -25,6 +28,7 @@ x: torch's time divided by this one's. of copy: the bandwidth of the bytes that 
 least, divided by that of a copy of the same size that is timed in turn. +-: the largest time of a turn less
 the least, divided by the median. host: what the host spends on queueing one call. late: turns in which the
 host was late, so that gaps between launches may be in the time"""
+# The beginning of a result's name -> the note under its table; the first that matches counts.
 TABLE_NOTES = {
     "convert": CONVERT_NOTE,
     "curve": CURVE_NOTE,
@@ -38,7 +42,7 @@ TABLE_NOTES = {
     "local's. `calls`: collectives + torch's ops, without ops inside ops, by torch's profiler. With more "
     "ranks than cores only the counts are meaningful.",
 }
-COLUMN_FORMATS = {
+COLUMN_FORMATS = {  # A cell has the values of these columns, without zeros.
     "times": "{:.2f}x",
     "share_of_copy": "{:.2f} of copy",
     "spread": "+-{:.0%}",
@@ -49,7 +53,7 @@ COLUMN_FORMATS = {
 
 
 def format_cell(row: dict[str, str], torch_row: dict[str, str]) -> str:
-    """Returns a row's numbers; those of a converted model are relative to the eager model's."""
+    """Returns the text of a row's numbers. A model's are relative to the eager model's, `torch_row`."""
     if row.get("kept_MiB"):
         names = ("peak_MiB", "kept_MiB", "p50_us")
         peak, kept, us = (float(row[name]) for name in names)
@@ -69,14 +73,14 @@ def format_cell(row: dict[str, str], torch_row: dict[str, str]) -> str:
 
 def format_table(name: str, rows: list[dict[str, str]]) -> str:
     """Returns a table with a line for each case and a column for each contender, and its notes."""
-    keys = [key for key in ROW_KEYS if any(row.get(key) for row in rows)]
+    columns = [key for key in CASE_COLUMNS if any(row.get(key) for row in rows)]
     contenders = order_contenders(dict.fromkeys(row["contender"] for row in rows))
-    by_case: dict[tuple[str, ...], dict[str, dict]] = {}
+    rows_by_case: dict[tuple[str, ...], dict[str, dict]] = {}
     for row in rows:
-        by_case.setdefault(tuple(row[key] for key in keys), {})[row["contender"]] = row
+        rows_by_case.setdefault(tuple(row[key] for key in columns), {})[row["contender"]] = row
     lines = [
-        (*case, *(format_cell(found[k], found.get("torch", {})) if k in found else "" for k in contenders))
-        for case, found in by_case.items()
+        (*case, *(format_cell(cells[k], cells.get("torch", {})) if k in cells else "" for k in contenders))
+        for case, cells in rows_by_case.items()
     ]
     first = rows[0]
     details = [f"{value} {key}" for key in ("cores", "hosts") if (value := first.get(key))]
@@ -85,7 +89,7 @@ def format_table(name: str, rows: list[dict[str, str]]) -> str:
     note = next(note for prefix, note in TABLE_NOTES.items() if name.startswith(prefix))
     faults = ["", *check_curve(rows)[0]] if name.startswith("curve") else []
     conditions = "; ".join(dict.fromkeys(format_conditions(row, *details) for row in rows))
-    table = markdown_table([*keys, *contenders], lines)
+    table = markdown_table([*columns, *contenders], lines)
     return "\n".join([*table, "", note.replace("NAME", name), *faults, "", f"{conditions}.", ""])
 
 

@@ -1,12 +1,12 @@
-"""Simulates hosts on one machine by namespaces for network, processes, names and memory.
+"""Simulates hosts on one machine by Linux namespaces: for network, processes, host names and shared memory.
 
     with SimulatedHosts(2, delay=1e-3) as hosts:
         process = hosts.start(0, [sys.executable, "rank.py"])
         hosts.set_network_down(True)
 
 Each host has an address (`host_address(0)`), a name (`host0`), a boot_id, a PID namespace and a /dev/shm.
-Each host has a tun device, and one process forwards all packets between these devices after a delay, so that
-no module of the kernel is needed. This needs util-linux, iproute2 and the right to make namespaces.
+Each host has a tun device. One process forwards all packets between these devices after a delay, since a
+delay by the kernel would need a module. Needs util-linux, iproute2 and the right to make namespaces.
 """
 
 import contextlib
@@ -21,9 +21,10 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
+from typing import NamedTuple
 
 _UNSHARE = "unshare --user --map-root-user --net --uts --ipc --mount --pid --fork --kill-child".split()
-_SET_UP = """
+_HOST_SCRIPT = """
 set -e
 mount -t proc proc /proc
 mount -t tmpfs -o size=64m tmpfs /dev/shm
@@ -50,7 +51,7 @@ class SimulatedHosts(contextlib.AbstractContextManager):
     def __init__(self, count: int, delay: float = 0.0):
         self._folder = tempfile.TemporaryDirectory()
         self._hosts: list[subprocess.Popen] = []
-        self._running: list[subprocess.Popen] = []
+        self._processes: list[subprocess.Popen] = []
         self._forwarder: subprocess.Popen | None = None
         try:
             devices = [self._start_host(index, count) for index in range(count)]
@@ -63,15 +64,15 @@ class SimulatedHosts(contextlib.AbstractContextManager):
             raise
 
     def _start_host(self, index: int, count: int) -> int:
-        """Starts a host and returns the descriptor of its network device."""
+        """Starts a host and returns the file descriptor of its network device, which the host sends."""
         folder = Path(self._folder.name)
         (folder / f"boot{index}").write_text(f"{uuid.uuid4()}\n")
-        # Debian gives a host's own name an address of the loopback.
-        peers = [f"{host_address(other)} host{other}" for other in range(count) if other != index]
+        # As on Debian, the name of the host has a loopback address in its own file.
+        peers = [f"{host_address(peer)} host{peer}" for peer in range(count) if peer != index]
         lines = ["127.0.0.1 localhost", f"127.0.1.1 host{index}", *peers]
         (folder / f"hosts{index}").write_text("\n".join(lines) + "\n")
         parent_socket, host_socket = socket.socketpair()
-        script = _SET_UP.format(
+        script = _HOST_SCRIPT.format(
             folder=folder, python=sys.executable, file=__file__, index=index, socket_fd=host_socket.fileno()
         )
         try:
@@ -87,7 +88,7 @@ class SimulatedHosts(contextlib.AbstractContextManager):
             host_socket.close()
         self._hosts.append(host)
         with parent_socket:
-            parent_socket.settimeout(20)
+            parent_socket.settimeout(20)  # seconds
             _, devices, _, _ = socket.recv_fds(parent_socket, 1, 1)
         if not devices:
             assert host.stderr
@@ -97,13 +98,14 @@ class SimulatedHosts(contextlib.AbstractContextManager):
 
     def start(self, index: int, command: list[str], **options) -> subprocess.Popen:
         """Starts a command on a host and returns its process; `options` are those of Popen."""
-        parent = self._hosts[index].pid
-        child = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0]
+        # The process of Popen is unshare; only its child is inside the new PID namespace.
+        unshare_pid = self._hosts[index].pid
+        host_pid = Path(f"/proc/{unshare_pid}/task/{unshare_pid}/children").read_text().split()[0]
         namespaces = "--user --net --uts --ipc --mount --pid --preserve-credentials".split()
         working_folder = options.pop("cwd", os.getcwd())
-        nsenter = ["nsenter", "--target", child, *namespaces, f"--wd={working_folder}"]
-        self._running.append(subprocess.Popen([*nsenter, *command], **options))
-        return self._running[-1]
+        nsenter = ["nsenter", "--target", host_pid, *namespaces, f"--wd={working_folder}"]
+        self._processes.append(subprocess.Popen([*nsenter, *command], **options))
+        return self._processes[-1]
 
     def set_network_down(self, is_down: bool) -> None:
         """Makes the network drop every packet between hosts, or carry packets again."""
@@ -112,7 +114,8 @@ class SimulatedHosts(contextlib.AbstractContextManager):
         self._forwarder.stdin.flush()
 
     def close(self) -> None:
-        for process in (*self._hosts, *self._running, *filter(None, [self._forwarder])):
+        """Kills all processes, and removes the files of the hosts."""
+        for process in (*self._hosts, *self._processes, *filter(None, [self._forwarder])):
             process.kill()
             process.wait(10)
         self._folder.cleanup()
@@ -126,7 +129,7 @@ def host_address(index: int) -> str:
 
 
 def _host_main(index: int, socket_fd: int) -> None:
-    """Runs the first process of a host, which makes the network device and stays."""
+    """Runs the first process of a host, which makes the network device, sends it to the parent, and stays."""
     import fcntl
 
     device = os.open("/dev/net/tun", os.O_RDWR)
@@ -134,7 +137,7 @@ def _host_main(index: int, socket_fd: int) -> None:
     for command in (f"addr add {host_address(index)}/24 dev eth0", "link set eth0 up mtu 65000"):
         subprocess.run(["ip", *command.split()], check=True)
     with socket.socket(fileno=socket_fd) as parent:
-        socket.send_fds(parent, [b"-"], [device])
+        socket.send_fds(parent, [b"-"], [device])  # A message needs a byte.
     while True:  # PID 1 of a namespace reaps orphaned processes.
         try:
             os.waitpid(-1, 0)
@@ -142,33 +145,40 @@ def _host_main(index: int, socket_fd: int) -> None:
             time.sleep(0.2)
 
 
+class _Packet(NamedTuple):
+    due_time: float  # The receiver gets the packet at this time of time.monotonic().
+    count: int  # Packets that are due at the same time keep their order.
+    receiver: int  # a device
+    data: bytes
+
+
 def _forward_packets(delay: float, devices: list[int]) -> None:
     """Reads the packets of every host, and writes each to its receiver after the delay."""
+    # The address is the destination in an IPv4 packet, bytes 16 to 19.
     device_by_address = {
         socket.inet_aton(host_address(index)): device for index, device in enumerate(devices)
     }
-    waiting: list[tuple[float, int, int, bytes]] = []  # due time, count, receiving device, packet
+    queue: list[_Packet] = []  # a heap
     is_down, count = False, 0
     while True:
-        timeout = None if not waiting else max(0.0, waiting[0][0] - time.monotonic())
-        for file in select.select([0, *devices], [], [], timeout)[0]:  # poll's timeout is whole milliseconds
-            data = os.read(file, 1 << 17)
-            if file == 0:
+        timeout = None if not queue else max(0.0, queue[0].due_time - time.monotonic())
+        for file in select.select([0, *devices], [], [], timeout)[0]:  # poll's timeout is whole milliseconds.
+            data = os.read(file, 1 << 17)  # more than the MTU of a device
+            if file == 0:  # The program reads commands of `set_network_down`, and the end of its parent.
                 if not data:
                     return
                 is_down = data[-1:] == b"1"
             elif not is_down and (receiver := device_by_address.get(data[16:20])) is not None:
                 count += 1
-                heapq.heappush(waiting, (time.monotonic() + delay, count, receiver, data))
-        while waiting and waiting[0][0] <= time.monotonic():
-            _, _, receiver, data = heapq.heappop(waiting)
+                heapq.heappush(queue, _Packet(time.monotonic() + delay, count, receiver, data))
+        while queue and queue[0].due_time <= time.monotonic():
+            packet = heapq.heappop(queue)
             if not is_down:
-                os.write(receiver, data)
+                os.write(packet.receiver, packet.data)
 
 
 if __name__ == "__main__":
-    role, first, *others = sys.argv[1:]
-    if role == "host":
-        _host_main(int(first), int(others[0]))
-    else:
-        _forward_packets(float(first), list(map(int, others)))
+    if sys.argv[1] == "host":
+        _host_main(index=int(sys.argv[2]), socket_fd=int(sys.argv[3]))
+    else:  # "forward"
+        _forward_packets(delay=float(sys.argv[2]), devices=list(map(int, sys.argv[3:])))

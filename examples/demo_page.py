@@ -21,11 +21,11 @@ from fastvit import info
 __all__ = ["Result", "write_page"]
 
 TEMPLATE = Path(__file__).with_name("demo_page.html")
-TEXT_COLOR_PLACEHOLDER = (
-    "#010203"  # matplotlib draws text in this colour, and the page replaces it by its own.
-)
+# matplotlib draws text in this colour, and `_svg` replaces the colour by the page's.
+TEXT_COLOR_PLACEHOLDER = "#010203"
 SYNC_COLOR = "#22a06b"  # All colours stand out on white and on near-black.
-LAYERS = {  # label and colour, by the trainer's --norm and, of torch's layers, its --memory
+# A value of the trainer's --norm or, with --norm torch, of its --memory -> the layer's label and colour.
+LAYERS = {
     "torch": ("torch BatchNorm + LeakyReLU", "#8b95a5"),
     "fastvit-sync": ("fastvit SyncBatchNorm + LeakyReLU", SYNC_COLOR),
     "inplace-abn": ("fastvit InPlaceABN", "#e2762d"),
@@ -33,7 +33,7 @@ LAYERS = {  # label and colour, by the trainer's --norm and, of torch's layers, 
     "convert": ("torch, convert(model)", "#0ea5a4"),
     "products": ("torch, convert(model, matmuls=True)", "#0f766e"),
 }
-RUNS = LAYERS | {
+RUNS = LAYERS | {  # The second run of the demo has one of these labels.
     "fastvit-sync": ("apex's SyncBatchNorm by fastvit.compat, LeakyReLU", SYNC_COLOR),
     "apex-sync": ("NVIDIA apex SyncBatchNorm, LeakyReLU", SYNC_COLOR),
 }
@@ -57,7 +57,10 @@ class Result:
 
 
 def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -> str:
-    """Returns what `draw` draws as an SVG element, whose text takes the page's font and colour."""
+    """Returns the drawing of `draw` as an SVG element, whose text takes the page's font and colour.
+
+    `width` and `height` are inches; `name` describes the picture to readers who do not see it.
+    """
     settings = {
         "svg.fonttype": "none",
         "svg.hashsalt": name,  # Several pictures share a page, so their ids must differ.
@@ -83,13 +86,15 @@ def _svg(name: str, width: float, height: float, draw: Callable[[Axes], None]) -
 
 
 class _PlainLogFormatter(LogFormatter):
-    """Labels the ticks that LogFormatter labels, with 0.6 in place of 6e-01."""
+    """Labels the same ticks as LogFormatter, but with 0.6 in place of 6e-01."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 def _draw_curves(results: Sequence[Result], column: str) -> Callable[[Axes], None]:
+    """Returns a function that draws a column of the history of each result, by epoch."""
+
     def draw(axes: Axes) -> None:
         for result in results:
             label, color = RUNS[result.norm]
@@ -102,19 +107,19 @@ def _draw_curves(results: Sequence[Result], column: str) -> Callable[[Axes], Non
             axes.yaxis.set_major_formatter(_PlainLogFormatter())
             axes.yaxis.set_minor_formatter(_PlainLogFormatter())
         else:
-            least = min(row[column] for result in results for row in result.history)
-            axes.set_ylim(math.floor(10 * least) / 10, 1.01)
+            lowest = min(row[column] for result in results for row in result.history)
+            axes.set_ylim(math.floor(10 * lowest) / 10, 1.01)
         axes.legend(fontsize=8, frameon=False)
 
     return draw
 
 
-def _draw_bars(kept: dict[str, int]) -> Callable[[Axes], None]:
+def _draw_bars(kept_bytes: dict[str, int]) -> Callable[[Axes], None]:
     """Returns a function that draws a horizontal bar for each layer, the first one on top."""
 
     def draw(axes: Axes) -> None:
-        labels, colors = zip(*(LAYERS[name] for name in reversed(kept)), strict=True)
-        values = [size / 2**20 for size in reversed(kept.values())]
+        labels, colors = zip(*(LAYERS[name] for name in reversed(kept_bytes)), strict=True)
+        values = [nbytes / 2**20 for nbytes in reversed(kept_bytes.values())]
         bars = axes.barh(labels, values, color=colors, height=0.62)
         axes.bar_label(bars, [f"{value:.2f} MiB" for value in values], padding=5)
         axes.set_xlim(0, max(values) * 1.16)
@@ -133,11 +138,13 @@ def _html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _median_speed(result: Result) -> float:
-    # The first epoch includes work that is done once.
+    """Returns the median over epochs of the images per second."""
+    # The first epoch includes work of the start, such as allocations.
     return statistics.median(row["images_per_second"] for row in result.history[1:] or result.history)
 
 
 def _table_row(result: Result) -> dict[str, str]:
+    """Returns the cells of a run, by the heads of their columns."""
     return {
         "layer": RUNS[result.norm][0],
         "test accuracy": f"{result.accuracy:.3f}",
@@ -167,7 +174,7 @@ def write_page(path: Path, results: Sequence[Result], kept: dict[str, int], batc
 
     Args:
         path: the HTML file.
-        results: the results of both runs, the main one first.
+        results: the results of both runs, the main run first.
         kept: bytes that the model keeps for backward, by the keys of LAYERS; `torch` is among them.
         batch: images of the batch for which `kept` was measured.
     """

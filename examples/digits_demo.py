@@ -3,9 +3,9 @@
     python examples/digits_demo.py
 
 The main run has `InPlaceABNSync`, amp, DistributedDataParallel and FusedAdam over two ranks (one per GPU if
-there are GPUs), and shows its progress. A run of the same model and recipe with apex's SyncBatchNorm follows:
-that of NVIDIA apex if it is installed, else that of `fastvit.compat`. The results go into `runs/demo`:
-TensorBoard events, metrics and the last checkpoint of each run, and `index.html` with the pictures. The last
+there are GPUs), and shows its progress. The second run has the same model and recipe with SyncBatchNorm: from
+NVIDIA apex if apex is installed, else from `fastvit.compat`. The results go into `runs/demo`:
+TensorBoard events, metrics and the last checkpoint of each run, and the page `index.html`. The last
 line of the output is `test accuracy 0.9xx` of the main run.
 """
 
@@ -32,7 +32,7 @@ MAIN_NORM = "inplace-abn-sync"
 MEASURED_NORMS = ("torch", "fastvit-sync", "inplace-abn", MAIN_NORM)
 EPOCHS = 12
 BATCH_SIZE = 32  # images per rank
-MIN_ACCURACY = 0.97
+MIN_ACCURACY = 0.97  # of the main run on test images
 MAX_RUN_SECONDS = 900  # A run that takes longer counts as hung.
 
 
@@ -60,7 +60,7 @@ def choose_amp_level() -> str:
 
 
 def train(norm: str, ranks: int, epochs: int, threads: int, out: Path) -> Result:
-    """Trains in processes of their own. The main run shows its progress; the other has a log."""
+    """Trains in new processes. The main run shows its progress; the second run writes a log."""
     level = choose_amp_level()
     launcher = f"torch.distributed.run --standalone --nproc_per_node={ranks} -m " if ranks > 1 else ""
     recipe = f"--norm {norm} --amp {level} --optimizer fused-adam --epochs {epochs} --batch-size {BATCH_SIZE}"
@@ -84,7 +84,7 @@ def train(norm: str, ranks: int, epochs: int, threads: int, out: Path) -> Result
 
 
 def remove_old_results(out: Path) -> None:
-    """Removes the results of earlier runs of the demo, and nothing else."""
+    """Removes the results of earlier calls of the demo, and nothing else from `out`."""
     out.mkdir(parents=True, exist_ok=True)
     for norm in ("apex-sync", *MEASURED_NORMS):
         if (out / norm / "metrics.jsonl").is_file():
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"epochs of each run (default {EPOCHS})")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default runs/demo")
-    parser.add_argument("--quick", action="store_true", help="test the demo: the other run has one rank")
+    parser.add_argument("--quick", action="store_true", help="test the demo: the second run has one rank")
     options = parser.parse_args()
     if options.epochs < 1:
         parser.error(f"--epochs must be at least 1, got {options.epochs}")

@@ -1,6 +1,8 @@
-"""Trains a small model, which has layers of fastvit and is converted, for two steps.
+"""Trains a small converted model with layers of torch and fastvit for two steps.
 
-python examples/first_step.py
+    python examples/first_step.py
+
+The exit status is 1 if `convert` freed no bytes or if the first step did not lower the loss.
 """
 
 import torch

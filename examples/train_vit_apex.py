@@ -40,7 +40,7 @@ def make_model(norm: str) -> nn.Module:
 
 
 def init_distributed(local_rank: int) -> tuple[int, int, torch.device]:
-    """Returns rank, number of ranks and device, by the launcher's environment, or those of one rank."""
+    """Returns (rank, number of ranks, device) from the launcher's environment; one rank without."""
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", local_rank))
     has_gpu = torch.cuda.device_count() > local_rank
@@ -56,7 +56,7 @@ def init_distributed(local_rank: int) -> tuple[int, int, torch.device]:
 
 
 def reduce_value(value: torch.Tensor, world_size: int, average: bool = True) -> torch.Tensor:
-    """Returns the mean over the ranks, or the sum; with one rank `value` itself."""
+    """Returns the mean of `value` over the ranks, or the sum; with one rank `value` itself."""
     if world_size < 2:
         return value
     value = value.clone()
@@ -67,6 +67,7 @@ def reduce_value(value: torch.Tensor, world_size: int, average: bool = True) -> 
 def train_one_epoch(
     model, optimizer, loader, device, epoch: int, world_size: int, rank: int, accumulate: int
 ):
+    """Returns the mean loss over ranks and batches; `accumulate` batches make one step of the optimizer."""
     model.train()
     mean_loss = torch.zeros(1, device=device)
     bar = tqdm(loader, disable=rank > 0, leave=False)
@@ -94,7 +95,7 @@ def train_one_epoch(
 def evaluate(model, loader, device, world_size: int) -> tuple[float, float]:
     """Returns loss and accuracy over the images of all ranks."""
     model.eval()
-    sums = torch.zeros(3, device=device)  # loss, correct, images
+    sums = torch.zeros(3, device=device)  # of losses, of correct answers, of images
     for images, labels in loader:
         logits, labels = model(images.to(device)).float(), labels.to(device)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
@@ -115,13 +116,13 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="batches whose gradients make one step")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate for one rank")
     parser.add_argument("--out", type=Path, default=Path("runs/vit_apex"))
-    parser.add_argument("--resume", type=Path, help="a checkpoint of this script, where there is one")
+    parser.add_argument("--resume", type=Path, help="a checkpoint of this script; ignored if it is missing")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     rank, world_size, device = init_distributed(args.local_rank)
 
     digits = load_digits(seed=0)
-    train, validation = (TensorDataset(part.images, part.labels) for part in (digits.train, digits.test))
+    train, validation = (TensorDataset(split.images, split.labels) for split in (digits.train, digits.test))
     sampler = DistributedSampler(train, world_size, rank, seed=0)
     batches = BatchSampler(sampler, args.batch_size, drop_last=True)
     loader = DataLoader(train, batch_sampler=batches, pin_memory=device.type == "cuda")
@@ -135,10 +136,11 @@ def main() -> None:
     lr = args.lr * world_size * args.accumulate
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": undecayed, "weight_decay": 0.0}]
     optimizer = FusedAdam(groups, lr=lr)
-    # apex's order is device, amp, DDP. A checkpoint is loaded after amp has made its masters.
+    # apex needs this order: device, amp, DDP. A checkpoint is loaded after amp has made its master weights.
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
 
     def lr_factor(epoch: int) -> float:
+        """Returns the factor of the learning rate: a warm-up of three epochs, then a cosine."""
         return min((epoch + 1) / 3, 0.5 + 0.5 * math.cos(math.pi * epoch / args.epochs))
 
     first_epoch = 0
@@ -168,10 +170,10 @@ def main() -> None:
         writer.add_scalars("loss", {"train": train_loss, "validation": loss}, epoch)
         writer.add_scalar("accuracy", accuracy, epoch)
         writer.add_scalar("learning rate", rate, epoch)
-        states = {"model": model, "optimizer": optimizer, "amp": amp}
-        saved = {name: part.state_dict() for name, part in states.items()} | {"epoch": epoch + 1}
+        owners = {"model": model, "optimizer": optimizer, "amp": amp}
+        saved = {name: owner.state_dict() for name, owner in owners.items()} | {"epoch": epoch + 1}
         torch.save(saved, args.out / "last.tmp")
-        os.replace(args.out / "last.tmp", args.out / "last.pt")  # A kill leaves the file complete.
+        os.replace(args.out / "last.tmp", args.out / "last.pt")  # The file is complete even after a kill.
     if writer is not None:
         writer.close()
 

@@ -5,10 +5,10 @@
 
 The program reads apex's sources by `ast` and runs none of them. An attribute is a function, class or constant
 of a module; a method, property, class attribute or `self.x` of a class; or, in brackets, a key in the groups
-or the state of an optimizer. An attribute is "there" if the look-alike has it: the module, the class, or an
-instance that `INSTANCE_FACTORIES` makes. It "raises" if its AttributeError has the line to write instead.
-The program prints a table in Markdown; `--out` replaces the section of totals in a page. It exits with 1 if
-an attribute is missing.
+or the state of an optimizer. An attribute is "there" if the look-alike in fastvit.compat has it: a module, a
+class, or an instance that `INSTANCE_FACTORIES` makes. An attribute "raises" if its AttributeError has the
+line to write instead. The program prints a table in Markdown; `--out` replaces the section of totals in a
+page. It exits with 1 if an attribute is missing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ HEADING = "\n## Attributes\n"
 SECTION = """
 The public attributes of apex 25.05's modules and classes, where `fastvit.compat` has a module or class of the
 same name. `python tools/apex_attributes.py FOLDER --out docs/apex-tests.md` makes this section, and prints
-which are missing. Of {total}, {there} are there, and {raises} raise an error with the line to write instead.
+which are missing. {there} of {total} are there, and {raises} raise an error with the line to write instead.
 
 | part | attributes | there | raise with the line to write | missing |
 |---|---|---|---|---|
 {rows}
 """
+# The end of an AttributeError that names the line to write instead.
 LINE_TO_WRITE = re.compile(r"[;:,.] (use|write|call|set) \S")
 COMPILED_SOURCES = {"amp_C": "csrc/amp_C_frontend.cpp", "apex_C": "csrc/flatten_unflatten.cpp"}
 
@@ -55,6 +56,7 @@ def iterate_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def defined_names(body: list[ast.stmt]) -> Iterator[str]:
+    """Yields the functions, classes and variables that a body defines."""
     for statement in iterate_statements(body):
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
             yield statement.name
@@ -77,7 +79,7 @@ class Sources:
             self.trees[".".join(parts)] = ast.parse(file.read_text())
 
     def imports(self, module: str) -> Iterator[tuple[str, str, str]]:
-        """Yields (name, source module, name in it) for each name that a module imports from apex."""
+        """Yields (name, module that defines it, name there) for each name that a module imports from apex."""
         package = module if module in self.packages else module.rpartition(".")[0]
         for statement in iterate_statements(self.trees[module].body):
             if isinstance(statement, ast.ImportFrom):
@@ -98,8 +100,8 @@ class Sources:
         for statement in iterate_statements(self.trees[module].body):
             if isinstance(statement, ast.ClassDef) and statement.name == name:
                 return module, statement
-        for imported, source, source_name in self.imports(module):
-            if imported == name and (source, source_name) != (module, name):
+        for local_name, source, source_name in self.imports(module):
+            if local_name == name and (source, source_name) != (module, name):
                 return self.find_class(source, source_name)
         return None
 
@@ -118,11 +120,12 @@ class Sources:
             if isinstance(base, ast.Name) and (parent := self.find_class(module, base.id)):
                 parent_names, parent_keys = self.class_attributes(*parent)
                 names, keys = names | parent_names, keys | parent_keys
-        names -= {"warned"}  # apex's flag for a warning that it falls back to Python
+        names -= {"warned"}  # Classes of apex have this flag after a warning about Python code.
         return {name for name in names if not name.startswith("_")}, keys
 
 
 def make_sgd() -> torch.optim.Optimizer:
+    """Returns torch's SGD, which apex's wrappers of optimizers take."""
     return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1, momentum=0.9)
 
 
@@ -161,7 +164,7 @@ INSTANCE_FACTORIES: dict[str, Callable[[Any], Any]] = {
     "AmpHandle": lambda kind: initialized_amp_state().handle,
     "apex.amp.LossScaler": lambda kind: initialized_amp_state().loss_scalers[0],
 }
-"""Functions that make an instance of a class: by the class's name, or by its package and name."""
+"""Functions that make an instance, by names of classes; a package before a name tells classes apart."""
 
 
 def make_instance(package: str, name: str, kind: Any) -> Any:
@@ -173,7 +176,7 @@ def make_instance(package: str, name: str, kind: Any) -> Any:
 
 
 def look_up(owner: Any, names: Iterable[str]) -> dict[str, str]:
-    """Returns for each attribute if it is there, raises with the line to write, or is missing."""
+    """Returns "there", "raises" or "missing" for each attribute."""
     results = {}
     for name in sorted(names):
         try:
@@ -185,8 +188,8 @@ def look_up(owner: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def compare(sources: Sources, folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields each module or class that the look-alike has too, with the outcome of each attribute."""
-    seen = set[tuple[str, str]]()
+    """Yields each module or class that fastvit.compat has too, with the outcome of each attribute."""
+    compared = set[tuple[str, str]]()  # Several modules may export one class.
     for module in sources.trees:
         try:
             look_alike = importlib.import_module(module)
@@ -194,16 +197,16 @@ def compare(sources: Sources, folder: Path) -> Iterator[tuple[str, dict[str, str
             continue
         yield module, look_up(look_alike, sources.public_names(module))
         for name in sorted(sources.public_names(module)):
-            found = sources.find_class(module, name)
-            if not found or (found[0], name) in seen or not hasattr(look_alike, name):
+            definition = sources.find_class(module, name)
+            if not definition or (definition[0], name) in compared or not hasattr(look_alike, name):
                 continue
-            seen.add((found[0], name))
-            names, keys = sources.class_attributes(*found)
+            compared.add((definition[0], name))
+            names, keys = sources.class_attributes(*definition)
             owner = make_instance(".".join(module.split(".")[:2]), name, getattr(look_alike, name))
             results = look_up(owner, names)
             if isinstance(owner, torch.optim.Optimizer) and keys:
-                present = {key for part in (*owner.param_groups, *owner.state.values()) for key in part}
-                results |= {f"[{key}]": "there" if key in present else "missing" for key in sorted(keys)}
+                present_keys = {key for d in (*owner.param_groups, *owner.state.values()) for key in d}
+                results |= {f"[{key}]": "there" if key in present_keys else "missing" for key in sorted(keys)}
             yield f"{module}.{name}", results
     for module, file in COMPILED_SOURCES.items():
         exported = re.findall(r'm\.def\("(\w+)"', (folder / file).read_text())
@@ -233,8 +236,8 @@ def main() -> int:
             print(f"| {owner} | {len(results)} | {kinds['there']} | {kinds['raises']} | {missing} |")
     sum_of_totals = totals["all"] = sum(totals.values(), Counter())
     rows = "\n".join(
-        f"| {part} | {kinds.total()} | {kinds['there']} | {kinds['raises']} | {kinds['missing']} |"
-        for part, kinds in totals.items()
+        f"| {package} | {kinds.total()} | {kinds['there']} | {kinds['raises']} | {kinds['missing']} |"
+        for package, kinds in totals.items()
     )
     section = SECTION.format(total=sum_of_totals.total(), rows=rows, **sum_of_totals)
     print(section)

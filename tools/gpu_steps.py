@@ -48,7 +48,7 @@ CONVERT_REHEARSAL = "--models resnet18 --batch 1 --repeats 1 --contenders conver
 
 
 def plan_steps(device: str, out: Path, named_tests: str) -> dict[str, tuple[int, str, list[str]]]:
-    """Returns each step's seconds, the programs and packages that it needs, and its command.
+    """Returns the seconds of each step, the programs and packages that the step needs, and its command.
 
     The tests that only a GPU can run come first.
     """
@@ -63,6 +63,7 @@ def plan_steps(device: str, out: Path, named_tests: str) -> dict[str, tuple[int,
     build = (
         f"env FASTVIT_CPU=native FASTVIT_CUDA={int(is_gpu)} {python} setup.py -q build_ext --inplace".split()
     )
+    # No program is named GPU, so that steps with this need do not run.
     sanitizer, ncu = ("compute-sanitizer", "ncu") if is_gpu else ("GPU", "GPU")
 
     def pytest_command(files: list[str], *options: str) -> list[str]:
@@ -72,30 +73,17 @@ def plan_steps(device: str, out: Path, named_tests: str) -> dict[str, tuple[int,
         command = [python, f"benchmarks/bench_{name}.py", "--device", device, "--out", str(out)]
         return [*command, *(arguments if is_gpu else rehearsal).split()]
 
+    cuda_files = ["tests/test_cuda.py", "tests/test_peer_faults.py"]
+    named_test_ids = re.split(r"\s+(?=tests/)", named_tests.strip())  # Names may have spaces.
+    sanitized_command = pytest_command(kernel_files, "-k", SANITIZED_TESTS)
     return {
         "facts": (120, "", [python, this_file, "facts", device]),
         "build": (200, "", build),
-        "named": (
-            100,
-            "",
-            pytest_command(re.split(r"\s+(?=tests/)", named_tests.strip()), *few_workers),
-        ),  # Names may have spaces.
-        "test_cuda": (
-            110,
-            "",
-            pytest_command(["tests/test_cuda.py", "tests/test_peer_faults.py"], *few_workers),
-        ),
+        "named": (100, "", pytest_command(named_test_ids, *few_workers)),
+        "test_cuda": (110, "", pytest_command(cuda_files, *few_workers)),
         "tests": (180, "", pytest_command(kernel_files + other_files, *many_workers)),
-        "memcheck": (
-            130,
-            sanitizer,
-            [*MEMCHECK.split(), *pytest_command(kernel_files, "-k", SANITIZED_TESTS)],
-        ),
-        "racecheck": (
-            130,
-            sanitizer,
-            [*RACECHECK.split(), *pytest_command(kernel_files, "-k", SANITIZED_TESTS)],
-        ),
+        "memcheck": (130, sanitizer, [*MEMCHECK.split(), *sanitized_command]),
+        "racecheck": (130, sanitizer, [*RACECHECK.split(), *sanitized_command]),
         "bench_ops": (60, "", bench_command("ops", "", "--quick")),
         "bench_layers": (150, "", bench_command("layers", "", "--quick")),
         "bench_convert": (
@@ -127,8 +115,8 @@ def facts(device: str) -> None:
     import torch
 
     end = time.monotonic() + DRIVER_SECONDS
-    use_gpu = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda')"]
-    while device == "cuda" and subprocess.run(use_gpu).returncode:
+    gpu_probe = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda')"]
+    while device == "cuda" and subprocess.run(gpu_probe).returncode:
         if time.monotonic() > end or not os.path.exists("/dev/nvidiactl"):
             print("there is no GPU")
             sys.exit(NO_GPU_STATUS)
@@ -137,23 +125,21 @@ def facts(device: str) -> None:
     os.system("nvidia-smi")
     packages = {f"{package.name} {package.version}" for package in importlib.metadata.distributions()}
     print(*sorted(packages), sep=", ", flush=True)
-    tree, carried = ROOT / "fastvit", CARRIED / "fastvit"
+    tree, carried = ROOT / "fastvit", CARRIED / "fastvit"  # folders of the libraries
     if not are_current(tree, device):
         if not are_current(carried, device):
             sys.exit(
                 f"gpu_steps: no libraries of the sources {source_checksum()} in fastvit or build/carried"
             )
         for library in ("_C.so", "_cuda.so")[: 1 if device == "cpu" else 2]:
-            (tree / library).unlink(
-                missing_ok=True
-            )  # A process may have the old file mapped, so it is not overwritten.
+            # A process may have mapped the old file, so the file is replaced and not overwritten.
+            (tree / library).unlink(missing_ok=True)
             shutil.copy2(carried / library, tree)
     from fastvit import info, ops
 
     info.main()
-    ops.bn_stats(
-        torch.ones(2, 3, device=device)
-    ).sum().item()  # This raises if the library has no code for the GPU.
+    # This raises if the library has no code for the GPU.
+    ops.bn_stats(torch.ones(2, 3, device=device)).sum().item()
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     print(f"a kernel runs on {name}, sources {source_checksum()}")
 

@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels, prints the resources of each, and checks these and the code: `make sass`.
+"""Compiles the CUDA kernels, prints the resources of each, and checks resources and code: `make sass`.
 
     python tools/kernel_resources.py [--arch 80 90] [--only layer_norm]
 
@@ -25,13 +25,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
-PTXAS_COLUMNS = {
+PTXAS_COLUMNS = {  # a column of the table -> the words of ptxas after the number
     "registers": "registers",
     "stack": "bytes stack",
     "spills": "bytes spill",
     "shared": "bytes smem",
 }
-CHECKED_ARCH = "90"  # The registers and the code for this architecture are checked.
+CHECKED_ARCH = "90"  # Registers and code are checked for this architecture, the H100's.
 THREADS_PER_BLOCK = 256  # kThreads in plan.h
 REGISTERS_PER_SM = 65536
 # The number of blocks for which the registers of a multiprocessor must suffice, by the beginning of a
@@ -59,12 +59,13 @@ MIN_BLOCKS = {
     r"add_rows_kernel": 3,
 }
 GLOBAL_ACCESS = r"(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS|UBLK\w+|UTMA\w+|CCTL)\b"
-MIN_ADDITIONS = 12  # A basic block that computes an activation has so many; smaller blocks merge other sums.
+MIN_ADDITIONS = 12  # A block of code that computes an activation has at least so many.
 
-KernelCode = list[list[str]]  # basic blocks of instructions
+KernelCode = list[list[str]]  # the instructions of each basic block
 
 
 def demangle(text: str) -> str:
+    """Returns a text with readable names of kernels, without fastvit's namespace and types of constants."""
     names = subprocess.run(["c++filt", "-p"], input=text, capture_output=True, text=True, check=True).stdout
     return re.sub(r"\bvoid |fastvit::|\(anonymous namespace\)::|\(int\)|\(bool\)", "", names)
 
@@ -102,12 +103,12 @@ def parse_disassembly(text: str) -> dict[str, KernelCode]:
 
 
 def max_blocks(registers: int) -> int:
-    """Returns the number of blocks that a multiprocessor has registers for, in eights for each thread."""
+    """Returns the number of blocks that a multiprocessor has registers for; threads get a multiple of 8."""
     return REGISTERS_PER_SM // (THREADS_PER_BLOCK * -(-registers // 8) * 8)
 
 
 def find_row(kernel: str) -> str | None:
-    """Returns the key of MIN_BLOCKS for a kernel."""
+    """Returns the key of MIN_BLOCKS for a kernel, or None."""
     return next((row for row in MIN_BLOCKS if re.match(row, kernel)), None)
 
 
@@ -175,9 +176,7 @@ def count_large_blocks(code: KernelCode) -> Counter[tuple[int, ...]]:
 
 
 def compare_single_launch(kernel: str, kernels: dict[str, KernelCode]) -> list[str]:
-    """Returns how the arithmetic of a single launch differs from that of the kernel with the same result.
-
-    Both must return the same bits.
+    """Returns a fault if a single launch computes otherwise than the kernel that must return the same bits.
 
     Kernels of double are not compared: nvcc spreads a quotient or an exponential, many DFMA, over blocks.
     """
@@ -237,32 +236,27 @@ def main() -> None:
     rows: dict[tuple[str, str], dict[str, int]] = {}
     kernels: dict[str, KernelCode] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for part, code in pool.map(lambda task: compile_source(*task), tasks):
-            rows |= part
+        for source_rows, code in pool.map(lambda task: compile_source(*task), tasks):
+            rows |= source_rows
             kernels |= code
-    faults, registers = (
-        [],
-        {name: row["registers"] for (name, arch), row in rows.items() if arch == CHECKED_ARCH},
-    )
+    faults = []
+    registers = {name: row["registers"] for (name, arch), row in rows.items() if arch == CHECKED_ARCH}
     print("sm", *PTXAS_COLUMNS, "kernel", sep="\t")
     for (name, arch), row in rows.items():
         print(arch, *row.values(), name, sep="\t")
-        found = ["spills or has a stack frame"] if row["spills"] or row["stack"] else []
+        kernel_faults = ["spills or has a stack frame"] if row["spills"] or row["stack"] else []
         if arch == CHECKED_ARCH:
-            found += check_registers(name, row["registers"])
-            found += (
-                find_code_faults(name, kernels[name]) + compare_single_launch(name, kernels)
-                if nvdisasm
-                else []
-            )
-        faults += [f"{name} sm_{arch}: {fault}" for fault in found]
+            kernel_faults += check_registers(name, row["registers"])
+            if nvdisasm:
+                kernel_faults += find_code_faults(name, kernels[name]) + compare_single_launch(name, kernels)
+        faults += [f"{name} sm_{arch}: {fault}" for fault in kernel_faults]
     print("blocks", "demanded", "registers", f"row of MIN_BLOCKS (sm_{CHECKED_ARCH})", sep="\t")
     for pattern, demanded in MIN_BLOCKS.items():
         if matching := [n for name, n in registers.items() if find_row(name) == pattern]:
             print(max_blocks(max(matching)), demanded, max(matching), pattern, sep="\t")
     print(f"{len(rows)} kernels, {len(faults)} faults", *faults, sep="\n")
-    checked = f"checked in {len(kernels)} kernels" if nvdisasm else "not checked: there is no nvdisasm"
-    print(f"The machine code for sm_{CHECKED_ARCH} was {checked}")
+    verdict = f"checked in {len(kernels)} kernels" if nvdisasm else "not checked: there is no nvdisasm"
+    print(f"The machine code for sm_{CHECKED_ARCH} was {verdict}")
     sys.exit(1 if faults else 0)
 
 

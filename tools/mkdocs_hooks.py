@@ -1,8 +1,8 @@
-"""Hooks of mkdocs.yml: pages that lie outside docs/, links to files of the repository, and schemas of ops.
+"""Hooks of mkdocs.yml: add pages from outside docs/, resolve links to files, and print the schemas of ops.
 
-In docs/ a link like `../csrc/ops.cpp` works where the repository is browsed. On the site it becomes a link to
-the page made from that file (results of benchmarks, CONTRIBUTING, CHANGELOG), or plain text; a file that does
-not exist is a warning, and so an error of the strict build.
+In docs/ a link like `../csrc/ops.cpp` works for readers of the repository. On the site the link leads to the
+page that is made from the file (results of benchmarks, CONTRIBUTING, CHANGELOG), or becomes plain text. A
+link to a missing file is a warning, which fails the strict build.
 """
 
 import logging
@@ -12,6 +12,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
+# A file of the repository -> its page on the site.
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 RESULTS = ROOT / "benchmarks/results"
 PAGES |= {
@@ -28,6 +29,7 @@ def read_schemas() -> dict[str, str]:
     schemas = {}
     for header in ("batch_norm", "layer_norm", "activation_ops"):
         source = (ROOT / f"csrc/{header}.h").read_text()
+        # Some schemas contain macros of string literals.
         for name, literals in re.findall(r"#define (\w+) +\\\n((?:.*\\\n)*.*)", source):
             source = source.replace(name, literals)
         for definition in re.findall(r"m\.def\((.*?)\);", source, re.S):
@@ -37,12 +39,15 @@ def read_schemas() -> dict[str, str]:
 
 
 def on_files(files, config):
+    """Adds the files of PAGES to the site."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
+    """Returns the text of a page with resolved links, and with the ops if it is the page of ops."""
+
     def resolve_link(match: re.Match) -> str:
         text, target, anchor = match[1], match[2], match[3] or ""
         if target in PAGES:
@@ -59,6 +64,6 @@ def on_page_markdown(markdown, page, config, files):
             markdown += f"\n## {name}\n\n```text\n{schema}\n```\n\n::: fastvit.ops.{name}\n{options}"
     if page.file.src_uri.startswith(("api/", "results/")):
         return markdown
-    if page.file.src_uri in PAGES.values():  # written for the root of the repository
+    if page.file.src_uri in PAGES.values():  # The links of these files start at the root of the repository.
         return markdown.replace("](docs/", "](")
     return _LINK.sub(resolve_link, markdown)

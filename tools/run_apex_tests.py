@@ -3,11 +3,11 @@
     git clone --branch 25.05 https://github.com/NVIDIA/apex /tmp/apex
     python tools/run_apex_tests.py /tmp/apex [--only run_amp] [--limit 900] [--out docs/apex-tests.md]
 
-The program downloads nothing. It reads the tests from the folder and runs them from a temporary copy, in
-which `cuda` is replaced by `cpu`, and a loss is computed once instead of a thousand times. Half precision is
-float16, as on a GPU. Scripts that call apex's compiled module `syncbn` get `syncbn_shim.py`. The program
-exits with 1 if a test fails without a reason in `KNOWN_REASONS`. test_fused_layer_norm.py needs the package
-expecttest, as torch.testing does, and onnx and onnxscript for two of its tests.
+The program downloads nothing. It runs a temporary copy of the tests in the folder. In the copy `cuda` is
+replaced by `cpu`, and a loss is computed once instead of a thousand times. Half precision is float16, as on a
+GPU. Scripts that call apex's compiled module `syncbn` get `syncbn_shim.py`. The program exits with 1 if a
+test fails without a reason in `KNOWN_REASONS`. test_fused_layer_norm.py needs the package expecttest, as
+torch.testing does, and onnx and onnxscript for two of its tests.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from gpu_steps import ROOT
 COMPAT = (sys.executable, "-m", "fastvit.compat", "--prefer", "fastvit", "--half", "float16")
 VARIABLES = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": str(ROOT)}
 FOLDERS = ("L0/run_amp", "L0/run_fp16util", "L0/run_optimizers", "L0/run_fused_layer_norm")
-CONTRIB = ("clip_grad", "xentropy")
+CONTRIB = ("clip_grad", "xentropy")  # packages of apex.contrib
 SYNCBN = "distributed/synced_batchnorm"
 
-SCRIPTS = {  # a file in SYNCBN -> the ranks (0: without a launcher) and arguments of each run
+# A file in SYNCBN -> for each run the number of ranks (0: without a launcher) and the arguments.
+SCRIPTS = {
     "python_single_gpu_unit_test.py": [(0, "")],
     "single_gpu_unit_test.py": [(0, "")],
     "test_batchnorm1d.py": [(0, "")],
@@ -43,7 +44,7 @@ SCRIPTS = {  # a file in SYNCBN -> the ranks (0: without a launcher) and argumen
     "test_groups.py": [(4, "--group_size=2")],
 }
 
-CPU_REPLACEMENTS = (
+CPU_REPLACEMENTS = (  # a pattern in the source of a test, and its replacement
     (r"torch\.cuda\.(\w+Tensor)\b", r"torch.\1"),
     (r"torch\.cuda\.manual_seed\([^()]*\)", "None"),
     (r"torch\.cuda\.is_bf16_supported\(\)", "True"),
@@ -51,7 +52,7 @@ CPU_REPLACEMENTS = (
     (r"\.cuda\([^()]*\)", ".cpu()"),
     (r"""(["'])cuda(:[^"']*)?\1""", '"cpu"'),
     (r"assertTrue\((\w+)\.is_cuda\)", r"assertTrue(\1.is_cpu)"),
-    (r"iters = 1000?\b", "iters = 1"),  # A loss has 300 million logits.
+    (r"iters = 1000?\b", "iters = 1"),  # A call of a loss takes 300 million logits.
     (r", device_ids=\[[^]]*\], output_device=[\w.]+", ""),
     (r"""(["'])nccl\1""", '"gloo"'),
 )
@@ -134,7 +135,7 @@ def run_command(command: list[str], log: Path, seconds: float, **variables: str)
 
 
 def run_test_file(file: Path, limit: float) -> list[Outcome]:
-    """Runs the unit tests of a file by pytest."""
+    """Runs the unit tests of a file by pytest. A test may take `limit` seconds, the file 10 * limit."""
     record, log = file.with_suffix(".xml"), file.with_suffix(".log")
     command = [*COMPAT, "-m", "pytest", "-c", os.devnull, "--timeout", str(limit), "--junit-xml", str(record)]
     run_command([*command, str(file)], log, 10 * limit, PYTHONPATH=f"{file.parent}:{ROOT}")
@@ -143,7 +144,7 @@ def run_test_file(file: Path, limit: float) -> list[Outcome]:
     outcomes: dict[str, Outcome] = {}
     for case in ElementTree.parse(record).iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}".lstrip(".")
-        problem = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
+        problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         if problem is not None:
             is_skipped = problem.tag == "skipped"
             message = problem.get("message", "") if is_skipped else problem.text or ""
@@ -153,10 +154,10 @@ def run_test_file(file: Path, limit: float) -> list[Outcome]:
 
 
 def run_script(file: Path, limit: float) -> list[Outcome]:
-    """Runs a script in each of its ways. A script fails with the first comparison that prints False.
+    """Runs a script once for each entry of SCRIPTS. A run fails if a comparison prints False.
 
-    The two comparisons after a script's step do not count, as in the scripts themselves: they take gradients
-    of some hundreds from weights of about 1, and what remains is the rounding of the gradients.
+    The two comparisons after a script's step do not count, as in the scripts themselves. The step subtracts
+    gradients of some hundreds from weights of about 1, so the difference is the rounding of the gradients.
     """
     outcomes = []
     for ranks, arguments in SCRIPTS[file.name]:
@@ -185,9 +186,9 @@ def known_reason(file: str, outcome: Outcome) -> str | None:
 def copy_tests(apex: Path, copy: Path) -> list[Path]:
     """Copies apex's tests, changed for the CPU; returns the files to run."""
     shutil.copytree(apex / "tests", copy)
-    for part in CONTRIB:
-        if (source := apex / "apex/contrib/test" / part).is_dir():
-            shutil.copytree(source, copy / "contrib" / part)
+    for package in CONTRIB:
+        if (source := apex / "apex/contrib/test" / package).is_dir():
+            shutil.copytree(source, copy / "contrib" / package)
     for source in copy.rglob("*.py"):
         source.write_text(replace_cuda(source.read_text()))
     (copy / "conftest.py").write_text(CONFTEST)
@@ -198,7 +199,7 @@ def copy_tests(apex: Path, copy: Path) -> list[Path]:
 
 
 def format_reasons(file: Path, outcomes: list[Outcome]) -> tuple[str, int]:
-    """Returns why tests of a file did not pass, and how many have no known reason; prints the latter."""
+    """Returns why tests of a file did not pass, and the number without a known reason; prints these tests."""
     reason_counts: Counter[str] = Counter()
     unexplained = 0
     for outcome in outcomes:

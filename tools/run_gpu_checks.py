@@ -3,9 +3,10 @@
     python3 tools/run_gpu_checks.py [--minutes 15] [--tests "tests/test_ops.py::test_x ..."] [--steps ncu ...]
     python3 tools/run_gpu_checks.py --device cpu  # rehearses all steps that need no GPU
 
-A step is a command with a time limit, so a hang costs one step. OUT has two files, replaced after each step:
-summary.txt, and gpu.tar.gz with logs and tables. Calls with the same OUT can divide the steps. The program
-exits with 1 if a step failed. It needs pytest with xdist and timeout, and no network.
+A step is a command with a time limit, so a hang costs one step. The folder of `--out` gets two files, which
+are replaced after each step: summary.txt, and gpu.tar.gz with logs and tables. Several calls with the same
+folder can divide the steps. The program exits with 1 if a step failed. It needs pytest with xdist and
+timeout, and no network.
 """
 
 import argparse
@@ -24,41 +25,45 @@ from pathlib import Path
 
 from gpu_steps import CARRIED, NO_GPU_STATUS, ROOT, are_current, plan_steps, source_checksum
 
+# Lines of pytest and of compute-sanitizer that name a failure.
 FAILURE_LINE = r"^(?:(?:FAILED|ERROR) |E  |=+ (?:Invalid|Error|Program hit)).*"
 MIN_STEP_SECONDS = 10  # A step with less time is not started.
-KILL_SECONDS = 8  # SIGKILL follows SIGINT by so long: on SIGINT pytest prints its failures.
+KILL_SECONDS = 8  # from SIGINT, on which pytest prints its failures, to SIGKILL
 CONCURRENT_STEPS = {"tests", "memcheck", "racecheck"}
 TOOL_FOLDERS = "usr/local/cuda*/bin usr/local/cuda*/compute-sanitizer opt/nvidia/*/compute-sanitizer"
 TOOL_FOLDERS += " opt/nvidia/nsight-compute/*"
 
 
 class Step:
-    """A command in a process group of its own."""
+    """A running command, in its own process group, so that signals reach its children."""
 
     def __init__(self, name: str, command: list[str], log: Path, seconds: float):
         self.name, self.log, self.begin, self.end = name, log, time.monotonic(), time.monotonic() + seconds
+        # Pairs of seconds after the time limit and a signal; `poll` removes those that it sends.
         self.pending_signals = [(0, signal.SIGINT), (KILL_SECONDS, signal.SIGKILL)]
         with log.open("w") as file:
             streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
             self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
 
-    def kill(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def poll(self) -> str:
         """Returns the state of an ended step, or an empty string; signals a step that exceeds its time."""
         status, seconds_late = self.process.poll(), time.monotonic() - self.end
-        # A driver may not let a killed process go, so the wait has an end.
+        # A driver may keep a killed process from ending, so the wait has an end.
         if status is None and seconds_late < KILL_SECONDS + 2:
             if self.pending_signals and seconds_late > self.pending_signals[0][0]:
-                self.kill(self.pending_signals.pop(0)[1])
+                self.send_signal(self.pending_signals.pop(0)[1])
             return ""
-        self.kill(signal.SIGKILL)  # The command may have left children.
-        return "LATE" if len(self.pending_signals) < 2 else f"FAILED {status}" if status else "passed"
+        self.send_signal(signal.SIGKILL)  # The command may have left children.
+        if len(self.pending_signals) < 2:
+            return "LATE"
+        return f"FAILED {status}" if status else "passed"
 
     def summarize(self) -> str:
-        """Returns seconds, and the counts of pytest and of a sanitizer, or the last line of the log."""
+        """Returns the step's seconds, and the counts of pytest or a sanitizer or the log's last line."""
         text = self.log.read_text(errors="replace").strip()
         counts = re.findall(r"^=* ?(\d+ (?:passed|failed|error|skipped).*|\w+ SUMMARY.*)", text, re.M)
         result = "; ".join(counts[-2:] or text.splitlines()[-1:])
@@ -105,7 +110,7 @@ class CheckRun:
                         self.report(step.name, state, step.summarize())
         finally:
             for step in running:
-                step.kill(signal.SIGKILL)
+                step.send_signal(signal.SIGKILL)
         return all(self.states[name] == "passed" for name in names)
 
     def prepare_libraries(self) -> bool:
@@ -132,6 +137,7 @@ class CheckRun:
 
 
 def main() -> None:
+    # The first three are facts and build, for `prepare_libraries`, and named, for --tests.
     names = list(plan_steps("cpu", ROOT, ""))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "runs/gpu", help="folder for the two files")
@@ -142,15 +148,14 @@ def main() -> None:
     options = parser.parse_args()
     (out := options.out.resolve()).mkdir(parents=True, exist_ok=True)
     folders = [str(path) for pattern in TOOL_FOLDERS.split() for path in Path("/").glob(pattern)]
-    if are_current(CARRIED / "fastvit", options.device):  # git in a copy of the tree may know another commit.
+    if are_current(CARRIED / "fastvit", options.device):  # A copy of the tree may have other history.
         os.environ.setdefault("FASTVIT_COMMIT", (CARRIED / "commit").read_text().strip())
     os.environ |= {"FASTVIT_TEST_DEVICE": options.device, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
     os.environ |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *folders])
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # A shell's `&` ignores SIGINT, also for the steps.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # On the way out the steps are killed.
+    # With `&` a shell makes this program, and so its steps, ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # SystemExit makes `run_steps` kill the steps.
     with tempfile.TemporaryDirectory() as work:
         if (out / "gpu.tar.gz").exists():
             shutil.unpack_archive(out / "gpu.tar.gz", work)

@@ -2,12 +2,12 @@
 
     python tools/wheel_matrix.py dist/*.whl [--torch torch==2.13.0] [--compile torch==2.11.0 torch]
 
-Each requirement gets a bare virtual environment in runs/matrix with that torch and the wheel, which trains
-one step there (examples/first_step.py). For the requirements of --compile every source, C++ and CUDA, is
-compiled against that torch's headers. Device code is checked for its syntax alone, because no kernel includes
-torch. These requirements also take the tests of parts that a release of torch can break: the names of
-autograd's nodes, by which recipes are read, the traces of torch.compile, the calls of ops, and layers. The
-program exits with 1 if anything failed.
+The program makes a bare virtual environment in runs/matrix for each requirement, installs that torch and the
+wheel, and trains a small model there (examples/first_step.py). For each requirement of --compile the program
+also compiles every source, C++ and CUDA, against that torch's headers, and runs the tests of parts that a
+release of torch can break: the names of autograd's nodes, which select recipes, the traces of torch.compile,
+the calls of ops, and layers. Device code is checked for its syntax alone, because no kernel includes torch.
+The program exits with 1 if a requirement failed.
 """
 
 import argparse
@@ -41,10 +41,10 @@ def run_command(*command: str | Path, cwd: Path = ROOT, seconds: int = 900) -> s
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     options = {"cwd": cwd, "env": variables, "text": True, "timeout": seconds}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run([str(word) for word in command], **options)
-    if done.returncode:
-        raise SystemExit(f"{done.stdout}\nstatus {done.returncode}: {' '.join(map(str, command))}")
-    return done.stdout
+    result = subprocess.run([str(word) for word in command], **options)
+    if result.returncode:
+        raise SystemExit(f"{result.stdout}\nstatus {result.returncode}: {' '.join(map(str, command))}")
+    return result.stdout
 
 
 def create_environment(requirement: str) -> Path:
@@ -57,6 +57,7 @@ def create_environment(requirement: str) -> Path:
 
 
 def pip_install(python: Path) -> tuple[str | Path, ...]:
+    """Returns the beginning of a command that installs packages for an interpreter."""
     # Without --no-compile pip compiles 10,000 modules of torch, of which the tests import a few hundred.
     return python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"
 
@@ -64,19 +65,11 @@ def pip_install(python: Path) -> tuple[str | Path, ...]:
 def compile_commands(include: Path, folder: Path) -> list[list[str | Path]]:
     """Returns the compiler's command for each source."""
     common = ["-std=c++20", f"-DTORCH_TARGET_VERSION={SETUP['TORCH_ABI']}", "-isystem", include]
-    cpp = [
-        "-fsyntax-only",
-        "-fvisibility=hidden",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        *SETUP["DISABLED_WARNINGS"].split(),
-    ]
+    cpp = "-fsyntax-only -fvisibility=hidden -Wall -Wextra -Werror".split()
+    cpp += [*SETUP["DISABLED_WARNINGS"].split(), "-DFASTVIT_HAS_BASELINE"]
     cpp += ["-DFASTVIT_ISA=baseline", '-DFASTVIT_CUDA_BUILD=""']
-    cpp += ["-DFASTVIT_HAS_BASELINE"]
-    commands = [
-        [os.environ.get("CXX", "c++").split()[-1], *cpp, *common, source] for source in SETUP["cpp_sources"]()
-    ]
+    compiler = os.environ.get("CXX", "c++").split()[-1]  # CXX may begin with ccache.
+    commands = [[compiler, *cpp, *common, source] for source in SETUP["cpp_sources"]()]
     toolkit, reason = SETUP["find_cuda"]()
     if not toolkit:
         print(f"CUDA sources are not compiled: {reason}", flush=True)
@@ -98,12 +91,9 @@ def check_release(requirement: str, options: argparse.Namespace) -> None:
             list(pool.map(lambda command: run_command(*command), commands))
         print(f"{requirement}: {len(commands)} sources compile against its headers", flush=True)
     run_command(*pip_install(python), options.wheel)
-    with (
-        tempfile.TemporaryDirectory() as empty
-    ):  # An empty folder has no source tree that Python could import.
-        print(
-            run_command(python, ROOT / "examples/first_step.py", cwd=Path(empty)).splitlines()[-1], flush=True
-        )
+    with tempfile.TemporaryDirectory() as empty:  # An empty folder has no source tree to import.
+        output = run_command(python, ROOT / "examples/first_step.py", cwd=Path(empty))
+        print(output.splitlines()[-1], flush=True)
         print(run_command(python, "-m", "fastvit.info", cwd=Path(empty)), flush=True)
     if requirement in options.compile:
         run_command(*pip_install(python), "pytest", "pytest-timeout", "numpy", "matplotlib")
