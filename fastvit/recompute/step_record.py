@@ -188,7 +188,10 @@ class _ValueBuilder:
                 return
             value = self._value_of_memory.get(key)
             if value is None:
-                name = display_op_name(packed.info.node_name) if packed.info is not None else packed.reason
+                has_node = packed.info is not None
+                name = (
+                    display_op_name(packed.info.node_name) if has_node else "tensors without an autograd node"
+                )
                 value = Value(_nbytes_of_storage(state.tensor), saved.created - self._first_number, name)
                 self._value_of_memory[key] = value
         elif value is None:
