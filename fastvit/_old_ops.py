@@ -1,8 +1,8 @@
 """Old names of ops, for saved graphs and for scripts, with the arguments that they had.
 
-Each old op warns, and calls an op of `fastvit.ops`. `abn_*` were the ops in place (activated batch norm), and
-`glu_*` those with a gate. The arguments of bn_forward, bn_reduce, bn_backward, act_forward and act_backward
-have another order now: a graph that was saved before with one of these must be exported anew.
+Each old op warns, and calls an op of `fastvit.ops`. `abn_*` (activated batch norm) let x be recovered from
+y, which abn_forward_ writes into x; `glu_*` have a gate. bn_forward, bn_reduce, bn_backward, act_forward and
+act_backward are not here: each has a new order of arguments, so an old graph with one must be exported anew.
 """
 
 from typing import Any, NamedTuple
@@ -33,16 +33,16 @@ _FORWARD = f"{_STATISTICS}{_UPDATES}{_ACTIVATION}, bool training=True"
 _BACKWARD = f"Tensor dy, Tensor saved, Tensor? sums=None, {_PARAMETERS}{_ACTIVATION}, bool training=True"
 _REDUCE = f"Tensor dy, Tensor saved, {_PARAMETERS}{_ACTIVATION}, Tensor? exchange=None"
 _FROM_OUTPUT = {"from_output": True}
-_GRADIENT_NAMES = {"y": "input", "sums": "global_sums"}
+_BACKWARD_NAMES = {"y": "input", "sums": "global_sums"}
 _GATE_NAMES = {"a": "x", "b": "gate"}
-_SCHEMAS = {
+_REPLACEMENTS = {  # The replacements by the schemas of the old ops.
     f"abn_forward(Tensor x, {_FORWARD}) -> (Tensor, Tensor)": _Replacement(
-        "bn_forward", {"invertible": True}
+        "bn_forward", constants={"invertible": True}
     ),
     f"abn_forward_(Tensor(a!) x, {_FORWARD}) -> Tensor": _Replacement("bn_forward_inplace"),
-    f"abn_reduce(Tensor y, {_REDUCE}) -> Tensor": _Replacement("bn_reduce", _FROM_OUTPUT, _GRADIENT_NAMES),
+    f"abn_reduce(Tensor y, {_REDUCE}) -> Tensor": _Replacement("bn_reduce", _FROM_OUTPUT, _BACKWARD_NAMES),
     f"abn_backward(Tensor y, {_BACKWARD}) -> (Tensor, Tensor)": _Replacement(
-        "bn_backward", _FROM_OUTPUT, _GRADIENT_NAMES, results=(0, 2)
+        "bn_backward", _FROM_OUTPUT, _BACKWARD_NAMES, results=(0, 2)
     ),
     f"glu_forward(Tensor a, Tensor b, {_GATE}) -> Tensor": _Replacement(
         "act_forward", argument_names=_GATE_NAMES
@@ -51,8 +51,8 @@ _SCHEMAS = {
         "act_backward", argument_names=_GATE_NAMES
     ),
 }
-NAMES = frozenset(schema.partition("(")[0] for schema in _SCHEMAS)
-_definitions = torch.library.Library("fastvit", "FRAGMENT")  # Undefines the ops when it is freed.
+NAMES = frozenset(schema.partition("(")[0] for schema in _REPLACEMENTS)
+_definitions = torch.library.Library("fastvit", "FRAGMENT")  # The ops exist as long as this object.
 
 
 def _define(schema: str, replacement: _Replacement) -> None:
@@ -69,7 +69,7 @@ def _define(schema: str, replacement: _Replacement) -> None:
             **{replacement.argument_names.get(n, n): value for n, value in named.items()},
             **replacement.constants,
         )
-        # x is always written, running statistics in training only.
+        # An op that writes x always does; running statistics are written in training only.
         increment_versions(*(named[n] for n in written if n == "x" or named["training"]))
         return results if replacement.results is None else tuple(results[i] for i in replacement.results)
 
@@ -77,5 +77,5 @@ def _define(schema: str, replacement: _Replacement) -> None:
 
 
 def define_old_ops() -> None:
-    for schema, replacement in _SCHEMAS.items():
+    for schema, replacement in _REPLACEMENTS.items():
         _define(schema, replacement)

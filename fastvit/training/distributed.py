@@ -28,6 +28,7 @@ from .launcher import LaunchInfo
 
 T = TypeVar("T")
 _SIOCGIFADDR = 0x8915  # The request for an interface's address, from linux/sockios.h.
+_ADDRESS_IN_REPLY = slice(20, 24)  # In ifreq, after 16 bytes of name, 2 of family, 2 of port.
 
 
 def get_world_size() -> int:
@@ -54,10 +55,10 @@ def print_on_main(text: str) -> None:
 def init_distributed(
     launch_info: LaunchInfo | None, device: str = "auto", timeout: float = 300.0
 ) -> torch.device:
-    """Joins the process group of the launcher. Without a launcher this process trains alone, and says so.
+    """Joins the launcher's process group. Without a launcher this process trains alone, and says so.
 
     The ranks choose their devices together: GPUs with NCCL if each rank has a GPU of its own, or else CPUs
-    with gloo. The launcher may let each rank see all GPUs of the host, or one GPU.
+    with gloo. A rank may see all GPUs of its host, or one.
 
     A rank waits `timeout` seconds for the other ranks, here and in every later collective.
 
@@ -70,6 +71,7 @@ def init_distributed(
 
     rank, world_size = launch_info.rank, launch_info.world_size
     address, port = launch_info.master_addr, launch_info.master_port
+    # A batch script without srun has SLURM_PROCID=0 too.
     hint = "; was srun forgotten?" if "SLURM_PROCID" in os.environ and rank == 0 else ""
     try:
         store = open_rendezvous_store(rank, world_size, address, port, timeout, launch_info.run_id)
@@ -79,6 +81,7 @@ def init_distributed(
             torch.cuda.set_device(rank_device)
         else:
             _set_gloo_interface(launch_info, consensus)
+            # No rank is missing now.
             hint = "; set GLOO_SOCKET_IFNAME to the network interface that reaches the other hosts, as eth0"
         init_group = functools.partial(
             dist.init_process_group,
@@ -89,8 +92,10 @@ def init_distributed(
             timeout=timedelta(seconds=timeout),
             device_id=rank_device if is_cuda else None,
         )
-        # gloo waits for five times its timeout when a rank does not answer, so a thread limits the wait.
-        init_group() if is_cuda else run_with_timeout(init_group, timeout)
+        if is_cuda:
+            init_group()
+        else:  # gloo waits for five times its timeout when a rank does not answer.
+            run_with_timeout(init_group, timeout)
     except (RuntimeError, TimeoutError) as error:
         raise ConfigError(
             f"the {world_size} ranks did not meet at {address}:{port} within {timeout:g} s: "
@@ -102,7 +107,8 @@ def init_distributed(
 def _choose_device_with_ranks(
     launch_info: LaunchInfo, consensus: StoreConsensus, option: str
 ) -> torch.device:
-    """Returns this rank's own GPU if every rank has one, or else the CPU. `option` is `--device`."""
+    """Returns this rank's own GPU if every rank has one, or the CPU. `option` is `--device`."""
+    # A dict: answer to its ranks.
     ranks_by_option = consensus.gather_answers("options", f"--device {option}")
     if len(ranks_by_option) > 1:
         raise ConfigError(f"the ranks must have the same --device, got {format_answers(ranks_by_option)}")
@@ -110,6 +116,7 @@ def _choose_device_with_ranks(
     index = launch_info.local_rank % max(1, gpus)
     gpu_uuid = str(torch.cuda.get_device_properties(index).uuid) if gpus else ""
     ranks_by_gpu = consensus.gather_answers("GPUs", gpu_uuid)
+    # Ranks that share a GPU give one answer.
     all_have_gpu = "" not in ranks_by_gpu and len(ranks_by_gpu) == launch_info.world_size
     return _choose_device(option, all_have_gpu, index)
 
@@ -126,12 +133,14 @@ def _set_gloo_interface(launch_info: LaunchInfo, consensus: StoreConsensus) -> N
     """Lets gloo use the network interface that reaches rank 0, if gloo would use the loopback.
 
     gloo listens at the address of the host's name, which is 127.0.1.1 on Debian and in many containers. Ranks
-    would then connect to their own host in place of another. The host of rank 0 may resolve its name to the
-    loopback too, so it uses the address by which the other hosts reach it.
+    would then connect to their own host. If the host of rank 0 resolves its name to the loopback too,
+    rank 0 uses the address that another host has resolved.
     """
     answers = consensus.gather_answers("address of rank 0", _routable_address(launch_info.master_addr))
     addresses = [*filter(None, answers)]
-    if "GLOO_SOCKET_IFNAME" in os.environ or not addresses or _routable_address(socket.gethostname()):
+    if "GLOO_SOCKET_IFNAME" in os.environ or not addresses:
+        return
+    if _routable_address(socket.gethostname()):  # gloo listens there.
         return
     family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
@@ -150,7 +159,7 @@ def find_interface(address: str) -> str:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # An interface may have no address.
                 reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if reply[20:24] == socket.inet_aton(address):
+                if reply[_ADDRESS_IN_REPLY] == socket.inet_aton(address):
                     return name
     return ""
 
@@ -186,13 +195,16 @@ def average_over_ranks(value: Tensor) -> Tensor:
 
 
 def all_gather_numbers(numbers: Tensor) -> list[list[float]]:
-    """Returns a list for each of the `(n,)` numbers: its values in rank order. Uses one collective."""
+    """Returns n lists for `(n,)` numbers: list i has number i of every rank. Uses one collective."""
     row = numbers.detach().view(1, -1)
     if get_world_size() < 2:
         return row.T.tolist()
     rows = row.new_empty(get_world_size(), row.shape[1])
     work = getattr(dist, ALL_GATHER_NAME)(rows, row, async_op=True)
-    work.wait() if row.is_cuda else wait_interruptibly(work)
+    if row.is_cuda:
+        work.wait()  # Blocks the CUDA stream, not Python.
+    else:
+        wait_interruptibly(work)
     return rows.T.tolist()
 
 
@@ -210,17 +222,17 @@ def require_equal_on_ranks(values: dict[str, Any]) -> None:
     all_values = all_gather_objects(values)
     differences = []
     for name in dict.fromkeys(name for rank_values in all_values for name in rank_values):
-        ranks: dict[str, list[int]] = {}
+        ranks_by_value: dict[str, list[int]] = {}
         for rank, rank_values in enumerate(all_values):
-            ranks.setdefault(str(rank_values.get(name)), []).append(rank)
-        if len(ranks) > 1:
-            differences.append(f"{name} differs: {format_answers(ranks)}")
+            ranks_by_value.setdefault(str(rank_values.get(name)), []).append(rank)
+        if len(ranks_by_value) > 1:
+            differences.append(f"{name} differs: {format_answers(ranks_by_value)}")
     if differences:
         raise TrainingError(f"every rank must have the same, but {' | '.join(differences)}")
 
 
 def run_on_main(function: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function on rank 0. Returns its result, or raises its error, on every rank."""
+    """Calls a function on rank 0. Returns its result, or raises TrainingError, on every rank."""
     outcome: list[Any] = [_call_catching_errors(function, *arguments) if is_main_process() else None]
     if get_world_size() > 1:
         dist.broadcast_object_list(outcome, src=0)
@@ -238,7 +250,7 @@ def run_on_all_ranks(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def _call_catching_errors(function: Callable[..., T], *arguments: Any) -> tuple[Any, str | None]:
-    """Returns the result of a function, or the message of an error that all ranks should raise."""
+    """Returns a result, or an error's message for all ranks; this rank alone raises other errors."""
     try:
         return function(*arguments), None
     except (OSError, ValueError, TrainingError) as error:
@@ -260,7 +272,7 @@ def broadcast_weights(model: nn.Module) -> None:
     """Copies the parameters and buffers of rank 0 to every rank."""
     if get_world_size() > 1:
         for value in model.state_dict(keep_vars=True).values():
-            # A broadcast needs dense memory. A parameter in channels_last is dense too.
+            # A broadcast needs dense memory: channels_last needs no `contiguous()`.
             dist.broadcast(value.detach(), src=0)
 
 

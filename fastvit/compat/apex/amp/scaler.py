@@ -1,7 +1,7 @@
-"""The loss scale: a number, or dynamic. The dynamic scale starts at 2^16, is doubled after 2000 clean steps,
-and is halved by an overflow.
+"""The loss scale: a number, or dynamic. A dynamic scale begins at 2^16, is halved by an overflow, and
+doubled after 2000 clean steps, without one.
 
-Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, arXiv:1710.03740, section 3.2.
+Source: Micikevicius et al., ICLR 2018, arXiv:1710.03740, section 3.2.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._import_hook import missing_attribute_getter
 
-# Gradients that overflow at this scale overflow at any scale.
+# The smallest positive float16. An overflow at it has another cause than the scale.
 _MIN_SCALE = 2.0**-24
 
 
@@ -20,15 +20,15 @@ class LossScaler:
 
     Args:
         loss_scale: a number, or "dynamic".
-        scale_window: the number of clean steps after which the dynamic scale is doubled.
-        min_loss_scale: the floor of the dynamic scale; None is 2^-24.
+        scale_window: after so many clean steps the dynamic scale is doubled.
+        min_loss_scale: the floor of the dynamic scale; None is 2^-24, or a lower ceiling.
         max_loss_scale: the ceiling of the dynamic scale.
     """
 
-    loss_id = 0  # the index of the loss in `scale_loss`
-    has_fused_kernel = True
-    warned_no_fused_kernel = warned_unscaling_non_fp32_grad = False
-    __getattr__ = missing_attribute_getter("apex.amp.scaler.LossScaler")
+    loss_id = 0  # the loss's index in `scale_loss`; `initialize` sets it
+    has_fused_kernel = True  # for scripts
+    warned_no_fused_kernel = warned_unscaling_non_fp32_grad = False  # for scripts
+    __getattr__ = missing_attribute_getter("apex.amp.scaler.LossScaler")  # raises an error
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LossScaler:
         self._loss_scale = self._clamp(2.0**16) if self.dynamic else float(loss_scale)
         self._scale_seq_len = scale_window
         self._unskipped = 0
-        self._has_overflow = False
+        self._has_overflow = False  # scripts set it or the next
         self._overflow_buf = torch.zeros(1, dtype=torch.int32)
 
     def _clamp(self, scale: float) -> float:
@@ -64,14 +64,14 @@ class LossScaler:
         self._overflow_buf.zero_()
 
     def record_overflow(self, flags: Iterable[Tensor]) -> bool:
-        """Stores for `update_scale` whether a flag is set, and returns that; False with a static scale."""
+        """Lets `update_scale` see only these flags. Returns whether one is set; False if static."""
         self._has_overflow = False
         overflow = self.dynamic and any(flag.item() for flag in flags)
         self._overflow_buf.fill_(overflow)
         return overflow
 
     def update_scale(self) -> bool:
-        """Counts one step, and returns whether the step must be skipped; False with a static scale."""
+        """Adapts a dynamic scale to one more step. Returns whether to skip the step; False if static."""
         self._has_overflow = self.dynamic and bool(self._has_overflow or self._overflow_buf.item())
         if self._has_overflow:
             self._loss_scale = self._clamp(self._loss_scale / 2.0)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm under apex's names; torch's own kernels are fused."""
+"""LayerNorm and RMSNorm under apex's names, computed by torch's kernels, which are fused too."""
 
 import contextlib
 import functools
@@ -30,15 +30,15 @@ def _apply_norm(
 ) -> Tensor:
     """Returns `norm(x, normalized_shape, *parameters, eps)`, computed in the widest dtype of its arguments.
 
-    The result has x's dtype, or with `uses_weight_dtype` the weight's.
-
-    As in apex, all arguments but float64 are cast to autocast's dtype under autocast, but not under O1.
+    The result has x's dtype, or with `uses_weight_dtype` the weight's. As in apex, autocast's dtype replaces
+    both dtypes, unless x is float64 or amp runs at opt_level O1.
     """
     _warn_memory_efficient(memory_efficient)
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     target_dtype, dtype = autocast_dtype(x), x.dtype
     weight_dtype = dtype if parameters[0] is None else parameters[0].dtype
-    if target_dtype and dtype != torch.float64 and not hasattr(_amp_state, "handle"):  # O1 sets handle
+    # _amp_state has a handle only under O1.
+    if target_dtype and dtype != torch.float64 and not hasattr(_amp_state, "handle"):
         dtype = weight_dtype = target_dtype
     x, *parameters = cast_floating((x, *parameters), torch.promote_types(dtype, weight_dtype))
     with torch.autocast(x.device.type, enabled=False) if target_dtype else contextlib.nullcontext():
@@ -55,7 +55,7 @@ def _warn_memory_efficient(memory_efficient: bool) -> None:
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Normalises the last dimensions, of `normalized_shape`. The result has the dtype of the input."""
+    """Normalises the last dimensions, of sizes `normalized_shape`. The result has the input's dtype."""
     return _apply_norm(F.layer_norm, input, (None, None), normalized_shape, eps, memory_efficient)
 
 
@@ -69,14 +69,17 @@ def fused_layer_norm_affine(
     *,
     mixed: bool = False,
 ) -> Tensor:
-    """Returns `fused_layer_norm` times weight plus bias, both of `normalized_shape`."""
-    return _apply_norm(F.layer_norm, input, (weight, bias), normalized_shape, eps, memory_efficient, mixed)
+    """Returns `fused_layer_norm` times weight plus bias; with `mixed` in the dtype of the weight."""
+    parameters = weight, bias
+    return _apply_norm(
+        F.layer_norm, input, parameters, normalized_shape, eps, memory_efficient, uses_weight_dtype=mixed
+    )
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Divides by the root mean square over the last dimensions. The result has the dtype of the input."""
+    """Divides by the root mean square over the last dimensions. The result has the input's dtype."""
     return _apply_norm(F.rms_norm, input, (None,), normalized_shape, eps, memory_efficient)
 
 
@@ -89,11 +92,13 @@ def fused_rms_norm_affine(
     *,
     mixed: bool = False,
 ) -> Tensor:
-    """Returns `fused_rms_norm` times weight."""
-    return _apply_norm(F.rms_norm, input, (weight,), normalized_shape, eps, memory_efficient, mixed)
+    """Returns `fused_rms_norm` times weight; with `mixed` in the dtype of the weight."""
+    parameters = (weight,)
+    return _apply_norm(
+        F.rms_norm, input, parameters, normalized_shape, eps, memory_efficient, uses_weight_dtype=mixed
+    )
 
 
-# The results of these two functions have the dtype of the weight.
 mixed_dtype_fused_layer_norm_affine = functools.partial(fused_layer_norm_affine, mixed=True)
 mixed_dtype_fused_rms_norm_affine = functools.partial(fused_rms_norm_affine, mixed=True)
 
@@ -120,6 +125,7 @@ def as_autograd_function(function: Callable[..., Tensor]) -> type:
             "call backward of the output"
         )
 
+    # `inspect.signature(forward)` then shows ctx and the arguments of `function`.
     ctx, signature = inspect.signature(forward).parameters["ctx"], inspect.signature(function)
     forward.__signature__ = signature.replace(parameters=[ctx, *signature.parameters.values()])  # type: ignore[attr-defined]
     methods = {"apply": function, "forward": forward, "backward": backward}
@@ -160,17 +166,20 @@ class FusedLayerNorm(_MemoryEfficientMixin, nn.LayerNorm):
     """torch.nn.LayerNorm; the output has the dtype of the input, not of the weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        parameters = self.weight, self.bias
-        shape, uses_weight_dtype = self.normalized_shape, self.uses_weight_dtype
-        return _apply_norm(F.layer_norm, input, parameters, shape, self.eps, False, uses_weight_dtype)
+        parameters, shape = (self.weight, self.bias), self.normalized_shape
+        return _apply_norm(
+            F.layer_norm, input, parameters, shape, self.eps, uses_weight_dtype=self.uses_weight_dtype
+        )
 
 
 class FusedRMSNorm(_MemoryEfficientMixin, nn.RMSNorm):
     """torch.nn.RMSNorm; the output has the dtype of the input, not of the weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        shape, uses_weight_dtype = self.normalized_shape, self.uses_weight_dtype
-        return _apply_norm(F.rms_norm, input, (self.weight,), shape, self.eps, False, uses_weight_dtype)
+        parameters, shape = (self.weight,), self.normalized_shape
+        return _apply_norm(
+            F.rms_norm, input, parameters, shape, self.eps, uses_weight_dtype=self.uses_weight_dtype
+        )
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
@@ -186,7 +195,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 
 
 class FastLayerNorm(MixedFusedLayerNorm):
-    """LayerNorm over the last dimension; the output has the dtype of the weight."""
+    """LayerNorm over the last dimension; the output has the weight's dtype."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
         super().__init__(hidden_size, eps, memory_efficient=memory_efficient)
