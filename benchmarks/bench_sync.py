@@ -1,24 +1,27 @@
 """Times synchronised statistics with every backend: the exchange alone, and a whole step of a layer.
 
-    python benchmarks/bench_sync.py [--world 2 4 8]         ranks of this machine, one number after another
+    python benchmarks/bench_sync.py [--world 2 4 8]         on this machine, first with 2 ranks, then 4, 8
     python benchmarks/bench_sync.py --hosts 2 --world 4 --delay 1 --what exchange
-                            ranks on simulated hosts of this machine, apart by Linux namespaces
+                            ranks on simulated hosts: this machine's, in separate Linux namespaces
 
 The ranks use NCCL if there are as many GPUs as ranks, else gloo. The program measures two things:
 
-    exchange   ranks send moments in the forward and sums in the backward, without a layer. The contender
-               `bare` is torch.distributed's collective of as many numbers.
-    step       all ranks run forward and backward of one layer at the same time. The contender `local` is a
-               layer with the statistics of its own rank.
+    exchange   ranks send moments in the forward and sums in the backward, without a layer
+    step       all ranks run forward and backward of one layer at the same time
 
-Contenders take turns. The column `times` is a ratio: the baseline's time divided by the contender's, as the
-median over turns. The baseline of an exchange is `bare`, that of a step is `local`. torch.nn.SyncBatchNorm
-runs on CUDA only. apex's SyncBatchNorm runs if apex can be imported (FASTVIT_APEX=folder of its sources).
-Without its compiled parts apex's layer is Python over collectives, and runs on the CPU too.
+In both, the contender `bare` is a collective of torch.distributed alone, which sends as many numbers as an
+exchange. The contender `local` of a step is a layer with the statistics of its own rank.
+
+Contenders take turns. The column `times` is a ratio, not a duration: the baseline's time divided by the
+contender's, as the median over turns. The baseline of an exchange is `bare`, that of a step is `local`.
+torch.nn.SyncBatchNorm runs on CUDA only. apex's SyncBatchNorm runs if apex can be imported
+(FASTVIT_APEX=folder of its sources). Without its compiled parts apex's layer is Python over collectives, and
+runs on the CPU too.
 
 Each timing begins after an exchange, which aligns the ranks. The time of the slowest rank counts. On a CPU
 each rank has its own core if there are enough: two ranks on one core take turns, and an exchange then takes
-two to ten times as long. The allocator retains freed memory. torch's profiler counts the calls.
+two to ten times as long. The program restarts itself with an allocator that retains freed memory. torch's
+profiler counts the calls.
 """
 
 import argparse
@@ -61,7 +64,7 @@ STEP_SHAPES = {  # device type -> shapes (N, C, H, W) of the input of a step
 }
 DIRECTIONS = ("forward", "backward", "both")
 ROWS_FILE = "rows.json"  # Rank 0 writes its rows into this file for the parent process.
-MOMENTUM = 0.1  # torch's default; ranks compare it, and the benchmark updates no running statistics.
+MOMENTUM = 0.1  # torch's default; ranks check that theirs agree. No running statistics are updated.
 FOLDER_VARIABLE = "FASTVIT_BENCH_FOLDER"  # the environment variable of a rank on a simulated host
 Call = Callable[[], object]
 
@@ -81,18 +84,18 @@ class ExchangeCalls(NamedTuple):
     merge_sums: Call
 
 
-def make_group(statistics: str) -> "dist.ProcessGroup":
-    """Returns a new process group of all ranks, whose exchange backend `statistics` chooses."""
-    os.environ["FASTVIT_STATISTICS"] = statistics  # A group reads the variable at its first exchange, below.
+def make_group(setting: str) -> "dist.ProcessGroup":
+    """Returns a new process group of all ranks, with the backend for FASTVIT_STATISTICS=`setting`."""
+    os.environ["FASTVIT_STATISTICS"] = setting  # A group reads the variable at its first exchange, below.
     group = dist.new_group()
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    make_exchange_calls(group, 2, device).merge_moments()
+    make_exchange_calls(group, channels=2, device=device).merge_moments()
     return group
 
 
 def make_exchange_calls(group, channels: int, device: torch.device) -> ExchangeCalls:
     """Returns calls that exchange moments and sums over `group`; for None, torch's bare collectives."""
-    # Moments are mean[C], M2[C] and the count, which takes two numbers. Sums are two numbers per channel.
+    # Moments are mean[C], M2[C] and the count, in two numbers to be exact. Sums are two per channel.
     moments, sums = (torch.rand(n, device=device) for n in (2 * channels + 2, 2 * channels))
     if group is None:
         gathered = moments.new_empty(dist.get_world_size() * moments.numel())
@@ -100,10 +103,11 @@ def make_exchange_calls(group, channels: int, device: torch.device) -> ExchangeC
         return ExchangeCalls(gather, partial(dist.all_reduce, sums))
     layer = sync.LayerKey("bench_sync", layer_id=moments.numel(), momentum=MOMENTUM)  # an id for each size
     statistics_group = get_statistics_group(group, moments.device)
-    tag = statistics_group.merge_moments(layer, moments)[1]
+    # Ranks compare the tag of an exchange. A backward has that of its forward.
+    _, tag = statistics_group.merge_moments(layer, moments)
     return ExchangeCalls(
         partial(statistics_group.merge_moments, layer, moments),
-        partial(statistics_group.merge_sums, sums[None], tag),
+        partial(statistics_group.merge_sums, sums[None], tag),  # `(1, 2C)`
     )
 
 
@@ -140,9 +144,9 @@ def bench(contenders: dict[str, Contender], baseline: str, repeats: int, device:
     }
     rows = []
     for name, contender in contenders.items():
-        forward, backward = (count_calls(timed.call) for timed in contender)
-        step = {kind: forward[kind] + backward[kind] for kind in forward}
-        for direction, counts in zip(DIRECTIONS, (forward, backward, step), strict=True):
+        forward, backward = (count_calls(timed.call) for timed in contender)  # `prepare` does not count.
+        sum_of_both = {kind: forward[kind] + backward[kind] for kind in forward}
+        for direction, counts in zip(DIRECTIONS, (forward, backward, sum_of_both), strict=True):
             contender_us, baseline_us = slowest_us[name, direction], slowest_us[baseline, direction]
             row = {"contender": name, "direction": direction, **percentiles(contender_us, (50, 95))}
             row["times"] = median(base / us for base, us in zip(baseline_us, contender_us, strict=True))
@@ -154,7 +158,7 @@ def bench_exchange(channels: int, groups: dict, repeats: int, device: torch.devi
     """Returns the rows of an exchange by each group of `groups`, and by torch's bare collectives."""
 
     def run_three_times(call: Call) -> None:
-        """Lets the threads of the previous contender leave the cores, and aligns the ranks."""
+        """Runs exchanges, so that the previous contender's threads leave the cores, and ranks align."""
         for _ in range(3):
             call()
 
@@ -167,7 +171,7 @@ def bench_exchange(channels: int, groups: dict, repeats: int, device: torch.devi
         )
         for name, group in ({"bare": None} | groups).items()
     }
-    return bench(contenders, "bare", repeats, device)
+    return bench(contenders, baseline="bare", repeats=repeats, device=device)
 
 
 def make_layers(channels: int, groups: dict, device: torch.device) -> dict[str, nn.Module]:
@@ -186,8 +190,8 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
     """Returns the rows of a step of each layer of `make_layers`, and of torch's bare collectives."""
     x = torch.randn(shape, device=device, requires_grad=True)
     dy, outputs = torch.randn_like(x), []
-    # The group that was made last exchanges fastest. A few channels suffice, since only the wait matters.
-    align_ranks = make_exchange_calls(list(groups.values())[-1], 4, device).merge_moments
+    # The last group is the fastest: it uses peer memory, if possible. A few channels suffice for a wait.
+    align_ranks = make_exchange_calls(list(groups.values())[-1], channels=4, device=device).merge_moments
     layers = make_layers(shape[1], groups, device)
     local = layers["local"]
 
@@ -204,10 +208,10 @@ def bench_step(shape: tuple[int, ...], groups: dict, repeats: int, device: torch
         )
 
     contenders = {name: make_step(layer) for name, layer in layers.items()}
-    gather, reduce = make_exchange_calls(None, shape[1], device)
+    gather, reduce = make_exchange_calls(None, channels=shape[1], device=device)
     # Each collective follows other work, as the exchange in a layer does.
     contenders["bare"] = Contender(TimedCall(evict_and_align, gather), TimedCall(evict_and_align, reduce))
-    return bench(contenders, "local", repeats, device)
+    return bench(contenders, baseline="local", repeats=repeats, device=device)
 
 
 def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
@@ -222,7 +226,7 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace) -
     device = torch.device("cuda", rank) if uses_cuda else torch.device("cpu")
     groups = {"Collective": make_group("collective")}
     try:
-        if not options.hosts:  # Hosts share no memory.
+        if not options.hosts:  # Hosts share no memory. `peer` chooses the backend of this name.
             groups["CudaIpc" if uses_cuda else "SharedMemory"] = make_group("peer")
     except RuntimeError as error:  # Without peer memory all ranks raise.
         print(error)
@@ -262,7 +266,7 @@ def spawn_on_hosts(world: int, folder: str, options: argparse.Namespace) -> None
 
 
 def main() -> None:
-    parser = make_parser(__doc__, None)
+    parser = make_parser(__doc__, device=None)  # no option --device
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="numbers of ranks, each in turn")
     parser.add_argument("--what", nargs="+", default=["exchange", "step"], choices=["exchange", "step"])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads per rank")
@@ -280,7 +284,7 @@ def main() -> None:
     )
     parser.add_argument("--name", help="results/NAME.csv (default: sync_DEVICE, or sync_hosts_DEVICE)")
     options = parser.parse_args()
-    restart_with_reused_memory()
+    restart_with_reused_memory()  # This returns only in the restarted process.
     if folder := os.environ.get(FOLDER_VARIABLE):
         return rank_main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), folder, options)
     rows: list[dict] = []

@@ -1,7 +1,7 @@
 """The kinds of random programs: tables of templates from which tests/program_source.py draws the source.
 
-Each template is called a line, and a new case is a new line of a table. Most lines are statements of a
-model's forward; they may hold several statements. A line that a table repeats is drawn more often.
+A template is called a line, however many lines of text it has; a new case is a new line of a table. Most
+lines are one or more statements of a model's forward. A line that a table repeats is drawn more often.
 
 Names in a line:
 
@@ -9,17 +9,20 @@ Names in a line:
 |---|---|
 | `x` | the input of the forward, `(8, 8, 6, 6)` |
 | `v` | the list of values so far, each `(8, 8, 6, 6)`; a line may append, replace or write to a value |
-| `t`, `z`, `q`, `k`, `m`, `a`, `b`, `d` | temporary names, which no other line reads |
+| other single letters | temporary names, which no other line reads |
 | `aliases` | a list of tensors without gradients that share memory with values; later lines write to them |
 | `extras` | a list of outputs of the model besides the last value |
-| `self`, `model` | the module whose forward this is; the model of the program |
+| `self` | the module whose forward this is |
+| `model` | the model of the program |
 | `outputs`, `losses` | the outputs of a step, and a loss for each output |
 | `first_half`, `last_half` | the two halves of the model's trainable parameters |
-| `RUN`, `SCOPE` | the `Run` of tests/program_tools.py; a function that makes the scope of the forward |
-| `scale(8)`, `shift(8)` | parameters `(8,)`; an op saves a scale that multiplies, but no added shift |
-| `frozen_scale(8)`, `frozen_shift(8)` | such parameters without gradients |
-| `shift_buffer(8)` | a buffer that is added |
-| `matrix(6, 6)` | a parameter for a matrix product |
+| `RUN` | the `Run` of tests/program_tools.py |
+| `SCOPE` | a function that makes the scope of the forward |
+| `scale(*shape)` | a parameter that multiplies; autograd saves it for backward |
+| `shift(*shape)` | a parameter that is added; autograd does not save it |
+| `frozen_scale(*shape)`, `frozen_shift(*shape)` | such parameters without gradients |
+| `shift_buffer(*shape)` | a buffer that is added |
+| `matrix(*shape)` | a parameter for a matrix product |
 | other names | functions and classes of tests/program_tools.py |
 
 Placeholders in a line:
@@ -29,7 +32,7 @@ Placeholders in a line:
 | `<<nn.GELU()>>` | a submodule, parameter or buffer: a new one, or an earlier one of the same text |
 | `{i}` | the index in `v` of a value, mostly of a recent one |
 | `{j}` | the index in `v` of any value |
-| `{norm_t}`, `{norm_v}` | an entry of NORMS, applied to `t` or to `v[{i}]` |
+| `{norm_t}`, `{norm_v}` | an entry of NORMS, whose `{}` becomes `t` or `v[{i}]` |
 | `{activation}`, `{activation_out_of_place}` | an entry of ACTIVATIONS; one that does not work in place |
 | `{maskable}` | an entry of MASKABLE_ACTIVATIONS |
 | `{sum}` | an entry of SUMS, which adds a value to `t` |
@@ -44,26 +47,28 @@ A placeholder stands for the same text wherever it occurs in a line. A line is l
 vector, matrix or BatchNorm that the line names. A line between forward and backward takes its vector or
 matrix from the whole model.
 
-The engine copies small tensors for its recipes, but not large ones. Two endings mark lines that write to a
-large tensor:
+The engine, fastvit.recompute, drops saved tensors; a recipe is the op call that recomputes one. The engine
+copies small operands of recipes, but no large ones. Two endings mark lines that write to a large tensor:
 
 - MAY_BE_REFUSED: a backward may need the numbers from before the write. The engine may refuse the step with
-  an error that names a site and `skip`.
+  an error that names a site (one op call of a module) and the argument `skip` of `convert`, which exempts it.
 - ONE_FORWARD_ONLY: the version counter does not count the write. The engine cannot see such a write after a
-  forward. Therefore a step of two forwards leaves the line out, and `pre_backward_lines` has no such line.
+  forward, as the second of two forwards makes it. Therefore a step of two forwards leaves the line out, and
+  `pre_backward_lines` has no such line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+# The endings are comments in the source of a program, and flags that other files look for.
 MAY_BE_REFUSED = "  # writes to a large tensor"
 ONE_FORWARD_ONLY = MAY_BE_REFUSED + ", which no version counts"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """The tables of a kind. A program takes a default if the tables of its kinds are empty."""
+    """The tables of a kind. For empty tables `draw_program` has defaults, such as `outputs = model(x)`."""
 
     lines: tuple[str, ...] = ()  # statements of a forward
     line_contexts: tuple[str, ...] = ()  # context managers around a statement of a forward
@@ -75,12 +80,12 @@ class Kind:
     backward_calls: tuple[str, ...] = ()  # statements that run the backward of `losses`
     set_up: tuple[str, ...] = ()  # statements that change the new model, before or after its conversion
     inputs: tuple[str, ...] = ()  # expressions of the model's input
-    options: tuple[str, ...] = ()  # keys of OPTIONS in tests/program_source.py; half of the programs take one
+    options: tuple[str, ...] = ()  # keys of OPTIONS (see program_source.py); half of the programs take one
 
 
 # The tables avoid two segmentation faults of torch 2.13. The backward of GroupNorm fails if its input has no
 # gradient and is in channels_last. register_hook fails on a view that was written to in place.
-NORMS = (
+NORMS = (  # {} is the tensor to normalise
     "<<nn.BatchNorm2d(8)>>({})", "<<nn.GroupNorm(2, 8)>>({}.contiguous())", "<<nn.LayerNorm(6)>>({})",
     "<<nn.InstanceNorm2d(8, affine=True)>>({})", "<<nn.RMSNorm(6)>>({})", "<<nn.InstanceNorm2d(8)>>({})",
     "<<nn.LayerNorm(36)>>({}.flatten(2)).view(8, 8, 6, 6)",
@@ -101,12 +106,16 @@ MASKABLE_ACTIVATIONS = (
 SUMS = ("t = t + v[{j}]", "t = v[{j}] + t", "t += v[{j}]", "t = torch.add(t, v[{j}])", "t = t.add_(v[{j}])",
         "z = v[{j}]; z += t; t = z")  # fmt: skip
 
+_CONV_BLOCK = (
+    "t = <<nn.Conv2d(8, 8, 1, bias=False)>>(v[{i}]); t = {norm_t}; t = <<{activation}>>(t); v.append(t)"
+)
+_RESIDUAL_BLOCK = (
+    "t = <<nn.Conv2d(8, 8, 1)>>(v[{i}]); t = {norm_t}; {sum}; t = <<{activation}>>(t); v.append(t)"
+)
 PLAIN = Kind(
     lines=(
-        *("t = <<nn.Conv2d(8, 8, 1, bias=False)>>(v[{i}]); t = {norm_t}; t = <<{activation}>>(t); "
-        "v.append(t)",) * 6,
-        *("t = <<nn.Conv2d(8, 8, 1)>>(v[{i}]); t = {norm_t}; {sum}; "
-        "t = <<{activation}>>(t); v.append(t)",) * 6,
+        *[_CONV_BLOCK] * 6,
+        *[_RESIDUAL_BLOCK] * 6,
         "t = <<nn.Conv2d(8, 8, 1)>>(v[{i}]); v.append(t); t = {norm_t}; {sum}; v.append(t)",
         "v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<nn.Linear(6, 12)>>(v[{i}]))))",
         "v.append(<<nn.Linear(6, 6)>>(<<{activation}>>(v[{i}])))",
@@ -118,8 +127,8 @@ PLAIN = Kind(
         "v.append(F.dropout(v[{i}], 0.1))", "v.append(<<nn.Dropout(0.3)>>(v[{i}]))",
         "v.append(<<nn.Linear(6, 12)>>(v[{i}])[..., :6])", "v.append(v[{i}] - 0.5)",
         "v.append(F.silu(<<nn.Linear(6, 12)>>(v[{i}]).chunk(2, -1)[0]) * v[{j}])",
-        "q = v[{i}].flatten(2).mT; k = v[{j}].flatten(2); v.append(((q @ k).softmax(-1) @ "
-        "q).mT.reshape(8, 8, 6, 6))",
+        "q = v[{i}].flatten(2).mT; k = v[{j}].flatten(2); "
+        "v.append(((q @ k).softmax(-1) @ q).mT.reshape(8, 8, 6, 6))",
         "v.append(F.scaled_dot_product_attention(v[{i}], v[{j}], <<nn.Linear(6, 6)>>(v[{j}])))",
         "with torch.no_grad(): v[{i}].mul_(1.5)",
     ),
@@ -148,9 +157,32 @@ def _fill_target(statements: tuple[str, ...], target: str, ending: str = "") -> 
     return tuple(line.replace("{}", target) + ending for line in statements)
 
 
+# A backward raises if it reads a tensor after a counted write. Therefore counted writes are to `{bias}`.
 SMALL_WRITES = (
     *_fill_target(_COUNTED_WRITES, "{bias}"),
     *_fill_target(_UNCOUNTED_PARAMETER_WRITES, "{small}"),
+)
+# These lines read small operands. The engine has to copy those that autograd does not save.
+_SMALL_OPERAND_LINES = (
+    "v.append(<<{activation}>>(v[{i}] - <<shift(8, 1, 1)>>))",
+    "v.append(<<{activation}>>(v[{i}] + <<shift_buffer(8, 1, 1)>>))",
+    "v.append(<<{activation}>>(<<shift(6)>> - v[{i}]))",
+    "v.append(<<{activation}>>(v[{i}] * <<scale(8, 1, 1)>>))",
+    "v.append(<<{activation}>>(v[{i}] * <<frozen_scale(8, 1, 1)>>))",
+    "v.append(torch.addcmul(<<frozen_shift(6)>>, v[{i}], <<scale(6)>>).sigmoid())",
+    "v.append(F.gelu(torch.cat([v[{i}], <<shift(8, 1, 1)>>.expand(8, 8, 6, 6)], 1)[:, 4:12]))",
+    "v.append(F.gelu(torch.stack([v[{i}], <<shift(6)>>.expand(8, 8, 6, 6)]).mean(0)))",
+    "v.append(v[{j}] + <<frozen_scale(8, 1, 1)>> * {norm_v})",
+    "v.append(F.gelu(F.linear(v[{i}], <<matrix(6, 6)>>, <<frozen_shift(6)>>)))",
+    "v.append(F.gelu(F.linear(v[{i}], <<matrix(6, 6)>>, <<shift_buffer(6)>>)))",
+    "v.append(F.gelu(F.conv2d(v[{i}], <<matrix(8, 8, 1, 1)>>, <<frozen_shift(8)>>)))",
+    "v.append(F.gelu(F.batch_norm(v[{i}], None, None, <<scale(8)>>, <<frozen_shift(8)>>, True)))",
+    "v.append(F.gelu(F.batch_norm(v[{i}], <<shift_buffer(8)>>, <<shift_buffer(8)>>.exp(), "
+    "<<scale(8)>>, <<shift_buffer(8)>>)))",
+    "v.append(F.silu(F.group_norm(v[{i}].contiguous(), 2, <<scale(8)>>, <<frozen_shift(8)>>)))",
+    "v.append(F.gelu(F.group_norm(v[{i}].contiguous(), 2, <<scale(8)>>, <<shift_buffer(8)>>)))",
+    "v.append(F.gelu(F.layer_norm(v[{i}], (6,), <<scale(6)>>, <<shift_buffer(6)>>)))",
+    "v.append(F.gelu(F.instance_norm(v[{i}], weight=<<scale(8)>>, bias=<<shift_buffer(8)>>)))",
 )
 WRITES = Kind(
     lines=(
@@ -165,30 +197,7 @@ WRITES = Kind(
         "aliases.append(v[{i}].detach()[:, 2:4])", "if aliases: aliases[-1].mul_(0.9)",
         "if aliases: aliases[0].zero_()",
         "t = torch.relu(v[{i}]); v.append(F.max_pool2d(t, 3, 1, 1)); t.data.clamp_(max=0.0)",
-        # These lines read small operands that autograd does not save.
-        *(
-            "v.append(<<{activation}>>(v[{i}] - <<shift(8, 1, 1)>>))",
-            "v.append(<<{activation}>>(v[{i}] + <<shift_buffer(8, 1, 1)>>))",
-            "v.append(<<{activation}>>(<<shift(6)>> - v[{i}]))",
-            "v.append(<<{activation}>>(v[{i}] * <<scale(8, 1, 1)>>))",
-            "v.append(<<{activation}>>(v[{i}] * <<frozen_scale(8, 1, 1)>>))",
-            "v.append(torch.addcmul(<<frozen_shift(6)>>, v[{i}], <<scale(6)>>).sigmoid())",
-            "v.append(F.gelu(torch.cat([v[{i}], <<shift(8, 1, 1)>>.expand(8, 8, 6, 6)], 1)[:, 4:12]))",
-            "v.append(F.gelu(torch.stack([v[{i}], <<shift(6)>>.expand(8, 8, 6, 6)]).mean(0)))",
-            "v.append(v[{j}] + <<frozen_scale(8, 1, 1)>> * {norm_v})",
-            "v.append(F.gelu(F.linear(v[{i}], <<matrix(6, 6)>>, <<frozen_shift(6)>>)))",
-            "v.append(F.gelu(F.linear(v[{i}], <<matrix(6, 6)>>, <<shift_buffer(6)>>)))",
-            "v.append(F.gelu(F.conv2d(v[{i}], <<matrix(8, 8, 1, 1)>>, <<frozen_shift(8)>>)))",
-            "v.append(F.gelu(F.batch_norm(v[{i}], None, None, <<scale(8)>>, <<frozen_shift(8)>>, True)))",
-            "v.append(F.gelu(F.batch_norm(v[{i}], <<shift_buffer(8)>>, <<shift_buffer(8)>>.exp(), "
-            "<<scale(8)>>, "
-            "<<shift_buffer(8)>>)))",
-            "v.append(F.silu(F.group_norm(v[{i}].contiguous(), 2, <<scale(8)>>, <<frozen_shift(8)>>)))",
-            "v.append(F.gelu(F.group_norm(v[{i}].contiguous(), 2, <<scale(8)>>, <<shift_buffer(8)>>)))",
-            "v.append(F.gelu(F.layer_norm(v[{i}], (6,), <<scale(6)>>, <<shift_buffer(6)>>)))",
-            "v.append(F.gelu(F.instance_norm(v[{i}], weight=<<scale(8)>>, bias=<<shift_buffer(8)>>)))",
-        )
-        * 2,
+        *_SMALL_OPERAND_LINES * 2,
     ),
     pre_backward_lines=(
         *SMALL_WRITES,
@@ -221,13 +230,12 @@ FLAGS = Kind(
 
 STATISTICS = Kind(
     lines=(
-        "t = v[{i}].flatten(1, 2).mT; v.append(<<nn.BatchNorm1d(6, affine=False)>>(t).mT.reshape(8, 8, "
-        "6, 6))",
-        "v.append(<<nn.Linear(6, 6)>>(<<nn.BatchNorm1d(6, affine=False)>>(<<nn.Linear(6, "
-        "6)>>(v[{i}]).flatten(1, 2)"
-        ".transpose(1, 2)).transpose(1, 2)).view(8, 8, 6, 6))",
-        "v.append(<<nn.Linear(6, 6)>>(<<nn.BatchNorm1d(6)>>(<<nn.Linear(6, 6)>>(v[{i}]).flatten(1, 2).mT).mT)"
-        ".view(8, 8, 6, 6))",
+        "t = v[{i}].flatten(1, 2).mT; v.append(<<nn.BatchNorm1d(6, affine=False)>>(t)"
+        ".mT.reshape(8, 8, 6, 6))",
+        "v.append(<<nn.Linear(6, 6)>>(<<nn.BatchNorm1d(6, affine=False)>>("
+        "<<nn.Linear(6, 6)>>(v[{i}]).flatten(1, 2).transpose(1, 2)).transpose(1, 2)).view(8, 8, 6, 6))",
+        "v.append(<<nn.Linear(6, 6)>>(<<nn.BatchNorm1d(6)>>("
+        "<<nn.Linear(6, 6)>>(v[{i}]).flatten(1, 2).mT).mT).view(8, 8, 6, 6))",
         "v.append(F.gelu(<<nn.BatchNorm2d(8, momentum=None)>>(v[{i}])))",
         "v.append(F.gelu(<<nn.BatchNorm2d(8, affine=False)>>(v[{i}])))",
         "v.append(F.gelu(<<nn.BatchNorm2d(8, track_running_stats=False)>>(v[{i}])))",
@@ -256,8 +264,8 @@ STATISTICS = Kind(
 )  # fmt: skip
 
 LOSSES = Kind(
-    lines=("extras.append(v[{i}])", "extras.append(v[{i}] * v[{j}])", "extras.append(<<nn.Linear(6, "
-        "6)>>(v[{i}]))",
+    lines=("extras.append(v[{i}])", "extras.append(v[{i}] * v[{j}])",
+           "extras.append(<<nn.Linear(6, 6)>>(v[{i}]))",
            "v.append(F.gelu(v[{i}] - <<shift(8, 1, 1)>>)); extras.append(v[{i}] * <<scale(8, 1, 1)>>)"),
     pre_backward_lines=(
         "with torch.no_grad(): outputs[-1].clamp_(-1, 1)" + MAY_BE_REFUSED,
@@ -278,15 +286,16 @@ LOSSES = Kind(
         "losses[-1].backward()",
         "(-losses[0]).backward(inputs=first_half[:4], retain_graph=True); take_sgd_step(first_half[:4]); "
         "losses[0].backward(inputs=last_half)" + MAY_BE_REFUSED,
-        "for g in torch.autograd.grad(sum(losses), last_half, allow_unused=True): RUN.note(g is None or "
-        "g.sum().item())",
-        "g, = torch.autograd.grad(losses[0], last_half[-1:], create_graph=True); (g.square().sum() + "
-        "sum(losses)).backward()",
+        # This line notes the sum of each gradient, or True for a parameter without one.
+        "for g in torch.autograd.grad(sum(losses), last_half, allow_unused=True): "
+        "RUN.note(g is None or g.sum().item())",
+        "g, = torch.autograd.grad(losses[0], last_half[-1:], create_graph=True); "
+        "(g.square().sum() + sum(losses)).backward()",
     ),
 )  # fmt: skip
 
 # These saved-tensor hooks copy, as an offloader does. Under hooks that do not copy, autograd misses writes to
-# saved tensors, and then eager's gradients are no reference.
+# saved tensors. Then eager (the program without `convert`) has wrong gradients, and is no reference.
 _HOOKS = ("copy_on_save()", "tuple_on_save()")
 HOOKS = Kind(
     lines=(
@@ -340,8 +349,8 @@ SUBCLASSES = Kind(
         "v.append(<<nn.Linear(6, 6)>>(<<nn.LayerNorm(6)>>(v[{i}] * 0.1)))", "v.append(F.gelu(0.5 + v[{i}]))",
         "v.append(<<nn.Linear(6, 6)>>(F.layer_norm(v[{i}] * 0.1, (6,), <<scale(6)>>, "
         "<<frozen_shift(6)>>, eps=1e-5)))",
-        "v.append(F.gelu(v[{i}] * <<scale_of({subclass}, 8, 1, 1)>>))", "v.append(<<nn.Linear(6, "
-        "6)>>(F.silu(v[{i}])))",
+        "v.append(F.gelu(v[{i}] * <<scale_of({subclass}, 8, 1, 1)>>))",
+        "v.append(<<nn.Linear(6, 6)>>(F.silu(v[{i}])))",
     ),
     line_contexts=(*_MODES, _WITHOUT_SUBCLASSES),
     forward_contexts=(*_MODES, _WITHOUT_SUBCLASSES),
@@ -370,6 +379,19 @@ MASKS = Kind(
     inputs=("put_nan_and_inf(x)", "(x * 10).round() / 10"),
 )  # fmt: skip
 
+_FROZEN_LAYER_LINES = (
+    "v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<freeze(nn.Linear(6, 12))>>(v[{i}]))))",
+    "v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<freeze(nn.Linear(6, 12), 'bias')>>({norm_v}))))",
+    "v.append(<<freeze(nn.Linear(12, 6))>>(<<{activation}>>(<<freeze(nn.Linear(6, 12))>>({norm_v}))))",
+    "v.append(<<freeze(nn.Linear(6, 6))>>(v[{i}]) + "
+    "<<nn.Linear(2, 6, bias=False)>>(<<nn.Linear(6, 2, bias=False)>>(v[{i}])) * 0.5)",
+    "v.append(F.gelu(<<freeze(nn.Conv2d(8, 8, 1), 'bias')>>(v[{i}])))",
+    "v.append(F.gelu(<<freeze(nn.Conv2d(8, 8, 1))>>({norm_v})))",
+    "v.append(<<{activation}>>(<<freeze(nn.BatchNorm2d(8), 'bias')>>(v[{i}])))",
+    "v.append(<<{activation}>>(<<freeze(nn.GroupNorm(2, 8), 'bias')>>(v[{i}].contiguous())))",
+    "v.append(<<{activation}>>(<<freeze(nn.LayerNorm(6), 'weight')>>(v[{i}])))",
+    "with torch.no_grad(): v.append(<<nn.Conv2d(8, 8, 1)>>(v[{i}]))",
+)  # fmt: skip
 FROZEN = Kind(
     lines=(
         "t = v[{i}].detach().flatten(2); v.append(<<frozen_encoder(36)>>.eval()(t, "
@@ -378,17 +400,7 @@ FROZEN = Kind(
         "src_key_padding_mask=padding_mask(t)).to(v[{i}].dtype).view(8, 8, 6, 6))",
         "t = v[{i}].flatten(2); v.append(<<frozen_encoder(36)>>.eval()(t, "
         "src_key_padding_mask=padding_mask(t)).to(v[{i}].dtype).view(8, 8, 6, 6))",
-        *("v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<freeze(nn.Linear(6, 12))>>(v[{i}]))))",
-        "v.append(<<nn.Linear(12, 6)>>(<<{activation}>>(<<freeze(nn.Linear(6, 12), 'bias')>>({norm_v}))))",
-        "v.append(<<freeze(nn.Linear(12, 6))>>(<<{activation}>>(<<freeze(nn.Linear(6, 12))>>({norm_v}))))",
-        "v.append(<<freeze(nn.Linear(6, 6))>>(v[{i}]) + "
-        "<<nn.Linear(2, 6, bias=False)>>(<<nn.Linear(6, 2, bias=False)>>(v[{i}])) * 0.5)",
-        "v.append(F.gelu(<<freeze(nn.Conv2d(8, 8, 1), 'bias')>>(v[{i}])))",
-        "v.append(F.gelu(<<freeze(nn.Conv2d(8, 8, 1))>>({norm_v})))",
-        "v.append(<<{activation}>>(<<freeze(nn.BatchNorm2d(8), 'bias')>>(v[{i}])))",
-        "v.append(<<{activation}>>(<<freeze(nn.GroupNorm(2, 8), 'bias')>>(v[{i}].contiguous())))",
-        "v.append(<<{activation}>>(<<freeze(nn.LayerNorm(6), 'weight')>>(v[{i}])))",
-        "with torch.no_grad(): v.append(<<nn.Conv2d(8, 8, 1)>>(v[{i}]))") * 2,
+        *_FROZEN_LAYER_LINES * 2,
     ),
     line_contexts=("torch.no_grad()",),
     forward_contexts=("torch.autocast('cpu', torch.bfloat16)",),
@@ -412,8 +424,8 @@ LAYOUTS = Kind(
         "t = {norm_v}; F.silu(t.flatten(1), inplace=True); v.append(t)",
         "v.append(F.silu(<<nn.Linear(6, 6)>>(v[{i}]), inplace=True))",
         "v[{i}].flatten(2).relu_()", "v[{i}].transpose(1, 2).mul_(0.9)", "v[{i}][:, :2].relu_()",
-        "v[{i}][..., 0] = 0", "v[{i}][:, 2:5] = v[{j}][:, 1:4]", "v[{i}].permute(0, 2, 3, 1)[..., "
-        "0].sigmoid_()",
+        "v[{i}][..., 0] = 0", "v[{i}][:, 2:5] = v[{j}][:, 1:4]",
+        "v[{i}].permute(0, 2, 3, 1)[..., 0].sigmoid_()",
         "t = {norm_v}; F.leaky_relu(t, 0.1, inplace=True); v.append(t)",
         "t = {norm_v}; t.unsqueeze(0).relu_(); v.append(t)",
         "t = <<nn.GroupNorm(2, 8)>>(v[{i}].contiguous().transpose(2, 3)); "
@@ -425,30 +437,32 @@ LAYOUTS = Kind(
         "v.append(<<nn.LayerNorm(8)>>(v[{i}].permute(0, 2, 3, 1)).permute(0, 3, 1, 2))",
         "v.append(<<nn.Linear(8, 8)>>(v[{i}].permute(0, 2, 3, 1)).permute(0, 3, 1, 2))",
         "v.append(torch.as_strided(v[{i}] * 1.0, (8, 8, 6, 6), (288, 1, 48, 8)).sigmoid())",
-        "v.append(v[{i}].permute(0, 3, 1, 2).reshape(8, 8, 6, 6).tanh())", 
+        "v.append(v[{i}].permute(0, 3, 1, 2).reshape(8, 8, 6, 6).tanh())",
         "v.append((v[{i}] * 1.0).transpose_(1, 2).mul_(2).transpose_(1, 2).sigmoid())",
-        "v.append(v[{i}][..., ::2].repeat_interleave(2, 3))", "v.append(v[{i}].unflatten(1, (2, "
-        "4)).mul(2).flatten(1, 2))",
+        "v.append(v[{i}][..., ::2].repeat_interleave(2, 3))",
+        "v.append(v[{i}].unflatten(1, (2, 4)).mul(2).flatten(1, 2))",
     ),
     set_up=("model.to(memory_format=torch.channels_last)",),
     inputs=("x.to(memory_format=torch.channels_last)", "x.transpose(2, 3)", "x[:1].expand(8, 8, 6, 6)",
             "torch.cat([x, x], 3)[..., ::2]", "x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)"),
 )  # fmt: skip
 
+# A module calls itself. Its outermost forward has depth 0; a nested call adds 1 or 2, and 2 ends the nesting.
+_NESTED_CALL_LINES = (
+    "v.append(v[{i}])\nif RUN.depth < 1: RUN.depth += 1; v[-1] = first_output(self(v[{i}])); RUN.depth -= 1",
+    "if RUN.depth < 2: RUN.depth += 2; v[{i}] = first_output(self(v[{j}])); RUN.depth -= 2",
+)
 EXCEPTIONS = Kind(
     lines=(
         *("RUN.fail_once({number}, ValueError)", "RUN.fail_once({number}, StopProgram)") * 3,
-        *("v.append(v[{i}])\nif RUN.depth < 1: RUN.depth += 1; v[-1] = first_output(self(v[{i}])); "
-        "RUN.depth -= 1",
-        "if RUN.depth < 2: RUN.depth += 2; v[{i}] = first_output(self(v[{j}])); RUN.depth -= 2") * 2,
-        "with copy_on_save(): v.append(F.gelu(v[{i}])); RUN.fail_once({number}, "
-        "ValueError)",
+        *_NESTED_CALL_LINES * 2,
+        "with copy_on_save(): v.append(F.gelu(v[{i}])); RUN.fail_once({number}, ValueError)",
         "with torch.no_grad(): v.append(F.gelu(v[{i}])); RUN.fail_once({number}, StopProgram)",
     ),
     forward_calls=(
         *(
-            f"RUN.interrupt_and_rewind(model, x, SCOPE, FailingHooks({number}))\noutputs = model(x)"
-            for number in (0, 1, 2, 4, 8)
+            f"RUN.interrupt_and_rewind(model, x, SCOPE, FailingHooks({num_saved}))\noutputs = model(x)"
+            for num_saved in (0, 1, 2, 4, 8)
         ),
         "RUN.interrupt_and_rewind(model, x, SCOPE, torch.autocast('cpu', torch.bfloat16))\n"
         "outputs = model(x)",
@@ -457,21 +471,21 @@ EXCEPTIONS = Kind(
 
 STATE = Kind(
     lines=(
-        "v.append(v[{i}] * RUN.next_number())", "RUN.note(len(v))", "v.append(F.gelu(v[{i}] + "
-        "RUN.next_number()))",
+        "v.append(v[{i}] * RUN.next_number())", "RUN.note(len(v))",
+        "v.append(F.gelu(v[{i}] + RUN.next_number()))",
         "v.append(v[{i}] * torch.rand(8, 1, 1, generator=RUN.generator).to(v[{i}].dtype))",
         "v.append(v[{i}] * torch.bernoulli(torch.full((8, 8, 1, 1), 0.9), "
         "generator=RUN.generator).to(v[{i}].dtype))",
         "v.append(v[{i}] * torch.rand(8, 1, 1).to(v[{i}].dtype))",
         "self.calls = getattr(self, 'calls', 0) + 1; v.append(v[{i}] / self.calls)",
     ),
-    forward_calls=("outputs = model((x * 1.0).relu_())", "outputs = model(x[:2].repeat(4, 1, 1, 1)); outputs "
-        "+= model(x)"),
+    forward_calls=("outputs = model((x * 1.0).relu_())",
+                   "outputs = model(x[:2].repeat(4, 1, 1, 1)); outputs += model(x)"),
     options=("share",),
 )  # fmt: skip
 
 KINDS = {
     "plain": PLAIN, "writes": WRITES, "flags": FLAGS, "statistics": STATISTICS, "losses": LOSSES,
-    "hooks": HOOKS, "subclasses": SUBCLASSES, "masks": MASKS, "frozen": FROZEN, "layouts": LAYOUTS, 
+    "hooks": HOOKS, "subclasses": SUBCLASSES, "masks": MASKS, "frozen": FROZEN, "layouts": LAYOUTS,
     "exceptions": EXCEPTIONS, "state": STATE,
 }  # fmt: skip

@@ -20,7 +20,9 @@ PAGES |= {
     for path in sorted(RESULTS.iterdir())
     if path.suffix in (".md", ".png")
 }
+# `[text](../target#anchor)`, a link out of docs/
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+_OP_OPTIONS = "    options: {show_root_heading: false, show_root_toc_entry: false, show_signature: false}\n"
 _log = logging.getLogger("mkdocs.plugins.fastvit")
 
 
@@ -29,9 +31,9 @@ def read_schemas() -> dict[str, str]:
     schemas = {}
     for header in ("batch_norm", "layer_norm", "activation_ops"):
         source = (ROOT / f"csrc/{header}.h").read_text()
-        # Some schemas contain macros of string literals.
+        # Some schemas contain a macro, whose string literals are in the lines after its name.
         for name, literals in re.findall(r"#define (\w+) +\\\n((?:.*\\\n)*.*)", source):
-            source = source.replace(name, literals)
+            source = source.replace(name, literals)  # also in the #define, harmlessly
         for definition in re.findall(r"m\.def\((.*?)\);", source, re.S):
             schema = "".join(re.findall(r'"([^"]*)"', definition))
             schemas[schema.partition("(")[0]] = schema
@@ -57,13 +59,10 @@ def on_page_markdown(markdown, page, config, files):
         return text
 
     if page.file.src_uri == "api/ops.md":
-        options = (
-            "    options: {show_root_heading: false, show_root_toc_entry: false, show_signature: false}\n"
-        )
         for name, schema in read_schemas().items():
-            markdown += f"\n## {name}\n\n```text\n{schema}\n```\n\n::: fastvit.ops.{name}\n{options}"
-    if page.file.src_uri.startswith(("api/", "results/")):
+            markdown += f"\n## {name}\n\n```text\n{schema}\n```\n\n::: fastvit.ops.{name}\n{_OP_OPTIONS}"
+    if page.file.src_uri.startswith(("api/", "results/")):  # Their links work as they are.
         return markdown
-    if page.file.src_uri in PAGES.values():  # The links of these files start at the root of the repository.
+    if page.file.src_uri in PAGES.values():  # CONTRIBUTING and CHANGELOG link from the repository's root.
         return markdown.replace("](docs/", "](")
-    return _LINK.sub(resolve_link, markdown)
+    return _LINK.sub(resolve_link, markdown)  # The page is at the top of docs/, where paths of PAGES start.
