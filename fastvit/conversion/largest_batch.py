@@ -1,4 +1,7 @@
-"""Finds the largest batch whose training step fits in `memory`, by measured steps with two batches."""
+"""Finds the largest batch whose training step fits in `memory`, by measured steps with two batches.
+
+A batch is a batch size. "On paper" means: in a replay of the recorded step, without running it.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from .nested_values import copy_arguments, name_arguments, tensor_leaves
 from .plan_search import Plan
 from .step_memory import StepMemory, extrapolate_record
 
-_MIN_BATCH = 4  # Steps are measured with the batch and twice of it if it is smaller, else with half of it.
+_MIN_BATCH = 4  # The inputs' batch is halved for the second measured step; a smaller one is doubled.
 _MAX_BATCH = 2**40  # It ends the search for a model whose bytes do not depend on the batch.
-_MAX_PLANS = 3  # Each plan is for the largest batch that fits by the previous plan.
-_MAX_DIFFERENCE = 0.1  # fraction of a measured peak by which the peak on paper may differ
+_MAX_PLANS = 3  # Each plan is made for the largest batch that the plan before can fit.
+_MAX_EXCESS_FRACTION = 0.1  # Excess is measured but not on paper; more of it is extrapolated by itself.
 
 Result = TypeVar("Result")
 
@@ -40,10 +43,11 @@ class BatchSearch:
     """Searches the largest batch of a training step with AdamW.
 
     A step holds the model, two tensors like each trained parameter, which are AdamW's state, the inputs, the
-    activations, and the gradients of parameters that the backward has made so far. In each slot of a step on
-    paper the bytes are an affine function of the batch, known from records with two batches; the slot that
-    holds most depends on the batch. A measured step gives the factor by which the peak differs from the peak
-    on paper. If peaks differ much, as with compiled code, the difference is an affine function of the batch.
+    activations, and the gradients of parameters that the backward has made so far. Steps are recorded with
+    two batches and replayed. In each slot, a moment of the replay, the bytes are an affine function of the
+    batch. Their peak is not: another batch may have it in another slot. A measured step gives the factor by
+    which the peak differs from that on paper. If it differs much, as with compiled code, the difference is
+    an affine function of the batch.
 
     Args:
         runner: the runner of the model, with a batch of inputs.
@@ -68,7 +72,7 @@ class BatchSearch:
         self.model_bytes = _sum_bytes([*runner.model.parameters(), *runner.model.buffers()])
         self.model_bytes += 2 * sum(trained_nbytes)
         self._input_bytes = _sum_bytes(tensor_leaves(runner.arguments)) / self._batch
-        # AdamW allocates roots of one of its states: on a GPU for all parameters at once, else one by one.
+        # AdamW allocates roots of a state: on a GPU of all parameters at once, else a root and its quotient.
         is_gpu = any(device.type == "cuda" for device in runner.devices)
         self._optimizer_bytes = sum(trained_nbytes) if is_gpu else 2 * max(trained_nbytes, default=0)
 
@@ -104,22 +108,22 @@ class BatchSearch:
             timelines: bytes in each slot of these steps, on paper.
             gradients: bytes of the gradients of parameters in each slot of the second step.
         """
-        (small, large), slots = self.sizes, list(zip(*self._align(timelines), gradients, strict=True))
-        low_excess, high_excess = (
-            peak - max(timeline) for peak, timeline in zip(peaks, timelines, strict=True)
-        )
-        is_exact = abs(high_excess) < _MAX_DIFFERENCE * peaks[1]
-        excess_fraction = high_excess / max(*timelines[1], 1)
+        small, large = self.sizes
+        slots = list(zip(*self._align(timelines), gradients, strict=True))
+        small_excess, large_excess = peaks[0] - max(timelines[0]), peaks[1] - max(timelines[1])
+        is_proportional = abs(large_excess) < _MAX_EXCESS_FRACTION * peaks[1]
+        excess_fraction = large_excess / max(*timelines[1], 1)
 
         def count_bytes(batch: int) -> int:
-            steps = (batch - large) / (large - small)
-            on_paper = max(
-                high + (high - low) * steps + gradient_bytes for low, high, gradient_bytes in slots
+            distance = (batch - large) / (large - small)
+            paper_peak = max(
+                large_bytes + (large_bytes - small_bytes) * distance + gradient_bytes
+                for small_bytes, large_bytes, gradient_bytes in slots
             )
-            excess = (
-                on_paper * excess_fraction if is_exact else high_excess + (high_excess - low_excess) * steps
-            )
-            step_bytes = max(on_paper + excess, self._gradient_bytes + self._optimizer_bytes)
+            excess = large_excess + (large_excess - small_excess) * distance
+            backward_peak = paper_peak + (paper_peak * excess_fraction if is_proportional else excess)
+            optimizer_peak = self._gradient_bytes + self._optimizer_bytes  # Activations are free by then.
+            step_bytes = max(backward_peak, optimizer_peak)
             return math.ceil(self.model_bytes + self._input_bytes * batch + step_bytes)
 
         limit = 1
@@ -128,12 +132,12 @@ class BatchSearch:
         return bisect_right(range(1, limit), self.memory, key=count_bytes)
 
     def find_least_plan(self, steps: tuple[StepMemory, StepMemory], plan: Plan, batch: int) -> Plan:
-        """Returns the plan by which the largest batch fits, on paper.
+        """Returns the plan, a choice of op calls to recompute, that fits the largest batch on paper.
 
         Args:
-            steps: the steps with the two batches.
+            steps: the recorded steps with the two batches.
             plan: the plan with the least peak for the batch of the inputs. A larger batch may have another.
-            batch: a batch that fits by another plan.
+            batch: a batch that fits as the model is converted. Plans are made for this batch or larger ones.
         """
         (small, large), best = self.sizes, self._find_batch_on_paper(steps, plan)
         for _ in range(_MAX_PLANS):
@@ -147,16 +151,16 @@ class BatchSearch:
         return plan
 
     def _find_batch_on_paper(self, steps: tuple[StepMemory, StepMemory], plan: Plan) -> int:
-        low, high = (step.replay(plan.sites) for step in steps)
-        return self.find_batch((max(low), max(high)), (low, high), steps[1].weight_gradients)
+        small, large = (step.replay(plan.sites) for step in steps)
+        return self.find_batch((max(small), max(large)), (small, large), steps[1].weight_gradients)
 
     def _align(self, timelines: tuple[list[int], list[int]]) -> tuple[list[float], list[int]]:
-        """Returns timelines of equal length. If the ops differ, the first is scaled from the second."""
-        low, high = timelines
-        if len(low) == len(high):
-            return list(map(float, low)), high
+        """Returns timelines of equal length. If other ops ran, the second one, scaled, replaces the first."""
+        small_timeline, large_timeline = timelines
+        if len(small_timeline) == len(large_timeline):
+            return list(map(float, small_timeline)), large_timeline
         small, large = self.sizes
-        return [nbytes * small / large for nbytes in high], high
+        return [nbytes * small / large for nbytes in large_timeline], large_timeline
 
 
 def _sum_bytes(tensors: Iterable[Tensor]) -> int:
@@ -175,7 +179,7 @@ def _get_common_batch(runner: CopyRunner) -> int:
     ]
     raise ValueError(
         "report: memory= needs tensors among the inputs whose first dimension is the batch, the same in all, "
-        f"got {'; '.join(shapes) or 'none'}; pass the others in a module that holds them"
+        f"got {'; '.join(shapes) or 'none'}; pass the others as attributes of the model"
     )
 
 
@@ -183,5 +187,5 @@ def _resize_tensor(tensor: Tensor, batch: int, size: int) -> Tensor:
     """Copies a tensor. If the tensor has dimensions, the first one becomes `size` instead of `batch`."""
     resized = tensor.detach()
     if tensor.dim():
-        resized = torch.cat([resized] * -(-size // batch))[:size]
+        resized = torch.cat([resized] * math.ceil(size / batch))[:size]
     return resized.clone().requires_grad_(tensor.requires_grad)

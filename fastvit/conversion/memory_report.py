@@ -1,4 +1,7 @@
-"""`Report`, the result of `report`: what a training forward keeps for backward, as numbers and as a table."""
+"""`Report`, the result of `report`: what a training forward keeps for backward, as numbers and as a table.
+
+"On paper" means: in a replay of the recorded step, without running it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from .._deprecation import RenamedAttribute
 from .report_pictures import Bar, draw_timelines, format_bytes, plot_report
 
 _MIN_SHOWN_FRACTION = 0.005  # A row of the table has at least this fraction of `kept_before`.
-_NUM_HOLDERS = 4  # Modules that the line on a peak names.
-_MAX_DIFFERENCE = 0.1  # If the peak on paper differs by more of the measured one, a line says so.
+_MAX_HOLDERS = 4  # A line "at the peak ..." names at most so many modules.
+_MAX_DIFFERENCE_FRACTION = 0.1  # of the measured peak; if the peak on paper differs more, a line says so
 
 
 @dataclass(frozen=True)
@@ -18,11 +21,11 @@ class TensorReport:
     """Saved tensors of one kind, over all blocks.
 
     Attributes:
-        names: the modules whose forwards saved the tensors; a number that changes from block to block is `*`.
+        names: the modules whose forwards saved the tensors; `*` stands for the number of a block in a name.
         count: the number of tensors.
         kept_bytes: bytes of the tensors that stay in memory until backward.
         recomputed_bytes: bytes of the tensors that are recomputed instead.
-        reason: the ops that recompute the tensors, or why these are kept.
+        reason: the ops that recompute the tensors, or why the tensors are kept.
         skip: pairs of a block's name and an op's name; `convert(model, skip=row.skip)` keeps the tensors.
             Empty if the tensors are kept.
     """
@@ -41,9 +44,9 @@ class TensorReport:
 class Report:
     """The bytes that a training forward keeps for backward, and the peak of a step. Prints as a table.
 
-    Bytes of a step are those of activations and their gradients: what a forward and the backward of its
-    results allocate. The gradients of parameters are not counted, nor is a loss that the model does not
-    return.
+    A step is a forward, and the backward that starts from its results. The bytes of a step are those of
+    activations and their gradients. Not counted are the gradients of parameters, and a loss that the model
+    does not return.
 
     Attributes:
         kept_before: bytes that a forward of the original model keeps, its result included, measured.
@@ -53,15 +56,16 @@ class Report:
         converted: whether the model itself is converted, and not only the copy that was measured.
         peak_before: the most bytes that a step of the original model holds at a time, measured.
         peak_after: the most bytes that a step of the converted model holds at a time, measured.
-        timelines: bytes over a step, on paper, "as it was", "as converted", and "least", which has the least
-            peak that was found. The first third of a list is the forward, the rest is the backward.
+        timelines: bytes over a step, in a replay of the recorded step, "as it was", "as converted", and
+            "least", with the least peak found. An op has one entry in the forward, the first third of a list,
+            and two in the backward: first saved tensors are recomputed, then gradients are made.
         peak_holders: for "as it was" and "as converted" the modules that hold bytes at the peak of the
-            timeline, the most bytes first. A number that changes from block to block is `*`.
-        memory: bytes for which a batch was searched; 0 without `report(memory=)`.
+            timeline, the most bytes first. `*` stands for the number of a block.
+        memory: the limit in bytes for `batches`; 0 without `report(memory=)`.
         model_bytes: bytes of the model and of AdamW's state, two tensors like each trained parameter; 0
             without `memory`.
-        batches: for each timeline the largest batch whose training step with AdamW fits in `memory`; 0 if
-            none fits. Empty without `memory`.
+        batches: for each timeline the largest batch size whose training step with AdamW fits in `memory`; 0
+            if none fits. Empty without `memory`.
     """
 
     kept_before: int
@@ -77,7 +81,7 @@ class Report:
     model_bytes: int = 0
     batches: dict[str, int] = field(default_factory=dict)
 
-    saved_bytes = RenamedAttribute("freed_bytes")
+    saved_bytes = RenamedAttribute("freed_bytes")  # The old spelling; elsewhere "saved" means kept.
 
     @property
     def freed_bytes(self) -> int:
@@ -93,12 +97,12 @@ class Report:
         if self.timelines:
             lines += ["", *draw_timelines(self.timelines), *self._describe_peaks()]
         if not self.converted:
-            lines.append("the model is not converted yet: fastvit.convert(model) makes it what was measured")
+            lines += ["the model is not converted yet: fastvit.convert(model) does this; a copy was measured"]
         return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])
 
     def _describe_tensors(self) -> list[str]:
         large_tensors = self._large_tensors()
-        rows = [
+        rows = [  # A kept part below 1 % of the recomputed bytes is not worth printing.
             (
                 " & ".join(row.names),
                 str(row.count),
@@ -119,12 +123,12 @@ class Report:
     def _describe_peaks(self) -> list[str]:
         lines = []
         for name, holders in self.peak_holders.items():
-            names = ", ".join(f"{label} {format_bytes(nbytes)}" for label, nbytes in holders[:_NUM_HOLDERS])
+            names = ", ".join(f"{label} {format_bytes(nbytes)}" for label, nbytes in holders[:_MAX_HOLDERS])
             lines.append(f"at the peak {name}: {names}")
-        on_paper = max(self.timelines["as it was"])
-        if abs(on_paper - self.peak_before) > _MAX_DIFFERENCE * self.peak_before:
+        paper_peak = max(self.timelines["as it was"])
+        if abs(paper_peak - self.peak_before) > _MAX_DIFFERENCE_FRACTION * self.peak_before:
             lines.append(
-                f"on paper the peak as it was is {format_bytes(on_paper)}, measured it is "
+                f"on paper the peak as it was is {format_bytes(paper_peak)}, measured it is "
                 f"{format_bytes(self.peak_before)}: what compiled, scripted and checkpointed parts, and "
                 "single ops, allocate for a while is not on paper"
             )
@@ -133,7 +137,8 @@ class Report:
     def _describe_batches(self) -> list[str]:
         if not self.batches:
             return []
-        batches = ", ".join(f"{count or 'none'} {name}" for name, count in self.batches.items())
+        # For example "12 as it was, 24 as converted, 40 least".
+        batches = ", ".join(f"{size or 'none'} {timeline}" for timeline, size in self.batches.items())
         return [
             f"the largest batch for a step with AdamW in {format_bytes(self.memory)}: {batches} "
             f"(the model and two tensors like each trained parameter, AdamW's state, take "
