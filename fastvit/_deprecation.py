@@ -1,7 +1,7 @@
 """Old spellings of public names. Each works for one release, and warns.
 
-`renamed_arguments` is for keyword arguments of a function, `RenamedAttribute` for attributes of a class, and
-`renamed_names` for names of a module.
+`renamed_arguments` is for keyword arguments of a function, `RenamedAttribute` for attributes of a class,
+`renamed_state` for its pickles, which do not warn, and `renamed_names` for names of a module.
 """
 
 import functools
@@ -41,7 +41,7 @@ def renamed_arguments(**new_names: str) -> Callable[[Callable[P, R]], Callable[P
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for old in kwargs.keys() & new_names.keys() if kwargs else ():
+            for old in [name for name in new_names if name in kwargs]:
                 new = new_names[old]
                 if new in kwargs:
                     raise TypeError(f"{name}: {old} is the old name of {new}; one of them expected, got both")
@@ -52,6 +52,11 @@ def renamed_arguments(**new_names: str) -> Callable[[Callable[P, R]], Callable[P
         return call
 
     return decorate
+
+
+def renamed_state(state: dict[str, Any], **new_names: str) -> dict[str, Any]:
+    """Returns the state of a pickled object with the new names of its attributes, `old="new"`."""
+    return {new_names.get(name, name): value for name, value in state.items()}
 
 
 class RenamedAttribute:

@@ -12,9 +12,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from . import _checks, _norm_base
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 
-# Attributes of a layer that has changed its class; pickles of models have them.
-FUSED_FROM, SYNCHRONIZED_FROM = "_fused_from", "_synchronised_from"
-
 
 def change_class(layer: nn.Module, cls: type, undo_attribute: str, **attributes: object) -> None:
     """Changes the class of `layer` and sets `attributes` on it.

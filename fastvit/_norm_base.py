@@ -15,8 +15,11 @@ from torch.nn import init
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _checks, _library, functional, sync
-from ._deprecation import user_stacklevel, warn_renamed
+from ._deprecation import renamed_state, user_stacklevel, warn_renamed
 from ._formulas import ACTIVATIONS, effective_gamma
+
+# Attributes of a layer that has changed its class; pickles of models have them.
+FUSED_FROM, SYNCHRONIZED_FROM = "_fused_from", "_synchronised_from"
 
 _MAX_XHAT_ERROR = 0.05  # Relative error of the recovered xhat above which a layer warns.
 _FORWARDS_BETWEEN_CHECKS = 1024  # Each check reads one number on the host.
@@ -195,6 +198,7 @@ class BatchNormBase(_BatchNorm):
 
 
 _layer_ids = itertools.count(1)
+_OLD_ATTRIBUTES = {"group": "process_group", "layer_number": "layer_id"}  # Pickles have the old names.
 
 
 class ProcessGroupMixin(BatchNormBase):
@@ -239,8 +243,12 @@ class ProcessGroupMixin(BatchNormBase):
         return self.__dict__ | {"process_group": None}
 
     def __setstate__(self, state: dict) -> None:
-        old_names = ("group", "layer_number")  # In pickles; both have new values here.
-        super().__setstate__({name: value for name, value in state.items() if name not in old_names})
+        state = renamed_state(state, **_OLD_ATTRIBUTES)
+        for undo_attribute in {FUSED_FROM, SYNCHRONIZED_FROM} & state.keys():
+            cls, old_attributes, names = state[undo_attribute]
+            new_names = tuple(_OLD_ATTRIBUTES.get(name, name) for name in names)
+            state[undo_attribute] = cls, renamed_state(old_attributes, **_OLD_ATTRIBUTES), new_names
+        super().__setstate__(state)
         self.layer_id = next(_layer_ids)
 
     def __copy__(self):

@@ -12,8 +12,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _checks, _library
 from ._layer_classes import (
-    FUSED_FROM,
-    SYNCHRONIZED_FROM,
     TIMM_BATCH_NORMS,
     change_class,
     change_to_batch_norm_act,
@@ -21,6 +19,7 @@ from ._layer_classes import (
     match_timm_activation,
     restore_class,
 )
+from ._norm_base import FUSED_FROM, SYNCHRONIZED_FROM
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .sync_batch_norm import BatchNorm, SyncBatchNorm

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from . import _checks, _library, functional, layer_norm
 from ._layer_classes import (
-    FUSED_FROM,
-    SYNCHRONIZED_FROM,
     TIMM_BATCH_NORMS,
     change_class,
     change_to_batch_norm_act,
@@ -22,6 +20,7 @@ from ._layer_classes import (
     match_timm_activation,
     restore_class,
 )
+from ._norm_base import FUSED_FROM, SYNCHRONIZED_FROM
 from .batch_norm_act import BatchNormAct, BatchNormActSync
 from .convert_syncbn import temporarily_unsynchronized
 from .sync_batch_norm import BatchNorm, SyncBatchNorm

@@ -108,6 +108,8 @@ y = functional.glu(x, x)  # old
 images = torch.randn(2, 3, 8, 8)
 in_place = fastvit.InPlaceABNSync(3, group=None)  # old
 in_place(x=images.clone())  # old
+from fastvit.fuse import unfuse  # old
+from fastvit.sync_batchnorm import create_syncbn_process_group  # old
 assert in_place.group is None  # old
 in_place.group = None  # old
 in_place.set_group(None)  # old
@@ -176,6 +178,45 @@ def test_a_pickled_layer_with_old_attributes_trains():
     torch.save(restored, file)
     file.seek(0)
     assert torch.load(file, weights_only=False).layer_id > restored.layer_id
+
+
+def test_pickled_results_with_old_fields_are_read():
+    row = fastvit.TensorReport(("fc",), 1, 2, 3, "recomputed by gelu")
+    state = vars(row) | {"rebuilt_bytes": 3}
+    del state["recomputed_bytes"]
+    restored = fastvit.TensorReport.__new__(fastvit.TensorReport)
+    restored.__setstate__(state)
+    assert restored == row
+    result = fastvit.Verification({"output": 0.5}, 0.0, (("", "gelu"),), {"output": 1.0})
+    new_names = {"limit": "tolerance", "sites": "skip", "unsteady": "nondeterministic"}
+    restored = fastvit.Verification.__new__(fastvit.Verification)
+    restored.__setstate__(
+        {"differences": result.differences} | {old: getattr(result, new) for old, new in new_names.items()}
+    )
+    assert restored == result and str(restored) == str(result)
+
+
+def test_an_old_pickle_of_a_converted_layer_is_reverted():
+    layer = fastvit.convert_syncbn_model(nn.Sequential(fastvit.InPlaceABN(3)))[0]
+    cls, old_attributes, names = layer._synchronised_from
+    old_names = tuple({"process_group": "group", "layer_id": "layer_number"}.get(n, n) for n in names)
+    state = vars(layer) | {"_synchronised_from": (cls, old_attributes, old_names), "group": None}
+    del state["process_group"], state["layer_id"]
+    restored = fastvit.InPlaceABNSync.__new__(fastvit.InPlaceABNSync)
+    restored.__setstate__(state)
+    fastvit.revert_syncbn_model(restored)
+    assert vars(restored).keys() == vars(fastvit.InPlaceABN(3)).keys()
+
+
+def test_mapillarys_layers_keep_their_arguments():
+    from fastvit.compat import inplace_abn
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        for layer in (inplace_abn.InPlaceABN(3), inplace_abn.InPlaceABNSync(3, group=None)):
+            assert layer(x=X.clone()).shape == X.shape
+        layer.set_group(None)
+        assert layer.group is None
 
 
 def test_elu_in_place_names_its_new_default():

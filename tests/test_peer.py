@@ -277,7 +277,7 @@ def test_opcheck_of_share():
 
 def test_the_schema_that_exported_programs_have():
     """An exported program finds the op, and passes its arguments, by these names."""
-    arguments = "Tensor numbers, Tensor? tag, str process_group, str op, int number, float? momentum"
+    arguments = "Tensor numbers, Tensor? tag, str process_group, str op, SymInt number, float? momentum"
     assert str(raw.share.default._schema) == f"fastvit::share({arguments}) -> (Tensor, Tensor)"
 
 

@@ -83,8 +83,8 @@ class InPlaceABN(_InPlaceABN):
         )
         self.activation, self.activation_param = activation, activation_param
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self._forward_batch_norm(input, activation="relu") if self._is_relu else super().forward(input)
+    def forward(self, x: Tensor) -> Tensor:  # mapillary's name of the argument
+        return self._forward_batch_norm(x, activation="relu") if self._is_relu else super().forward(x)
 
 
 class InPlaceABNSync(InPlaceABN, _InPlaceABNSync):

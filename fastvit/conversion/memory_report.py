@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from .._deprecation import RenamedAttribute
+from .._deprecation import RenamedAttribute, renamed_state
 from .report_pictures import Bar, draw_timelines, format_bytes, plot_report
 
 _MIN_SHOWN_FRACTION = 0.005  # A row of the table has at least this fraction of `kept_before`.
@@ -36,6 +37,10 @@ class TensorReport:
     recomputed_bytes: int
     reason: str
     skip: tuple[tuple[str, str], ...] = ()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Loads pickles with the older name of a field."""
+        self.__dict__.update(renamed_state(state, rebuilt_bytes="recomputed_bytes"))
 
     rebuilt_bytes = RenamedAttribute("recomputed_bytes")
 

@@ -6,12 +6,13 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import check_dtype, is_number
-from .._deprecation import RenamedAttribute, renamed_arguments
+from .._deprecation import RenamedAttribute, renamed_arguments, renamed_state
 from ..fusion import is_fused
 from ..recompute import SavedMemory, observe_saved_tensors, skip_key
 from .budget_hook import freeze_budgets
@@ -78,6 +79,11 @@ class Verification:
             lines += ["recomputed outputs that differ, which convert(model, skip=verification.skip) keeps:"]
             lines += [f"  {pair}" for pair in self.skip[:_MAX_LINES]]
         return "\n".join(lines)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Loads pickles with the older names of fields."""
+        new_names = {"limit": "tolerance", "sites": "skip", "unsteady": "nondeterministic"}
+        self.__dict__.update(renamed_state(state, **new_names))
 
     limit = RenamedAttribute("tolerance")
     sites = RenamedAttribute("skip")

@@ -186,7 +186,7 @@ class _ScopeBackend:
         if is_fraction_unknown:
             raise ValueError(
                 "convert: compiled code cannot meet a budget in bytes without example_inputs; pass them, or "
-                "a share of the bytes as the budget"
+                "a fraction as the budget"
             )
         changes: dict[str, object] = {
             "joint_custom_pass": functools.partial(_joint_graph_pass, config.joint_custom_pass)

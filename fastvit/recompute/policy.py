@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class OpSite(NamedTuple):
@@ -44,12 +44,9 @@ class Policy:
     skip: frozenset[tuple[str, str]] = frozenset()
     kept_fraction: float = 1.0
 
-    def __setstate__(self, state: dict[str, object]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """Loads pickles with the older names of fields."""
-        for old, new in {"sites": "only_sites", "share": "kept_fraction"}.items():
-            if old in state:
-                state[new] = state.pop(old)
-        self.__dict__.update(state)
+        self.__dict__.update(renamed_state(state, sites="only_sites", share="kept_fraction"))
 
     def reason_to_keep(self, site: OpSite | None) -> str:
         """Returns why the output of `site` is kept; empty if it may be recomputed."""
@@ -88,6 +85,6 @@ def display_op_name(node_name: str) -> str:
 
 @lru_cache(1024)
 def op_name(node_name: str) -> str:
-    """Returns the name op name of an autograd node: `GeluBackward0` is gelu."""
+    """Returns the plain op name of an autograd node: `GeluBackward0` is gelu."""
     name = re.sub(r"((Function)?Backward\d*|<.*>)$", "", node_name.split("::")[-1])
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[0-9]D)(?=[A-Z])", "_", name).lower().removeprefix("native_")

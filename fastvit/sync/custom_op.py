@@ -13,7 +13,7 @@ from .statistics_group import LayerKey, get_statistics_group
 # change: `number` is the layer_id.
 _OP_NAME = "fastvit::share"
 _SCHEMA = (
-    "(Tensor numbers, Tensor? tag, str process_group, str op, int number, float? momentum)"
+    "(Tensor numbers, Tensor? tag, str process_group, str op, SymInt number, float? momentum)"
     " -> (Tensor, Tensor)"
 )
 

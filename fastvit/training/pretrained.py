@@ -28,9 +28,10 @@ def load_pretrained(model: nn.Module, path: Path) -> str:
     for heads of another number of classes, and are not loaded.
     """
     model_state, content = model.state_dict(), _read_weights_file(path)
-    weights, prefix = _match_names(_flatten_tensors(content), model, path)
+    tensors = _flatten_tensors(content)
+    weights, prefix = _match_names(tensors, model, path)
     if not weights.keys() & model_state.keys():
-        file_names = weights or (content if isinstance(content, dict) else [type(content).__name__])
+        file_names = tensors or (content if isinstance(content, dict) else [type(content).__name__])
         raise ConfigError(
             f"--pretrained: no name in {path} is a name of the model, such as {next(iter(model_state))}; "
             f"the file has {abbreviate(file_names)}"
