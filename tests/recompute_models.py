@@ -1,4 +1,4 @@
-"""Models whose layers recompute their outputs, steps of these models, and a counter of recomputations."""
+"""Models whose layers recompute their outputs, training steps of these, and a counter of recomputations."""
 
 import contextlib
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from fastvit.memory import live_bytes
 
 
 class RecomputationCounter:
-    """Counts in `count` the calls of bn_apply, which recomputes the output of a batch norm."""
+    """Counts the calls of bn_apply. No forward calls it: it recomputes the output of a batch norm."""
 
     def __enter__(self):
         self.count = 0
@@ -32,7 +32,7 @@ class RecomputationCounter:
 
 
 class ReaderModel(nn.Module):
-    """A convolution, a BatchNormAct, and `read(model, y)`, which reads the BatchNormAct's output y."""
+    """A convolution, a BatchNormAct, and a reader, `read(model, y)`, of the BatchNormAct's output y."""
 
     def __init__(self, read, memory, **options):
         super().__init__()
@@ -41,48 +41,51 @@ class ReaderModel(nn.Module):
         self.norm = BatchNormAct(6, **{"activation": "silu", **options}, memory=memory)
         self.a, self.b = nn.Conv2d(6, 4, 3), nn.Conv2d(6, 4, 3)
         self.linear = nn.Linear(6, 5)
-        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.weight)  # torch draws the other weights.
         self.read = read
 
     def forward(self, x):
         return self.read(self, self.norm(self.first(x)))
 
 
-class Reader(NamedTuple):
-    """A function that reads the output of a ReaderModel's norm, and how often the output is recomputed."""
+class ReaderCase(NamedTuple):
+    """A reader of y, the output of a ReaderModel's norm, and how often a backward recomputes y."""
 
     read: Callable[[ReaderModel, torch.Tensor], torch.Tensor]
-    num_recomputations: int | None  # None: any number
+    num_recomputations: int | None  # None is not checked: torch may save a copy of y.
 
 
+# A backward recomputes y once if it reads y. It does not if it reads only sizes ("max_pool", "nothing"), or
+# if y is kept: after a view as another dtype, or a write to a view. The loss reads the square of the result.
 READERS = {
-    "conv": Reader(lambda net, y: net.a(y), 1),
-    "two convs": Reader(lambda net, y: net.a(y) + net.b(y), 1),
-    "twice in one op": Reader(lambda net, y: y * y, 1),
-    "max_pool": Reader(lambda net, y: nn.functional.max_pool2d(y, 2), 0),
-    "linear": Reader(lambda net, y: net.linear(y.flatten(2).transpose(1, 2)), None),
-    "tokens": Reader(lambda net, y: y.flatten(2).transpose(1, 2).square(), 1),
-    "slice": Reader(lambda net, y: y[1:, ::2, 1:-1, ::3].square(), 1),
-    "halves": Reader(lambda net, y: torch.add(*(t.square() for t in y.chunk(2, 1))), 1),
-    "unfold": Reader(lambda net, y: y.unfold(2, 3, 1).square(), 1),
-    "detached": Reader(lambda net, y: net.a(y) * net.b(y.detach()), 1),
-    "residual": Reader(lambda net, y: y + y.square(), 1),
-    "nothing": Reader(lambda net, y: y.sum((2, 3)), 0),
-    "a number": Reader(lambda net, y: y + 1, 1),
-    "complex": Reader(
+    "conv": ReaderCase(lambda net, y: net.a(y), 1),
+    "two convs": ReaderCase(lambda net, y: net.a(y) + net.b(y), 1),
+    "twice in one op": ReaderCase(lambda net, y: y * y, 1),
+    "max_pool": ReaderCase(lambda net, y: nn.functional.max_pool2d(y, 2), 0),
+    "linear": ReaderCase(lambda net, y: net.linear(y.flatten(2).transpose(1, 2)), None),
+    "tokens": ReaderCase(lambda net, y: y.flatten(2).transpose(1, 2).square(), 1),
+    "slice": ReaderCase(lambda net, y: y[1:, ::2, 1:-1, ::3].square(), 1),
+    "halves": ReaderCase(lambda net, y: torch.add(*(t.square() for t in y.chunk(2, 1))), 1),
+    "unfold": ReaderCase(lambda net, y: y.unfold(2, 3, 1).square(), 1),
+    "detached": ReaderCase(lambda net, y: net.a(y) * net.b(y.detach()), 1),
+    "residual": ReaderCase(lambda net, y: y + y.square(), 1),
+    "nothing": ReaderCase(lambda net, y: y.sum((2, 3)), 0),
+    "a number": ReaderCase(lambda net, y: y + 1, 1),
+    "complex": ReaderCase(
         lambda net, y: (torch.view_as_complex(y[..., :2].contiguous()).conj() * 2j).abs(), None
     ),
-    "other dtype": Reader(
+    "other dtype": ReaderCase(
         lambda net, y: y.view(torch.int32).view(torch.float32) * net.linear.weight.sum() + y, 0
     ),
-    "in place before": Reader(lambda net, y: net.a(y.mul_(2)), 1),
-    "in place on a view before": Reader(lambda net, y: (y[:, 0].zero_(), net.a(y))[1], 0),
-    "relu_ over it": Reader(lambda net, y: net.a(torch.relu_(y)), 1),
+    "in place before": ReaderCase(lambda net, y: net.a(y.mul_(2)), 1),
+    # The tuple makes a write and then a call, whose result it returns.
+    "in place on a view before": ReaderCase(lambda net, y: (y[:, 0].zero_(), net.a(y))[1], 0),
+    "relu_ on y": ReaderCase(lambda net, y: net.a(torch.relu_(y)), 1),
 }
 
 
 def run_step(net, x, scope=recompute_scope):
-    """Returns the output of a step in a scope, and the gradients of x and the parameters."""
+    """Runs forward, loss and backward, returns the output, and the gradients of x and the parameters."""
     net.zero_grad()
     leaf = x.clone().requires_grad_()
     with scope():
@@ -99,7 +102,7 @@ def assert_same_bits(actual, expected):
 def compare_and_measure_freed(forward, leaves, scope=recompute_scope, measures=True):
     """Returns the bytes that a scope frees; raises unless `forward()` has the same bits in the scope.
 
-    Compares the result and the gradients of `leaves`. Without `measures` the returned number is 0.
+    Compares the result and the gradients of `leaves`. Measures no bytes and returns 0 without `measures`.
     """
     kept_bytes, results, devices = [], [], {leaf.device for leaf in leaves}
     for context in (contextlib.nullcontext, scope):
@@ -111,6 +114,7 @@ def compare_and_measure_freed(forward, leaves, scope=recompute_scope, measures=T
 
         if measures:
             run()  # one-time caches must not be counted
+        # live_bytes returns the bytes, and the result of run().
         nbytes, y = live_bytes(run, *devices) if measures else (0, run())
         gradients = torch.autograd.grad(y.float().square().sum(), leaves, allow_unused=True)
         kept_bytes.append(nbytes)
@@ -120,7 +124,7 @@ def compare_and_measure_freed(forward, leaves, scope=recompute_scope, measures=T
 
 
 def make_conv_stack(kind, depth=4):
-    """Returns convolutions with norms of torch, or with BatchNormActs whose `memory` is `kind`."""
+    """Returns convs with norms, torch's for "torch", else BatchNormActs of `memory=kind`, and a 1x1 conv."""
     torch.manual_seed(0)
 
     def make_norm():

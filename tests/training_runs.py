@@ -1,4 +1,4 @@
-"""Runs the trainer for tests: under torchrun, in this process, or on the ranks of the pool."""
+"""Runs the trainer for tests: under torchrun, in this process, or on the processes of the fixture `ranks`."""
 
 import contextlib
 import json
@@ -20,7 +20,8 @@ COMMON = ["-m", "fastvit.training", "--device", "cpu", "--threads", "1"]
 SIX_BATCHES = (
     "--data synthetic --model vit_digits --image-size 8 --synthetic-images 96 --batch-size 16".split()
 )
-# This script trains, but kills rank 1, or its torchrun agent, after four steps of the first start.
+# This script trains, but kills rank 1 after four steps of the first start. With KILLED=host it kills the
+# torchrun process of rank 1 too, as if the host had failed.
 KILL_ONCE_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
@@ -28,20 +29,21 @@ from fastvit.training import loop
 from fastvit.training.__main__ import main
 
 steps = []
-def step(train_state, step=loop._optimizer_step):
-    step(train_state)
+def step_and_kill(train_state, original_step=loop._optimizer_step):
+    original_step(train_state)
     steps.append(1)
     if len(steps) == 4 and os.environ["RANK"] == "1" and not Path("killed").exists():
         Path("killed").touch()
         if os.environ.get("KILLED") == "host":
-            os.kill(os.getppid(), signal.SIGKILL)  # This is torchrun's agent.
+            os.kill(os.getppid(), signal.SIGKILL)  # the torchrun process
         os.kill(os.getpid(), signal.SIGKILL)
-loop._optimizer_step = step
+loop._optimizer_step = step_and_kill
 sys.exit(main(sys.argv[1:]))
 """
+# These options train with torch's norms on SIX_BATCHES.
 TWO_EPOCHS = [*SIX_BATCHES, "--epochs", "2", "--norm", "torch"]
 TINY_MODEL = ["--image-size", "8", "--model", "vit_digits", "--batch-size", "4"]
-FOLDER = ["--data", "folder", "--workers", "0", *TINY_MODEL]
+FOLDER = ["--data", "folder", "--workers", "0", *TINY_MODEL]  # Tests add --data-path, from make_folder.
 
 
 def make_folder(path, classes=("cat", "dog"), images=8, side=12):
@@ -55,7 +57,7 @@ def make_folder(path, classes=("cat", "dog"), images=8, side=12):
 
 
 def torchrun(directory, *arguments):
-    """Runs two ranks under torchrun. Returns exit status, stdout and stderr."""
+    """Runs a script, or "-m" and a module, on two ranks. Returns exit status, stdout and stderr."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node=2", *arguments]
     process = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=LIMIT_SECONDS)
@@ -66,14 +68,14 @@ def torchrun(directory, *arguments):
 def after_each_step(act):
     """Calls `act(n)` after the n-th step of the optimizer."""
 
-    def step(train_state, step=loop._optimizer_step):
-        step(train_state)
+    def step_and_act(train_state, original_step=loop._optimizer_step):
+        original_step(train_state)
         steps.append(1)
         act(len(steps))
 
     steps = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_optimizer_step", step)
+        patch.setattr(loop, "_optimizer_step", step_and_act)
         yield steps
 
 
@@ -101,10 +103,10 @@ def free_port():
 
 
 def train_on_rank(rank, world, arguments):
-    """Trains in a rank of the pool. Returns the message of TrainingError, or None."""
-    config, explicit = parse_arguments(["--device", "cpu", "--threads", "1", *arguments])
+    """Trains, as a function that `ranks.run` calls. Returns the message of TrainingError, or None."""
+    config, explicit_options = parse_arguments(["--device", "cpu", "--threads", "1", *arguments])
     try:
-        run.run_training(config, explicit, torch.device("cpu"))
+        run.run_training(config, explicit_options, torch.device("cpu"))
     except run.TrainingError as error:
         return str(error)
 
@@ -133,14 +135,14 @@ def weights_of(directory):
 
 
 def rows_of(directory):
-    """Returns the rows of metrics.jsonl, without times and memory."""
+    """Returns the rows of metrics.jsonl without what is measured: times and memory."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     measured = {"time", "images_per_second", "data_wait", "memory"}
     return [{key: value for key, value in row.items() if key not in measured} for row in rows]
 
 
 def assert_equal_runs(actual, expected):
-    """Asserts that two runs have bitwise equal weights and averages, and equal rows except for times."""
+    """Asserts that two runs have bitwise equal weights and averages, and equal `rows_of`."""
     for key in ("model", "average"):
         weights, expected_weights = (state_of(run_dir).get(key, {}) for run_dir in (actual, expected))
         assert list(weights) == list(expected_weights)

@@ -3,11 +3,11 @@
     git clone --branch 25.05 https://github.com/NVIDIA/apex /tmp/apex
     python tools/run_apex_tests.py /tmp/apex [--only run_amp] [--limit 900] [--out docs/apex-tests.md]
 
-The program downloads nothing. It runs a temporary copy of the tests in the folder. In the copy `cuda` is
-replaced by `cpu`, and a loss is computed once instead of a thousand times. Half precision is float16, as on a
-GPU. Scripts that call apex's compiled module `syncbn` get `syncbn_shim.py`. The program exits with 1 if a
-test fails without a reason in `KNOWN_REASONS`. test_fused_layer_norm.py needs the package expecttest, as
-torch.testing does, and onnx and onnxscript for two of its tests.
+The program downloads nothing. It runs a temporary copy of the tests in the folder of apex's sources. In the
+copy `cuda` is replaced by `cpu`, and the timing loop of the cross entropy's test has one iteration. Half
+precision is float16, as on a GPU. `syncbn_shim.py` replaces the compiled module `syncbn`, which some scripts
+call. The program exits with 1 if a test fails without a reason in `KNOWN_REASONS`. test_fused_layer_norm.py
+needs the package expecttest, through torch.testing, and onnx and onnxscript for two of its tests.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from gpu_steps import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
 COMPAT = (sys.executable, "-m", "fastvit.compat", "--prefer", "fastvit", "--half", "float16")
 VARIABLES = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": str(ROOT)}
 FOLDERS = ("L0/run_amp", "L0/run_fp16util", "L0/run_optimizers", "L0/run_fused_layer_norm")
-CONTRIB = ("clip_grad", "xentropy")  # packages of apex.contrib
+CONTRIB = ("clip_grad", "xentropy")  # packages of apex.contrib whose tests run
 SYNCBN = "distributed/synced_batchnorm"
 
 # A file in SYNCBN -> for each run the number of ranks (0: without a launcher) and the arguments.
@@ -52,11 +51,12 @@ CPU_REPLACEMENTS = (  # a pattern in the source of a test, and its replacement
     (r"\.cuda\([^()]*\)", ".cpu()"),
     (r"""(["'])cuda(:[^"']*)?\1""", '"cpu"'),
     (r"assertTrue\((\w+)\.is_cuda\)", r"assertTrue(\1.is_cpu)"),
-    (r"iters = 1000?\b", "iters = 1"),  # A call of a loss takes 300 million logits.
+    (r"iters = 1000?\b", "iters = 1"),  # An iteration takes 300 million logits.
     (r", device_ids=\[[^]]*\], output_device=[\w.]+", ""),
     (r"""(["'])nccl\1""", '"gloo"'),
 )
 
+# Reasons why tests do not pass on the CPU: a pattern for the text `{file} {test} {message}`, and the reason.
 KNOWN_REASONS = (
     (
         r"apex\.amp: fastvit has no init",
@@ -73,17 +73,17 @@ KNOWN_REASONS = (
     (r"Insufficient \w+ memory|psutil", "needs 60 GB of GPU memory"),
     (
         r"test_fused_optimizer\.py TestFusedSGD\.test_half ",
-        "`torch.optim.SGD` rounds the momentum to half before it uses it, and is 0.0015 away after 4 steps "
-        "where the test allows 0.001; in float64 the weights are 0.0009 away from both",
+        "`torch.optim.SGD` rounds the momentum to half before it uses it, and its weights differ from "
+        "`FusedSGD`'s by 0.0015 after 4 steps, where the test allows 0.001; weights computed in "
+        "float64 differ from either by 0.0009",
     ),
 )
-"""Reasons why tests do not pass on the CPU: a pattern for "file test message", and the reason."""
 
 CONFTEST = """\
 import pytest, torch
 from apex import optimizers
 
-optimizers.FusedAdagrad = None  # fastvit has no FusedAdagrad, and the class of its tests names it
+optimizers.FusedAdagrad = None  # absent in fastvit; without the name the whole file would fail
 
 @pytest.fixture(autouse=True)
 def seed():
@@ -93,10 +93,10 @@ def seed():
 PAGE = """\
 # apex's own tests
 
-The tests of apex 25.05 for what `fastvit.compat` stands in for, run over it on the CPU with `cuda` turned
-into `cpu`. `python tools/run_apex_tests.py FOLDER --out docs/apex-tests.md` makes this page from a folder of
-apex's sources. Each test draws its numbers from one seed. A script counts once for each way that apex
-calls it.
+The tests of those parts of apex 25.05 that `fastvit.compat` replaces, run with `fastvit.compat` on the CPU:
+`cuda` is replaced by `cpu`. `python tools/run_apex_tests.py FOLDER --out docs/apex-tests.md` makes this page
+from a folder of apex's sources. Each test draws its numbers from one seed. A script that apex runs with
+several numbers of processes or arguments counts once for each.
 
 {table}
 """
@@ -147,7 +147,8 @@ def run_test_file(file: Path, limit: float) -> list[Outcome]:
         problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         if problem is not None:
             is_skipped = problem.tag == "skipped"
-            message = problem.get("message", "") if is_skipped else problem.text or ""
+            # The attribute `message` is the whole reason of a skip; the text of a failure has the traceback.
+            message = problem.get("message", "") if is_skipped else (problem.text or "")
             outcomes[name] = Outcome(name, "skipped" if is_skipped else "failed", message)
         outcomes.setdefault(name, Outcome(name, "passed", ""))
     return list(outcomes.values())
@@ -156,8 +157,8 @@ def run_test_file(file: Path, limit: float) -> list[Outcome]:
 def run_script(file: Path, limit: float) -> list[Outcome]:
     """Runs a script once for each entry of SCRIPTS. A run fails if a comparison prints False.
 
-    The two comparisons after a script's step do not count, as in the scripts themselves. The step subtracts
-    gradients of some hundreds from weights of about 1, so the difference is the rounding of the gradients.
+    Two comparisons of weights, "comparing bn vs sbn", do not count, as in the scripts themselves. They follow
+    a step that subtracts gradients of some hundreds from weights of about 1, and so compare rounding errors.
     """
     outcomes = []
     for ranks, arguments in SCRIPTS[file.name]:
@@ -167,6 +168,7 @@ def run_script(file: Path, limit: float) -> list[Outcome]:
         command = [sys.executable, *launcher, *COMPAT[1:], str(file), *arguments.split()]
         has_passed = run_command(command, log := file.with_suffix(".log"), limit)
         output = log.read_text()
+        # Comparisons print "... False", and a script whose check fails prints "failed*" with stars around.
         if re.search(r"(?m)^(?!comparing bn vs sbn).* False$|failed\*", output):
             has_passed = False
         name = f"{ranks} ranks {arguments}".strip() if ranks else "1 process"
@@ -245,9 +247,9 @@ def main() -> int:
     print(lines[-1])
     if args.out:
         page = args.out.read_text() if args.out.exists() else ""
-        # tools/apex_attributes.py writes this section.
-        attributes = "".join(page.partition("\n## Attributes\n")[1:])
-        args.out.write_text(PAGE.format(table="\n".join(lines)) + attributes)
+        # The section "Attributes" stays as it is: tools/apex_attributes.py writes it.
+        _, heading, attributes = page.partition("\n## Attributes\n")
+        args.out.write_text(PAGE.format(table="\n".join(lines)) + heading + attributes)
     return 1 if unexplained else 0
 
 

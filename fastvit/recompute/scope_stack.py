@@ -1,8 +1,8 @@
-"""Each thread has a stack of open scopes. The scope of an entry is None if no scope could be opened.
+"""Each thread has a stack of entries: one for each call of `open_scope`, even if no scope could be opened.
 
-A scope is open as long as its owner runs. No hook of a module runs after a KeyboardInterrupt, so an entry
-holds the frame of its owner's call. An entry whose frame is no longer on Python's stack is dead. The next
-call that uses the stack closes the dead entry.
+A scope is open as long as its owner runs: a call of `recompute_scope`, or a module with hooks. No hook runs
+after a KeyboardInterrupt, so an entry holds the frame of the module's call. An entry whose frame is no longer
+on Python's stack is dead. The next call that uses the stack closes the dead entry.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ def recompute_scope(matmuls: bool = False, recompute_weight_casts: bool = False)
         loss.backward()
 
     Cheap outputs are those of torch's normalisations, activations, elementwise products, sums, casts, copies,
-    concatenations and poolings, and of BatchNormAct layers with memory="recompute". An output is recomputed
-    if the inputs of its op are kept, by the same op on the same memory layout, so gradients have the same
-    bits as without the scope. Running statistics are not touched.
+    concatenations and poolings, and of BatchNormAct layers with memory="recompute". If the inputs of an op
+    are kept, the same op recomputes its output, on the same memory layout, so gradients have the same bits as
+    without the scope. Running statistics are not touched.
 
-    The backward may run inside or outside of the scope. Scopes nest: the end of an inner scope plans which
-    of the outputs so far are kept. Saved-tensor hooks around the scope (save_on_cpu, an activation
-    offloader) pack the kept tensors. A scope has no effect in torch's checkpoint. If saved-tensor hooks are
-    disabled, a scope has no effect either, and warns once.
+    The backward may run inside or outside of the scope. Scopes nest: the end of an inner scope decides which
+    outputs are kept, of all that ops have saved in it and in the outer scopes. Saved-tensor hooks around the
+    scope (save_on_cpu, an activation offloader) pack the kept tensors. A scope has no effect in torch's
+    checkpoint. If saved-tensor hooks are disabled, a scope has no effect either, and warns; Python shows the
+    warning once for each line.
 
-    An output that was written to before it was saved is kept, unless the write is an op in place that was
-    called in Python and is recomputed too. A scope sees writes under no_grad, through `detach()`, `.data` and
-    NumPy. It does not see writes of other code, such as a custom kernel, that do not raise the version
-    counter: gradients of what is recomputed from that memory are wrong. `fastvit.verify` finds such a write.
+    An output that was written to before it was saved is kept, except if the write was an op in place that
+    Python code called, and that is recomputed too. A scope sees writes under no_grad, through `detach()`,
+    `.data` and NumPy. It does not see writes of other code, such as a custom kernel, that do not raise the
+    version counter: gradients of what is recomputed from that memory are wrong. `fastvit.verify` finds such a
+    write.
 
     Args:
-        matmuls: recompute the output of a Linear too, if it is no narrower than the input. This halves the
-            remaining bytes, about, for the time of these matmuls. In half precision and under autocast, it
-            also recomputes tensors whose recipe moves more than ten times their bytes.
+        matmuls: recompute the output of a Linear too, if it is no narrower than the input. This about
+            halves the remaining bytes, and these matmuls run twice. In half precision and under autocast, it
+            also recomputes tensors if that reads and writes more than ten times their bytes.
         recompute_weight_casts: recompute the half-precision copies of weights that autocast makes, instead of
             keeping them: 2 bytes for each element of a weight, at any batch size. A write to a weight before
             the backward is then an error. A write through `weight.data` is not noticed, and the gradient is
@@ -70,11 +72,11 @@ def recompute_scope(matmuls: bool = False, recompute_weight_casts: bool = False)
 
 
 class _Entry(NamedTuple):
-    """The scope that an owner has opened, or whose policy and block the owner has set until `close_scope`."""
+    """A call of `open_scope`. It opened `scope`, or changed policy and block of the open `scope`."""
 
     owner: object
     scope: Scope | None
-    outer_settings: tuple[Policy, str] | None  # policy and block to restore, if the scope was open
+    outer_settings: tuple[Policy, str] | None  # policy and block name to restore, if the scope was open
     frame: FrameType | None  # frame of the owner's call; None if the owner always calls `close_scope`
 
     def is_dead(self) -> bool:
@@ -82,13 +84,14 @@ class _Entry(NamedTuple):
         if self.frame is None:
             return False
         try:
-            self.frame.clear()  # faster than a search for the frame in Python's stack
+            # Faster than a search in Python's stack. An ended call loses its locals, which nothing reads.
+            self.frame.clear()
         except RuntimeError:  # the frame is executing
             return False
         return True
 
     def close(self, results: Iterable[object] | None) -> None:
-        """Plans the pending tensors, unless `results` are None. Leaves the scope, even if the plan raises."""
+        """Plans the pending tensors, which have no plan yet, or keeps them all if `results` is None."""
         scope = self.scope
         if scope is None:
             return
@@ -98,11 +101,11 @@ class _Entry(NamedTuple):
             else:
                 scope.mark_block_io(results)
                 scope.plan_pending()
-        finally:
+        finally:  # The scope is left even if the plan raises.
             if self.outer_settings is None:
                 scope.leave()
                 if not scope.remove_observer():
-                    _stack.closed_in_calls.append(scope)
+                    _stack.scopes_to_unobserve.append(scope)
                 torch_patches.remove_open_scope()
             else:
                 scope.policy, scope.block = self.outer_settings
@@ -113,8 +116,8 @@ class _Stack(threading.local):
 
     def __init__(self):
         self.entries: list[_Entry] = []
-        self.observer: SavedTensorObserver | None = None
-        self.closed_in_calls: list[Scope] = []  # scopes whose call observer could not be removed yet
+        self.saved_tensor_observer: SavedTensorObserver | None = None
+        self.scopes_to_unobserve: list[Scope] = []  # closed inside a call that their call observer observes
 
 
 _stack = _Stack()
@@ -130,6 +133,7 @@ def open_scope(
     """Opens a scope until `close_scope(owner)`, or sets policy and block of the open scope.
 
     Args:
+        block: name of the module whose forward runs; empty outside of converted models.
         inputs: inputs of the block; objects that are no tensors are ignored.
         frame: frame of the call with which the scope dies; None for an owner that always calls `close_scope`.
     """
@@ -140,7 +144,7 @@ def open_scope(
         scope.enter_block(policy, block)
         scope.mark_block_io(inputs)
     elif _can_open():
-        scope = Scope(_stack.observer, close_dead_scopes)
+        scope = Scope(_stack.saved_tensor_observer, close_dead_scopes)
         scope.enter_block(policy, block)
         torch_patches.add_open_scope()
         scope.enter()
@@ -161,26 +165,26 @@ def close_dead_scopes() -> None:
     entries = _stack.entries
     while entries and entries[-1].is_dead():
         entries.pop().close(None)
-    if _stack.closed_in_calls:
-        _stack.closed_in_calls = [scope for scope in _stack.closed_in_calls if not scope.remove_observer()]
+    if scopes := _stack.scopes_to_unobserve:
+        _stack.scopes_to_unobserve = [scope for scope in scopes if not scope.remove_observer()]
 
 
 @contextlib.contextmanager
 def observe_saved_tensors(annotate: Callable[[Tensor], object]) -> Iterator[SavedTensorObserver]:
-    """Yields an observer of all tensors that are saved in this thread's scopes from now on.
+    """Yields an observer of all tensors that are saved in scopes that this thread opens in the context.
 
     Args:
         annotate: returns the observer's annotation of a saved tensor.
     """
-    outer_observer, _stack.observer = _stack.observer, SavedTensorObserver(annotate)
+    outer_observer, _stack.saved_tensor_observer = _stack.saved_tensor_observer, SavedTensorObserver(annotate)
     try:
-        yield _stack.observer
+        yield _stack.saved_tensor_observer
     finally:
-        _stack.observer = outer_observer
+        _stack.saved_tensor_observer = outer_observer
 
 
 def reason_no_scope() -> str:
-    """Returns why no scope can be opened here; empty if a scope can be opened."""
+    """Returns why no scope can be opened, where "it" is the forward that runs; empty if a scope can be."""
     if torch.jit.is_tracing():
         return "torch.jit.trace records it"
     hooks = current_saved_tensor_hooks()
@@ -198,13 +202,14 @@ def reason_no_scope() -> str:
 
 def _can_open() -> bool:
     reason = reason_no_scope()
-    if reason.startswith("saved-tensor hooks"):
+    if reason.startswith("saved-tensor hooks are disabled"):  # The other reasons are no surprise to a user.
+        # The levels are _can_open, open_scope, recompute_scope, contextlib, and the user's `with`.
         warnings.warn(f"fastvit: recompute_scope has no effect here, because {reason}", stacklevel=5)
     return not reason
 
 
 def active_scope() -> Scope | None:
-    """Returns the scope whose hooks are on top of autograd's stack; None if other hooks are, or none."""
+    """Returns the open scope, unless hooks of others are above its hooks in autograd's stack; else None."""
     if torch.compiler.is_compiling():
         return None
     close_dead_scopes()
