@@ -8,6 +8,8 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from .._deprecation import renamed_state
+
 
 class OpSite(NamedTuple):
     """One op call in the forward of a block."""
