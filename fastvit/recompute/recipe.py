@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .environment import Environment, current_environment, run_in_environment
+from .environment import Environment, current_environment, use_environment
 from .packed_tensor import AsStridedArgs, PackedTensor
 from .pins import OperandChanged, PinnedTensor
 from .policy import OpSite, display_op_name, skip_key
@@ -201,7 +201,7 @@ class Recipe:
         if environment is None or environment == current_environment(environment[0]):
             output = self.function(*tensors)
         else:
-            with run_in_environment(environment):
+            with use_environment(environment):
                 output = self.function(*tensors)
         if output.dtype is not self.dtype and self.dtype is not None:
             output = output.to(self.dtype)

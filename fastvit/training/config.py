@@ -18,23 +18,23 @@ from ..conversion.budget import parse_budget
 from ..models import MLP_NORMS, NORMS, VARIANTS
 
 DATASET_NAMES = ("digits", "cifar10", "cifar100", "folder", "synthetic")
-MEMORY_MODES = ("off", "convert", "matmuls")
+MEMORY_MODES = ("off", "convert", "matmuls")  # The last one recomputes matrix products too.
 # Maps (option, old value) to the new value. An old value works for one release.
 OLD_VALUES = {("memory", "products"): "matmuls"}
 AMP_LEVELS = ("off", "bf16", "O0", "O1", "O2", "O3")
-NORM_NAMES = (*NORMS[:2], "apex-sync", *NORMS[2:])
+NORM_NAMES = (*NORMS[:2], "apex-sync", *NORMS[2:])  # Layers of torch and apex come before fastvit's.
 BASE_LR = {"sgd": 0.05, "adamw": 1e-3, "fused-adam": 1e-3}
 WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05, "fused-adam": 0.05}
 
 MAX_INT32 = 2**31 - 1
 MAX_TIMEOUT_SECONDS = 2_000_000  # Python waits for workers by poll(), whose limit is 2**31 milliseconds.
-MIN_POSITIVE = 5e-324  # The least float above 0, the limit of options that must be above 0.
+MIN_POSITIVE = 5e-324  # The least float above 0. As a lower limit it excludes 0.
 NUMBER_LIMITS: dict[str, tuple[float, float]] = {  # The least and greatest value by option.
     **dict.fromkeys(("epochs", "batch_size", "accumulate", "keep"), (1, MAX_INT32)),
     **dict.fromkeys(("warmup_epochs", "stop_after"), (0, MAX_INT32)),
     "image_size": (1, 2**13), "classes": (1, 10**6), "synthetic_images": (1, 10**7),
     **dict.fromkeys(("workers", "threads"), (0, 1024)),  # More may exhaust the system.
-    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # torch takes 64 bits. The epoch is added.
+    **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),  # seed + epoch fits torch's 64 bits.
     **dict.fromkeys(("weight_decay", "clip_norm"), (0, math.inf)),
     **dict.fromkeys(("label_smoothing", "ema"), (0, math.nextafter(1, 0))),
     "lr": (MIN_POSITIVE, math.inf), "timeout": (MIN_POSITIVE, MAX_TIMEOUT_SECONDS),
@@ -46,7 +46,7 @@ class ConfigError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """Raised to end a run, on every rank at the same point and with the same message."""
+    """Ends a run. The code that raises it does so on every rank, at the same point, with the same message."""
 
 
 def _option(default: Any, group: str, help: str, choices: Sequence[str] | None = None) -> Any:
@@ -58,7 +58,8 @@ class Config:
     """The options of a run. Each field is a flag and a key of the TOML file.
 
     `batch_size` is `--batch-size` on the command line and `batch_size = 32` in the file. None is replaced by
-    a default that depends on other options. None stays for `workers`, which depends on the machine.
+    a default that depends on other options, always in `norm`, `lr` and `weight_decay`. None stays in
+    `classes`, in `workers` for folder, and in `image_size` for data of a fixed size.
     """
 
     # fmt: off
@@ -66,7 +67,7 @@ class Config:
         "train/ and val/ with a folder of images for each class; synthetic: generated", DATASET_NAMES)
     data_path: str = _option("", "data", "folder with the files of cifar10, cifar100 or folder")
     data_seed: int = _option(0, "data", "seed of the 80/20 split of digits, and of the synthetic images")
-    image_size: int | None = _option(None, "data", "side of folder's (224) or synthetic (32) images")
+    image_size: int | None = _option(None, "data", "side of images (default: folder 224, synthetic 32)")
     synthetic_images: int = _option(2048, "data", "number of synthetic training images")
     classes: int | None = _option(None, "data", "outputs of the model (default: the classes of the data)")
     workers: int | None = _option(None, "data", "processes that load batches (default 0; for folder as "
@@ -75,12 +76,11 @@ class Config:
     model: str = _option("auto", "model", f"{', '.join(VARIANTS)}, or timm/<name>; auto: by the images' size")
     norm: str = _option(None, "model", "BatchNorm layer (default inplace-abn-sync, for timm/ "
         "fastvit-sync); torch-sync needs CUDA, apex-sync NVIDIA apex 25.05", NORM_NAMES)
-    mlp_norm: str = _option("batch", "model", "in the MLPs: GELU, or BatchNorm, leaky_relu", MLP_NORMS)
+    mlp_norm: str = _option("batch", "model", "in MLPs; none: GELU, batch: BatchNorm, leaky_relu", MLP_NORMS)
     pretrained: str = _option("", "model", "initial weights: a file of safetensors or torch.save, or "
         "'timm' for those that timm downloads")
-    memory: str = _option("off", "model", f"keep less for backward: {', '.join(MEMORY_MODES)} (matrix "
-        "products are recomputed too), or a budget: a fraction as 0.6, bytes as 2GiB, or least; as in "
-        "fastvit.convert")
+    memory: str = _option("off", "model", "off; convert: keep less for backward; matmuls: recompute "
+        "matrix products too; or a budget of fastvit.convert: a fraction as 0.6, bytes as 2GiB, or least")
     freeze: tuple[str, ...] = _option((), "model", "names of parameters that are not trained: 'stem.*'")
 
     amp: str = _option("off", "precision", "off: fp32; bf16: autocast; O0 to O3: as in apex", AMP_LEVELS)
@@ -112,12 +112,12 @@ class Config:
     resume: str = _option("", "run", "continue this run or checkpoint; auto: the run in --out, if any")
     evaluate: str = _option("", "run", "print loss and accuracy of this run or checkpoint on its test "
         "images, and end")
-    stop_after: int = _option(0, "run", "end after this many epochs of this start, for --resume; 0: none")
+    stop_after: int = _option(0, "run", "end this process after so many epochs, for --resume; 0: none")
     keep: int = _option(2, "run", "number of newest checkpoints that are not removed, besides the best one")
     # fmt: on
 
     def __post_init__(self) -> None:
-        for name in CONFIG_FIELDS:
+        for name in CONFIG_FIELDS:  # The fields of this class by name, see below.
             object.__setattr__(self, name, check_value(name, getattr(self, name)))
         self._set_dependent_defaults()
         self._check_combinations()
@@ -142,6 +142,7 @@ class Config:
         _check_option(is_timm or self.model in ("auto", *VARIANTS), "--model", expected, self.model)
         if reads_files and not self.data_path:
             raise ConfigError(f"--data {self.data} needs --data-path, the folder with its files")
+        # Python turns a byte that is not UTF-8 into a surrogate, which encode() replaces by "?".
         is_utf8 = self.out == self.out.encode(errors="replace").decode()
         _check_option(is_utf8, "--out", "UTF-8, which TensorBoard's files need", self.out)
         _ = self.budget  # This raises ConfigError for an invalid budget.
@@ -149,18 +150,20 @@ class Config:
             scale = parse_text(float, self.loss_scale)
             is_valid = isinstance(scale, float) and 0 < scale < math.inf
             _check_option(is_valid, "--loss-scale", "auto, dynamic or a number above 0", self.loss_scale)
-        for_training = "training; --evaluate ends before it"
-        for name, has_effect, scope in (  # An option without an effect may not be set.
+        training_scope = "training; --evaluate ends before it"
+        needs_timm = self.pretrained == "timm"  # Any other value is a path, or "".
+        # An option without an effect may not be set. Messages are "<flag> <value> is for <scope>".
+        for name, has_effect, scope in (
             ("data_path", reads_files, "--data cifar10, cifar100 and folder"),
             ("data_seed", not reads_files, "--data digits and synthetic"),
             ("image_size", self.data in ("folder", "synthetic"), "--data folder and synthetic"),
             ("synthetic_images", self.data == "synthetic", "--data synthetic"),
             ("loss_scale", self.amp.startswith("O"), "--amp O0 to O3"),
-            ("pretrained", is_timm or self.pretrained != "timm", "--model timm/<name>"),
+            ("pretrained", is_timm or not needs_timm, "--model timm/<name>"),
             ("mlp_norm", not is_timm, "fastvit's models"),
-            ("out", not self.evaluate, for_training),
-            ("resume", not self.evaluate, for_training),
-            ("stop_after", not self.evaluate, for_training),
+            ("out", not self.evaluate, training_scope),
+            ("resume", not self.evaluate, training_scope),
+            ("stop_after", not self.evaluate, training_scope),
         ):
             if getattr(self, name) != CONFIG_FIELDS[name].default and not has_effect:
                 raise ConfigError(f"{option_flag(name)} {getattr(self, name)} is for {scope}")
@@ -172,11 +175,10 @@ class Config:
             return None
         text = self.memory.removeprefix("budget=")
         number = parse_text(int, text)
-        budget = parse_text(float, text) if number is text else number
+        budget = number if isinstance(number, int) else parse_text(float, text)
         with contextlib.suppress(ValueError):
-            # Bytes are whole numbers. A float above 1 is refused: 2.0 may mean twice the kept bytes.
-            if text == "least" or (parse_budget(budget) and not (isinstance(budget, float) and budget > 1)):
-                return budget
+            parse_budget(budget)  # It refuses a float above 1: bytes are whole, 2.0 may mean twice the peak.
+            return budget
         raise ConfigError(
             f"--memory must be one of {', '.join(MEMORY_MODES)}, or a budget: a fraction "
             f"of at most 1 (budget=0.6), bytes (budget=2GiB) or budget=least; budget= may be left "
@@ -194,13 +196,13 @@ class Config:
         # Strings, booleans, numbers and lists of strings are the same in JSON and TOML.
         texts = {name: json.dumps(v, ensure_ascii=False) for name, v in values.items() if v is not None}
         content = "".join(f"{name} = {text}\n" for name, text in texts.items())
-        path.write_text(content, "utf-8", "surrogateescape")  # A path may hold any bytes.
+        path.write_text(content, "utf-8", "surrogateescape")  # Paths other than --out may hold any bytes.
 
 
 CONFIG_FIELDS = {item.name: item for item in fields(Config)}
 _CONFIG_TYPE_HINTS = typing.get_type_hints(Config)
-OPTION_TYPES: dict[str, type] = {  # The type of a field; `float | None` counts as float.
-    name: tuple
+OPTION_TYPES: dict[str, type] = {  # The type of a field; `int | None` counts as int.
+    name: tuple  # get_args() would give the type of its items.
     if item.default == ()
     else (typing.get_args(_CONFIG_TYPE_HINTS[name]) or (_CONFIG_TYPE_HINTS[name],))[0]
     for name, item in CONFIG_FIELDS.items()
@@ -215,7 +217,7 @@ _TYPE_TEXTS = {
 
 
 def parse_text(kind: type, text: str) -> Any:
-    """Converts a flag's text to `kind`. Returns the text if that fails; `check_value` raises then."""
+    """Converts a flag's text to `kind`. Returns the text if that fails; callers check the type."""
     try:
         return kind(text)
     except ValueError:
@@ -243,12 +245,14 @@ def check_value(name: str, value: Any, label: str = "") -> Any:
         return None
     value = replace_old_value(name, value, label)
     if (kind is float or name in ("loss_scale", "memory")) and type(value) in (int, float):
+        # A TOML file may have a number for the two texts.
         value = kind(str(value))  # float() raises for a very large int, but not for its text.
     if kind is tuple:
         value = (value,) if isinstance(value, str) else value
         is_valid = isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
         value = tuple(value) if is_valid else value
     else:
+        # bool is a subclass of int.
         is_valid = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
         is_valid = is_valid and (kind is not float or math.isfinite(value))
     _check_option(is_valid, label, _TYPE_TEXTS[kind], value)
@@ -263,7 +267,7 @@ def check_value(name: str, value: Any, label: str = "") -> Any:
 
 def check_packages(config: Config) -> None:
     """Raises ConfigError with the names of all missing packages, before a run starts."""
-    packages = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm"}  # packages by modules
+    packages = {"numpy": "numpy", "tensorboard": "tensorboard", "tqdm": "tqdm"}  # by module
     packages |= {"digits": {"sklearn": "scikit-learn"}, "folder": {"PIL": "pillow"}}.get(config.data, {})
     if config.model.startswith("timm/"):
         packages["timm"] = "timm"

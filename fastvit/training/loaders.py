@@ -22,7 +22,7 @@ BatchKey = tuple[list[int], "int | None"]  # The indices of a batch, and its aug
 
 
 def combine_seeds(*numbers: int) -> int:
-    """Returns a seed that differs between combinations of numbers."""
+    """Returns a seed of 63 bits, as int64 holds, that differs between combinations of numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -46,7 +46,8 @@ class ImageDataset(Dataset):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         batch = self.read_batch(indices, generator), self.labels[indices]
         if get_worker_info() is not None:
-            # A full /dev/shm raises here. The thread that sends a batch to the rank would drop the error.
+            # A full /dev/shm raises here. Otherwise the thread that sends a batch to the rank would share it,
+            # and drop the error.
             for tensor in batch:
                 tensor.share_memory_()
         return batch
@@ -74,14 +75,15 @@ class TrainBatchSampler(Sampler[BatchKey]):
         self.epoch, self.first_batch = epoch, first_batch
 
     def __iter__(self) -> Iterator[BatchKey]:
+        # Seed 1 in epoch 0 has the order of seed 0 in epoch 1. Runs that are resumed need the same order.
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.num_images, generator=generator)
         rank_batches = order[self.rank :: self.world_size].split(self.batch_size)
-        for batch in range(self.first_batch, len(self)):
-            yield rank_batches[batch].tolist(), combine_seeds(self.seed, self.epoch, self.rank, batch)
+        for index in range(self.first_batch, len(self)):
+            yield rank_batches[index].tolist(), combine_seeds(self.seed, self.epoch, self.rank, index)
 
     def __len__(self) -> int:
-        """Returns the number of batches of a whole epoch."""
+        """Returns the number of batches of a whole epoch, `first_batch` aside."""
         return self.num_images // self.world_size // self.batch_size
 
 
@@ -108,18 +110,19 @@ class _Loader(DataLoader):
 
 
 def _watch_rank(worker: int) -> None:
-    """Starts the thread of a worker that ends the worker with its rank; a `worker_init_fn`."""
+    """Starts a thread in a worker, as its `worker_init_fn`. The thread ends the worker with its rank."""
     threading.Thread(target=_exit_with_rank, daemon=True).start()
 
 
 def _exit_with_rank() -> None:
     """Ends a worker on SIGTERM only if its rank has sent the signal, or has ended.
 
-    DataLoader and the interpreter's exit send SIGTERM to workers, and so end even those that hang in a read.
+    In the rank, DataLoader and the interpreter's exit send SIGTERM to workers. This thread receives it though
+    the main thread may hang in a read. If the rank dies first, DataLoader's own loop ends the worker.
     """
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid and rank.is_alive():
+    rank_process = multiprocessing.parent_process()
+    assert rank_process is not None
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank_process.pid and rank_process.is_alive():
         pass
     os._exit(0)  # DataLoader reports any other status as a failure of the worker.
 

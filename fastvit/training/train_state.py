@@ -27,7 +27,8 @@ class TrainState:
     """Model, optimizer, averaged weights and amp, with the device and the configuration.
 
     Forward passes run in fp32, under torch.autocast in bfloat16, or by O0 to O3 of
-    `fastvit.compat.apex.amp`. Parameters, gradients and checkpoints are float32 in all of them.
+    `fastvit.compat.apex.amp`. Parameters, gradients and checkpoints are float32 in all of them; at
+    O2 and O3 this amp, unlike apex's, casts weights for the duration of forward.
     """
 
     memory_report: Report | None = None  # The report of what --memory saves.
@@ -50,30 +51,30 @@ class TrainState:
         `state` is the state of a checkpoint, or None.
         """
         self.config, self.device = config, device
-        # amp skips a step whose gradients are not finite.
+        # O0 to O3 use amp, which scales the loss and skips a step whose gradients are not finite.
         self.uses_loss_scaling = config.amp.startswith("O")
         self._move_to_device(model)
         if config.memory != "off":
             self._convert_and_report(model, shape)
         if config.ema:  # This copies the converted model, whose weights are equal on all ranks by now.
             self.ema_model = make_ema_model(model, config.ema)
-        self._set_up_optimizer(model, steps_per_epoch)
+        self._prepare_model_and_optimizer(model, steps_per_epoch)
         if state is not None:
             self._load_state_dict(state)
         if config.compile:
             model.compile()
-        self.ddp_model = wrap_in_ddp(model, device)  # amp has changed the forward that it wraps.
+        self.ddp_model = wrap_in_ddp(model, device)  # DDP calls the forward that amp has changed.
 
     def _move_to_device(self, model: nn.Module) -> None:
         memory_format = torch.channels_last if self.config.channels_last else torch.preserve_format
-        model.to(self.device, memory_format=memory_format)  # type: ignore[call-overload]  # no such stub
+        model.to(self.device, memory_format=memory_format)  # type: ignore[call-overload]  # no overload has both
         broadcast_weights(model)
 
     def _convert_and_report(self, model: nn.Module, shape: tuple[int, int, int]) -> None:
         """Converts the model by `--memory`, and measures what a training step keeps."""
         config, device_type = self.config, self.device.type
         images, _ = self.to_device(torch.zeros(config.batch_size, *shape), torch.zeros(0))
-        # The dtype that activations will have under amp, for which the model is not prepared yet.
+        # Autocast stands in for amp, which prepares the model later. Activations will have this dtype.
         half = torch.bfloat16 if device_type == "cpu" or config.amp == "bf16" else torch.float16
         with torch.autocast(device_type, half, enabled=config.amp not in ("off", "O0")):
             try:
@@ -87,12 +88,13 @@ class TrainState:
                 ) from None
             self.memory_report = report(model, images)
 
-    def _set_up_optimizer(self, model: nn.Module, steps_per_epoch: int) -> None:
+    def _prepare_model_and_optimizer(self, model: nn.Module, steps_per_epoch: int) -> None:
         config = self.config
         lr = config.lr * (get_world_size() * config.accumulate if config.scale_lr else 1)
         self.schedule = make_schedule(
-            lr, config.epochs * steps_per_epoch, config.warmup_epochs * steps_per_epoch
+            lr, steps=config.epochs * steps_per_epoch, warmup=config.warmup_epochs * steps_per_epoch
         )
+        # amp is a module with global state. amp changes model and optimizer in place, and returns them.
         self.model, self.optimizer = amp.initialize(
             model,
             make_optimizer(model, config.optimizer, lr, config.weight_decay),
@@ -104,6 +106,7 @@ class TrainState:
 
     @property
     def loss_scale(self) -> float:
+        # amp numbers scalers by loss; a step has one loss.
         return float(amp.state_dict()["loss_scaler0"]["loss_scale"]) if self.uses_loss_scaling else 1.0
 
     def autocast(self) -> AbstractContextManager:
@@ -111,13 +114,13 @@ class TrainState:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.amp == "bf16")
 
     def to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a batch on the device, in the memory format of the model."""
+        """Returns a batch on the device, with images contiguous, or channels_last as the model."""
         memory_format = torch.channels_last if self.config.channels_last else torch.contiguous_format
         images = images.to(self.device, non_blocking=True, memory_format=memory_format)
         return images, labels.to(self.device, non_blocking=True)
 
     def _stateful_components(self) -> dict[str, Any]:
-        """Returns the objects that a checkpoint saves, by their keys in the checkpoint."""
+        """Returns the objects that a checkpoint saves, by their keys, which existing checkpoints fix."""
         components = {
             "model": self.model,
             "average": self.ema_model,
@@ -156,7 +159,8 @@ def make_optimizer(model: nn.Module, name: str, lr: float, weight_decay: float) 
     if name == "fused-adam":
         return FusedAdam(groups, lr=lr)
     optimizer = SGD(groups, lr, momentum=0.9, fused=True) if name == "sgd" else AdamW(groups, lr, fused=True)
-    optimizer.register_step_pre_hook(match_strides_before_step)  # A resumed run may have another layout.
+    # Fused steps read flat memory, but the state of a checkpoint may have other strides than the parameters.
+    optimizer.register_step_pre_hook(match_strides_before_step)
     return optimizer
 
 
@@ -178,7 +182,7 @@ def make_schedule(lr: float, steps: int, warmup: int) -> Callable[[int], float]:
 def make_ema_model(model: nn.Module, decay: float) -> AveragedModel:
     """Returns a copy of the model whose parameters are an exponential moving average of the model's.
 
-    The decay begins at `(1 + n) / (10 + n)` after n steps, so that the initial weights fade soon.
+    After n steps the decay is at most `(1 + n) / (10 + n)`, so that the initial weights fade soon.
     """
 
     def update_average(mean: Tensor, value: Tensor, steps: Tensor | int) -> Tensor:
@@ -192,16 +196,17 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
     """Returns the model in DistributedDataParallel, or the model itself if there is one rank."""
     if get_world_size() < 2:
         return model
-    devices = [device] if device.type == "cuda" else None
+    is_cuda = device.type == "cuda"
     # DDP need not broadcast buffers: synchronised layers have equal ones, and all are averaged once an epoch.
     # torch 2.13 renamed the option.
     names = inspect.signature(DistributedDataParallel).parameters
     options: dict[str, Any] = {}
     options["forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"] = False
     # DDP reorders its buckets after the first backward, unless it looks for unused parameters. With three or
-    # more ranks the rounding of a sum depends on its place in a bucket, so a resumed run would differ.
-    options["find_unused_parameters"] = get_world_size() > 2 and devices is None
+    # more ranks the rounding of a sum depends on its place in a bucket. A resumed run would differ,
+    # but on CPUs it has to have the bits of an uninterrupted one.
+    options["find_unused_parameters"] = get_world_size() > 2 and not is_cuda
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     # A kernel with one input channel has two valid strides; DDP and the convolution choose different ones.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-    return DistributedDataParallel(model, device_ids=devices, **options)
+    return DistributedDataParallel(model, device_ids=[device] if is_cuda else None, **options)
