@@ -1,7 +1,7 @@
-"""The loss scale: a number, or dynamic. A dynamic scale begins at 2^16, is halved by an overflow, and
-doubled after 2000 clean steps, without one.
+"""The loss scale: a number, or dynamic. A dynamic scale begins at 2^16. An overflow halves it, and 2000 clean
+steps, which have no overflow, double it.
 
-Source: Micikevicius et al., ICLR 2018, arXiv:1710.03740, section 3.2.
+Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, arXiv:1710.03740, section 3.2.
 """
 
 from collections.abc import Iterable
