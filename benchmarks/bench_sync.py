@@ -277,7 +277,7 @@ def main() -> None:
         help="timings of each contender with 2 ranks; more ranks make fewer",
     )
     parser.add_argument(
-        "--hosts", type=int, default=0, help="number of simulated hosts, each with as many ranks"
+        "--hosts", type=int, default=0, help="number of simulated hosts, which share the ranks equally"
     )
     parser.add_argument(
         "--delay", type=float, default=1.0, help="milliseconds that a packet takes between hosts"

@@ -53,8 +53,9 @@ THOROUGH = """
     test_ops::test_results_larger_than_the_caches[sizes2
     test_ops::test_results_larger_than_the_caches[sizes3
     test_report::test_compiled_models test_report::test_under_autocast test_set_up::test_killed
-    test_training_memory::test_less_is_kept*matmuls] test_training_memory::test_less_is_kept[O
-    test_training_runs::test_a_killed test_training_runs::test_sigterm_to_one_rank_saves_all*options1]
+    test_training_memory::test_less_is_kept*matmuls]
+    test_training_memory::test_less_is_kept_and_no_loss_changes[O
+    test_training_runs::test_a_killed test_training_runs::test_a_signal_to_one_rank*options1]
     test_training_runs::test_stop_after
 """.split()
 CUDA_MODEL_SAMPLE_PERIOD = 8  # `make test` runs one case in 8 of the ops on the model of CUDA

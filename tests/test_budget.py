@@ -139,7 +139,7 @@ def test_no_budget_takes_more_work_than_the_mix_of_two_others(seed, x):
             assert plan.work <= mixed + 0.03 * step
 
 
-def test_products_are_rebuilt_last_and_early_blocks_first(x):
+def test_products_are_recomputed_last_and_early_blocks_first(x):
     model = fastvit.convert(SmallViT(BLOCKS), budget=0.6, example_inputs=x)
     sites = policy(model).only_sites
     products = [site for site in sites if site[1] == "AddmmBackward0"]

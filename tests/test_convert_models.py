@@ -12,7 +12,7 @@ import fastvit
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(600)]
 
-GOALS = {  # name -> the least share of the kept bytes that is rebuilt instead
+GOALS = {  # name -> the least share of the kept bytes that is recomputed instead
     "vit_small_patch16_224": 0.36,
     "torchvision:vit_b_16": 0.36,
     "transformers:vit": 0.36,

@@ -51,7 +51,7 @@ def test_a_layer_norm_of_ours_saves_as_much_as_torchs():
 
 
 def test_autocast_keeps_less(device):
-    """Casts of activations are rebuilt; autocast's casts of weights are kept at any batch size."""
+    """Casts of activations are recomputed; autocast's casts of weights are kept at any batch size."""
     before, after = compare_and_measure_kept(BlockModel(depth=2), make_patches(64), make_autocast())
     assert after < (0.68 if device == "cpu" else 0.7) * before, after / before
 
@@ -125,7 +125,7 @@ def checkpointed(reentrant):
 
 
 def pinned(model):
-    """The model holds views of a tensor that is rebuilt, and does not write to them."""
+    """The model holds views of a tensor that is recomputed, and does not write to them."""
     model.held = []
     model.blocks[0].mlp.act.register_forward_hook(lambda m, i, y: model.held.append(y[:, :1]))
     return model
@@ -186,7 +186,7 @@ def test_retain_graph_and_partial_gradients():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_rebuilt_tensors_are_not_held():
+def test_recomputed_tensors_are_not_held():
     """After a backward with retain_graph."""
     model, x = fastvit.convert(BlockModel(depth=2)), make_patches(16)
     loss = model(x).sum()

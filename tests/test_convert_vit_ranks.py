@@ -108,7 +108,7 @@ def read_outside(rank, world, converts_last):
 
 @pytest.mark.parametrize("converts_last", [False, True])
 def test_fsdp2_gathers_a_block_too_late_for_a_reader_behind_it(ranks, converts_last):
-    """So what the head reads is kept, and not rebuilt from parameters of the block before it."""
+    """So what the head reads is kept, and not recomputed from parameters of the block before it."""
     for same, before, after in ranks.run(2, read_outside, converts_last):
         assert same
         assert after < 1.01 * before

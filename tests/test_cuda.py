@@ -142,7 +142,7 @@ def eager_and_converted(products):
 
 @pytest.mark.parametrize("products", [False, True])
 def test_a_converted_model_in_graphed_callables(products):
-    """Replays of forward and backward, which rebuilds: eager's bits."""
+    """Replays of forward and backward, which recomputes: eager's bits."""
     eager, model = eager_and_converted(products)
     inputs = [torch.randn(32, 50, 64, device=DEVICE, requires_grad=True) for _ in range(3)]
     # It refuses a module that has hooks itself.

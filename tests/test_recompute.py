@@ -28,7 +28,7 @@ from fastvit.recompute.packed_tensor import PackedTensor
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("reader", READERS)
-def test_rebuilt_outputs_give_the_gradients_of_kept_ones(reader, channels_last, device):
+def test_recomputed_outputs_give_the_gradients_of_kept_ones(reader, channels_last, device):
     read, num_recomputations = READERS[reader]
     x = torch.randn(4, 3, 11, 13, device=device)
     if channels_last:

@@ -300,7 +300,7 @@ def test_a_copy_is_made_from_a_result_that_another_op_saves():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("train", [True, None, False])
-def test_a_result_of_native_dropout_is_rebuilt_from_its_mask(train, dtype):
+def test_a_result_of_native_dropout_is_recomputed_from_its_mask(train, dtype):
     """The result of native_dropout, which dropout calls on CUDA, is recomputed from the mask's bits.
 
     The result is kept in evaluation. It is also kept in half precision on a CPU, since versions of torch
@@ -314,7 +314,7 @@ def test_a_result_of_native_dropout_is_rebuilt_from_its_mask(train, dtype):
     assert less == mask + (x.nbytes if mask and dtype.itemsize > 2 else 0)
 
 
-def test_readers_on_two_streams_share_no_rebuilt_tensor(monkeypatch):
+def test_readers_on_two_streams_share_no_recomputed_tensor(monkeypatch):
     """And the allocator knows of a stream that reads another's memory. Streams are numbers here."""
     running, used, made, silu = [1], [], [], torch._C._nn.silu
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)

@@ -94,7 +94,7 @@ def test_a_write_before_saving_leaves_eager_gradients(write, make, scope):
 
 
 @pytest.mark.parametrize("write", ["silu", "mul_", "mul_ by a number", "abs_, pow_"])
-def test_a_result_that_an_op_in_place_made_is_rebuilt(write):
+def test_a_result_that_an_op_in_place_made_is_recomputed(write):
     """Twice in a row, so that the second starts from a tensor that was written to."""
 
     def function(a, b, c, w):

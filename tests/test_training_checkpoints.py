@@ -185,8 +185,8 @@ def test_another_number_of_ranks_goes_on_from_the_end_of_an_epoch(ranks, tmp_pat
     assert run_here(*start, "--out", str(one), "--stop-after", "2") == 0
     capsys.readouterr()
     assert run_here("--resume", str(run), "--stop-after", "1") == 0
-    said = "resumed after epoch 1 of 3; 2 rank(s) wrote the checkpoint, learning rate and schedule are those"
-    assert said in capsys.readouterr().out
+    message = "1 of 3; 2 rank(s) wrote the checkpoint, learning rate and schedule are those of 1"
+    assert f"resumed after epoch {message}" in capsys.readouterr().out
     assert state_of(run)["world"] == 1 and rows_of(run)[1]["lr"] == rows_of(one)[1]["lr"]
     assert rows_of(run)[0]["lr"] == 2 * rows_of(one)[0]["lr"]
 
