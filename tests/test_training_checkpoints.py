@@ -151,7 +151,7 @@ def test_requests_that_contradict_a_run(copied, capsys, tmp_path):
         ("--resume nowhere", "nowhere must be a run directory or a checkpoint"),
         (f"--out {copied}", "already holds a run"),
         (f"{new} --batch-size 2000", "--batch-size must be at most the 1438 training images"),
-        (f"{new} --data synthetic --image-size 10 --model vit_cifar", "does not fit images of 10 pixels"),
+        (f"{new} --data synthetic --image-size 10 --model vit_cifar", "does not fit 10 x 10 pixels"),
         (f"{new} --freeze stom.*", "--freeze 'stom.*' matches no parameter"),
         (f"{new} --freeze *", "leaves nothing to train"),
         (f"{new} --classes 5", "--classes must be at least the 10 classes of the data, got 5"),
