@@ -41,7 +41,7 @@ def renamed_arguments(**new_names: str) -> Callable[[Callable[P, R]], Callable[P
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for old in [name for name in new_names if name in kwargs]:
+            for old in [name for name in new_names if name in kwargs] if kwargs else ():
                 new = new_names[old]
                 if new in kwargs:
                     raise TypeError(f"{name}: {old} is the old name of {new}; one of them expected, got both")
