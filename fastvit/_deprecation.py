@@ -33,7 +33,7 @@ def warn_renamed(old: str, new: str) -> None:
 def renamed_arguments(**new_names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator that accepts keyword arguments by their old names, `old="new"`.
 
-    The function raises TypeError where it gets both names of one argument.
+    The function raises TypeError if it gets both names of one argument.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

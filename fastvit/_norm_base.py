@@ -23,10 +23,8 @@ FUSED_FROM, SYNCHRONIZED_FROM = "_fused_from", "_synchronised_from"
 
 _MAX_XHAT_ERROR = 0.05  # Relative error of the recovered xhat above which a layer warns.
 _FORWARDS_BETWEEN_CHECKS = 1024  # Each check reads one number on the host.
-_FOREIGN_CONVERTERS = (
-    "convert_sync_batchnorm",
-    "convert_syncbn_model",
-)  # The first is torch's and timm's, the second apex's.
+# The first is torch's and timm's, the second apex's.
+_FOREIGN_CONVERTERS = ("convert_sync_batchnorm", "convert_syncbn_model")
 _OPTIONS_TORCH_LACKS = ("channel_last", "fuse_relu", "abs_weight", "activation", "act")
 
 

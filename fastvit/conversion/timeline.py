@@ -93,9 +93,8 @@ class Timeline:
         """
         intervals, rerun = self._gradients.copy(), []
         read_times: dict[Value, list[int]] = defaultdict(list)  # When recipes of other values read the value.
-        recomputed_at: dict[int, list[Value]] = defaultdict(
-            list
-        )  # Values that the forward made last come first.
+        # Values that the forward made last come first.
+        recomputed_at: dict[int, list[Value]] = defaultdict(list)
         long_lived: set[Value] = set()  # Recomputed values that are held beyond the unpacking.
         for value in reversed(self.record.values):
             if value.uses and value not in recomputed:
