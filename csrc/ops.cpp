@@ -1,5 +1,6 @@
 // Defines all ops of both libraries, _C.so and _cuda.so, and registers the implementations for CPUs. The
 // schemas of batch norm, LayerNorm and activations are in their headers; fastvit/ops.py documents these ops.
+#include "build_info.h"
 #include "cpu/kernel_table.h"
 #include "register_ops.h"
 #include "sync/cpu_exchange.h"
@@ -63,12 +64,8 @@ static std::string cpu_capability() {
   return fastvit::kernel_table().name;
 }
 
-// The build defines FASTVIT_CUDA_BUILD, a string literal. [[gnu::used]] keeps the whole text in the library,
-// so that tools/gpu_steps.py finds the checksum of the sources in the bytes of the library, without loading
-// it.
-[[gnu::used]] static const char cuda_build_text[] = FASTVIT_CUDA_BUILD;
 static std::string cuda_build() {
-  return cuda_build_text;
+  return fastvit::build_info;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {

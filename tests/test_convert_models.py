@@ -1,4 +1,4 @@
-"""fastvit.convert on published models: the same bits, and the bytes freed (`make test MODELS=vit`)."""
+"""fastvit.convert on published models: the same bits, and the bytes freed (CONTRIBUTING.md has the command)."""
 
 import contextlib
 import copy

@@ -201,7 +201,7 @@ def test_facts_once_for_the_same_sources(gpu, tmp_path, monkeypatch):
 
 
 def test_carried_libraries_are_taken_if_they_are_of_these_sources(tmp_path):
-    """In a copy of the tree: the library lies in build/carried, as `make gpu BUILD=1` leaves it."""
+    """In a copy of the tree: the library lies in build/carried, as tools/build_for_gpu.sh leaves it."""
     for name in ("csrc", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "fastvit", tmp_path / "fastvit", ignore=shutil.ignore_patterns("*.so"))

@@ -182,9 +182,8 @@ ptxas info    : Used {registers} registers, used 1 barriers, 16 bytes smem
         script.parent.mkdir(exist_ok=True)
         script.write_text(f"#!/bin/sh\ncat >&{stream} <<'END'\n{text}\nEND\n")
         script.chmod(0o755)
-    if not disassembles:
-        monkeypatch.setattr(sass, "find_disassembler", lambda toolkit: None)
-    monkeypatch.setitem(sass.SETUP, "find_cuda", lambda: (tmp_path, ""))
+    programs = {"nvcc": tmp_path / "bin/nvcc", "nvdisasm": disassembles and tmp_path / "bin/nvdisasm"}
+    monkeypatch.setattr(sass, "find_program", programs.get)
     monkeypatch.setattr(sys, "argv", ["kernel_resources.py", "--arch", "90", "--only", "act.cu"])
     with pytest.raises(SystemExit) as end:
         sass.main()

@@ -1,4 +1,4 @@
-"""fastvit.convert in trainers, by the lines of docs/in-your-trainer.md (`make test STACKS=1`)."""
+"""fastvit.convert in trainers, by the lines of docs/in-your-trainer.md (CONTRIBUTING.md has the command)."""
 
 import contextlib
 import copy

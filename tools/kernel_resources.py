@@ -13,7 +13,6 @@ CUDA's toolkit, triton and the package nvidia-cuda-nvdisasm.
 import argparse
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -24,13 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SETUP = runpy.run_path(str(ROOT / "setup.py"))
 PTXAS_COLUMNS = {  # a column of the table -> the words of ptxas after the number
     "registers": "registers",
     "stack": "bytes stack",
     "spills": "bytes spill",
     "shared": "bytes smem",
 }
+ARCHITECTURES = "75 80 90 100 120".split()  # of a wheel
 CHECKED_ARCH = "90"  # Registers and code are checked for this architecture, the H100's.
 THREADS_PER_BLOCK = 256  # kThreads in plan.h
 REGISTERS_PER_SM = 65536
@@ -192,12 +191,13 @@ def compare_single_launch(kernel: str, kernels: dict[str, KernelCode]) -> list[s
     ]
 
 
-def find_disassembler(toolkit: Path) -> str | None:
-    """Returns the path of nvdisasm, or None."""
+def find_program(name: str) -> str | None:
+    """Returns the path of a program of CUDA's toolkit, or None."""
     packages = Path(sysconfig.get_path("purelib"))
-    folders = [toolkit / "bin", *os.get_exec_path(), *packages.glob("nvidia/cu*/bin")]
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    folders = [f"{home}/bin", *os.get_exec_path(), *packages.glob("nvidia/cu*/bin")]
     folders += packages.glob("triton/backends/nvidia/bin")
-    return shutil.which("nvdisasm", path=os.pathsep.join(map(str, folders)))
+    return shutil.which(name, path=os.pathsep.join(map(str, folders)))
 
 
 def compile_source(
@@ -205,7 +205,7 @@ def compile_source(
 ) -> tuple[dict, dict[str, KernelCode]]:
     """Returns resources by kernel and architecture; and code by kernel, if the architecture is checked."""
     command = [nvcc, "-cubin", f"-arch=sm_{arch}", *"-O3 -std=c++20 -DUSE_CUDA -Xptxas -v".split()]
-    command += [f"-DTORCH_TARGET_VERSION={SETUP['TORCH_ABI']}", "-isystem", f"{SETUP['TORCH']}/include"]
+    command += ["-isystem", f"{sysconfig.get_path('purelib')}/torch/include"]
     with tempfile.TemporaryDirectory() as folder:
         cubin = f"{folder}/{source.stem}.cubin"
         result = subprocess.run([*command, str(source), "-o", cubin], capture_output=True, text=True)
@@ -223,15 +223,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    default = [arch.replace(".", "") for arch in re.findall(r"\d+\.\d", SETUP["ARCHITECTURES"])]
-    parser.add_argument("--arch", nargs="+", default=default, help="architectures, as 80 90")
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="architectures, as 80 90")
     parser.add_argument("--only", default="", help="compile only sources whose names have this part")
     options = parser.parse_args()
-    toolkit, reason = SETUP["find_cuda"]()
-    if not toolkit:
-        sys.exit(f"kernel_resources: nvcc is needed: {reason}")
-    nvcc, nvdisasm = str(toolkit / "bin/nvcc"), find_disassembler(toolkit)
-    sources = [source for source in SETUP["cuda_sources"]() if options.only in source.name]
+    nvcc, nvdisasm = find_program("nvcc"), find_program("nvdisasm")
+    if not nvcc:
+        sys.exit("kernel_resources: nvcc is needed: put it on PATH")
+    sources = [source for source in sorted(ROOT.glob("csrc/cuda/*.cu")) if options.only in source.name]
     tasks = [(nvcc, source, arch, nvdisasm) for arch in options.arch for source in sources]
     rows: dict[tuple[str, str], dict[str, int]] = {}
     kernels: dict[str, KernelCode] = {}

@@ -13,7 +13,7 @@ The program exits with 1 if a requirement failed.
 import argparse
 import os
 import re
-import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SETUP = runpy.run_path(str(ROOT / "setup.py"))
 TESTS = (
     "test_recompute*",
     "test_report",
@@ -64,20 +63,17 @@ def pip_install(python: Path) -> tuple[str | Path, ...]:
 
 def compile_commands(include: Path, folder: Path) -> list[list[str | Path]]:
     """Returns the compiler's command for each source."""
-    common = ["-std=c++20", f"-DTORCH_TARGET_VERSION={SETUP['TORCH_ABI']}", "-isystem", include]
-    cpp = "-fsyntax-only -fvisibility=hidden -Wall -Wextra -Werror".split()
-    cpp += [*SETUP["DISABLED_WARNINGS"].split(), "-DFASTVIT_HAS_BASELINE"]
-    cpp += ["-DFASTVIT_ISA=baseline", '-DFASTVIT_CUDA_BUILD=""']
+    common = ["-std=c++20", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-isystem", include]
+    cpp = [*"-fsyntax-only -fvisibility=hidden -Wall -Wextra -Werror -Wno-psabi".split(), *common]
+    cpp += ["-DFASTVIT_HAS_BASELINE", "-DFASTVIT_ISA=baseline", '-DFASTVIT_BUILD_INFO=""']
     compiler = os.environ.get("CXX", "c++").split()[-1]  # CXX may begin with ccache.
-    commands = [[compiler, *cpp, *common, source] for source in SETUP["cpp_sources"]()]
-    toolkit, reason = SETUP["find_cuda"]()
-    if not toolkit:
-        print(f"CUDA sources are not compiled: {reason}", flush=True)
+    commands = [[compiler, *cpp, source] for source in sorted(ROOT.glob("csrc/**/*.cpp"))]
+    if not (nvcc := shutil.which("nvcc")):
+        print("CUDA sources are not compiled: there is no nvcc on PATH", flush=True)
         return commands
-    flags = "-gencode=arch=compute_80,code=compute_80 -fdevice-syntax-only -DUSE_CUDA -Xcompiler -Wno-psabi"
-    nvcc = [toolkit / "bin/nvcc", *flags.split(), *common]
-    for source in SETUP["cuda_sources"]():
-        commands.append([*nvcc, "-c", source, "-o", folder / f"{source.stem}.o"])
+    cuda = "-gencode=arch=compute_80,code=compute_80 -fdevice-syntax-only -DUSE_CUDA -Xcompiler -Wno-psabi -c"
+    for source in sorted(ROOT.glob("csrc/cuda/*.cu")):
+        commands.append([nvcc, *cuda.split(), *common, source, "-o", folder / f"{source.stem}.o"])
     return commands
 
 

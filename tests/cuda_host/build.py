@@ -52,7 +52,7 @@ def format_build_file() -> str:
     import torch
 
     torch_folder = Path(torch.__file__).parent
-    cxx = os.environ.get("CXX", "g++")
+    cxx = os.environ.get("CXX") or "g++"
     includes = f"-I{HERE} -isystem {torch_folder}/include -isystem {sysconfig.get_paths()['include']}"
     libraries = f"-L{torch_folder}/lib -ltorch -ltorch_cpu -lc10 -Wl,-rpath,{torch_folder}/lib"
     lines = [

@@ -60,5 +60,5 @@ def install():
     return engine
 
 
-if __name__ == "__main__":  # the Makefile runs `env $(python redirect.py) ...`
+if __name__ == "__main__":  # The scripts of tools/ read these variables.
     print(*(f"{name}={value}" for name, value in sanitizer_environment().items()))

@@ -1,0 +1,8 @@
+// A text on the build of the libraries: build_info.cpp.
+#pragma once
+
+namespace fastvit {
+
+extern const char build_info[];
+
+}  // namespace fastvit
