@@ -25,38 +25,45 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 TEST_DEVICE = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
-# `make test` leaves these tests to `make test ARGS='-m thorough'`: long trainings, programs drawn at random, combinations
-# whose pairs of parameters other cases have, and tests that run tools. An entry is the beginning of a
-# test's name, or the beginning and the end with a * between them.
+# `make test` leaves these tests to `make test ARGS='-m thorough'`: long trainings, programs drawn at random,
+# combinations whose pairs of parameters other cases have, and tests that run tools. An entry is the beginning
+# of a test's name, or the beginning and the end with a * between them.
 THOROUGH = """
-    test_benchmarks test_convert_programs test_demo test_exchange_model test_gpu_tool test_hosts
-    test_kills test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
-    test_arguments::test_opcheck[tokens] test_budget::test_under_autocast
-    test_build::test_kernels_that_do_not_compile test_build::test_no_compiler
-    test_compat_cpu::test_torch_amp_with test_compat_runner::test_every_rank_fails
-    test_compat_runner::test_the_example
+    test_benchmarks test_convert_programs test_demo test_exchange_model test_gpu_tool test_hosts test_kills
+    test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
+    test_arguments::test_opcheck[tokens] test_budget::test_a_smaller_budget
+    test_budget::test_each_op_is_repeated test_budget::test_the_peak_that_remains
+    test_budget::test_under_autocast test_budget_curve::test_a_curve
+    test_build::test_kernels_that_do_not_compile test_build::test_what_cannot
+    test_compat_cpu::test_apex_recipe test_compat_cpu::test_torch_amp_with
+    test_compat_runner::test_every_rank_fails test_compat_runner::test_folders_and_zip_files[zip
+    test_compat_runner::test_folders_and_zip_files[app
     test_compat_runner::test_processes_that_a_script_starts_find_apex[exec
     test_compat_runner::test_processes_that_a_script_starts_find_apex[shell
     test_compat_runner::test_processes_that_a_script_starts_find_apex[spawn
-    test_compile::test_fullgraph*inductor-train] test_convert_compiled
+    test_compat_runner::test_the_example test_compile::test_fullgraph*inductor-train]
+    test_convert_compiled
     test_convert::test_copies_of_a_converted_model_are_converted[<lambda>
     test_convert::test_copies_of_a_converted_model_are_converted[copy
     test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits*-nhwc]
     test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits[another
-    test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits[without test_convert_vit_ranks
-    test_convert_vit::test_the_same_bits_and_less_kept*16]
-    test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16]
+    test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits[without
+    test_convert_coverage::test_an_activation_in_place_after_an_instance_norm*products]
+    test_convert_coverage::test_an_activation_in_place_after_an_instance_norm*least]
+    test_convert_vit::test_a_layer_norm_of_ours test_convert_vit::test_the_same_bits_and_less_kept*16]
+    test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16] test_convert_vit_ranks
+    test_faults::test_survivors_raise_soon_after_a_rank_is_killed[agreeing
     test_faults::test_survivors_raise_soon_after_a_rank_is_killed[between
     test_faults::test_survivors_raise_soon_after_a_rank_is_killed[forward
-    test_faults::test_survivors_raise_soon_after_a_rank_is_killed[agreeing
     test_ops::test_kernels_of_other_instruction_sets test_ops::test_results_larger_than_the_caches[sizes1
-    test_ops::test_results_larger_than_the_caches[sizes2
-    test_ops::test_results_larger_than_the_caches[sizes3
-    test_report::test_compiled_models test_report::test_under_autocast test_set_up::test_killed
-    test_training_memory::test_less_is_kept*matmuls]
-    test_training_memory::test_less_is_kept_and_no_loss_changes[O
-    test_training_runs::test_a_killed test_training_runs::test_a_signal_to_one_rank*options1]
-    test_training_runs::test_stop_after
+    test_ops::test_results_larger_than_the_caches[sizes2 test_ops::test_results_larger_than_the_caches[sizes3
+    test_report::test_compiled_models test_report::test_under_autocast
+    test_report_step::test_the_largest_batch*resnet] test_set_up::test_killed
+    test_training_faults::test_names_that_stdout test_training_memory::test_less_is_kept*matmuls]
+    test_training_memory::test_memory_takes_a_budget
+    test_training_memory::test_less_is_kept_and_no_loss_changes[O test_training_runs::test_a_killed
+    test_training_runs::test_a_signal_to_every*10] test_training_runs::test_a_signal_to_every*1-15]
+    test_training_runs::test_a_signal_to_one_rank*options1] test_training_runs::test_stop_after
 """.split()
 CUDA_MODEL_SAMPLE_PERIOD = 8  # `make test-cuda-model` runs one case in 8 of the tests of ops
 is_cuda_context_lost = False
@@ -100,9 +107,21 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Makes gc.collect(), which tests of memory call, skip the objects of imports and of the collection."""
-    import torch._dynamo  # noqa: F401  else the first optimizer or profile imports torch._dynamo
+    """Imports what the first optimizer or profile would import within a test."""
+    import torch._dynamo  # noqa: F401
 
+    _freeze_objects()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_objects():
+    """Freezes what the tests of a module leave behind, such as caches of compilers."""
+    yield
+    _freeze_objects()
+
+
+def _freeze_objects():
+    """Makes gc.collect(), which tests of memory call, skip all objects that exist now."""
     gc.collect()
     gc.freeze()
 

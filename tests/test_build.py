@@ -65,7 +65,7 @@ exec(open("setup.py").read())"""
         (
             {"FASTVIT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "Volta"},
             [],
-            "nvcc 13.0 knows 75, 80, 90 and not sm_70, compute_70; set TORCH_CUDA_ARCH_LIST, such as 8.6",
+            "nvcc 13.0 knows 75, 80, 90 and not compute_70, sm_70; set TORCH_CUDA_ARCH_LIST, such as 8.6",
         ),
     ],
 )
