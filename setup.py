@@ -95,7 +95,7 @@ def select_cuda() -> tuple[str, str]:
     if os.environ.get("TORCH_CUDA_ARCH_LIST") in (None, "", "native") and not torch.cuda.is_available():
         default = [arch for arch in ARCHITECTURES.split(";") if re.sub(r"\D", "", arch) in known]
         os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(default)
-    targets = re.findall(r"code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))
+    targets = re.findall(r",code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))
     if unknown := [target for target in targets if re.sub(r"\D", "", target) not in known]:
         message = f"nvcc {version} knows {', '.join(known)} and not {', '.join(unknown)}"
         sys.exit(f"fastvit: {message}; set TORCH_CUDA_ARCH_LIST, such as 8.6 for an RTX 3090.")
@@ -112,7 +112,7 @@ class BuildLibraries(cpp_extension.BuildExtension):
             sys.exit("fastvit: building needs ninja; pip install ninja.")
         self.isas, (self.nvcc, self.cuda_build) = select_isas(self.editable_mode), select_cuda()
         print(f"fastvit: CPU kernels for {', '.join(self.isas)}; CUDA kernels {self.cuda_build}", flush=True)
-        self.extensions = self.extensions if self.nvcc else self.extensions[:1]
+        self.extensions = self.extensions if self.nvcc else self.extensions[1:]
         if self.editable_mode:  # setuptools would compile everything in a new folder each time.
             self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
         folder = "fastvit" if self.editable_mode else os.path.dirname(self.get_ext_fullpath("fastvit._C"))
@@ -162,14 +162,11 @@ if read_option("FASTVIT_KERNELS", "1", "0") == "1":
     sources = {*glob("csrc/**/*.cpp", recursive=True)} - {*glob("csrc/cpu/kernels/*"), "csrc/build_info.cpp"}
     options = {"extra_compile_args": {"cxx": [*CXX_FLAGS, "-DFASTVIT_ISA=baseline"]}, "py_limited_api": True}
     options["extra_link_args"] = ["-Wl,--discard-all", *CXX_OPTIONS]
-    runtime = ["cudart_static", "dl", "rt", "pthread"]
-    cuda_options = {"libraries": runtime, **options}
+    runtime = {"libraries": ["cudart_static", "dl", "rt", "pthread"]}
     extensions = [
+        cpp_extension.CppExtension("fastvit._cuda", ["csrc/glibc.cpp"], **runtime, **options),
         cpp_extension.CppExtension("fastvit._C", sorted(sources), **options),
-        cpp_extension.CppExtension("fastvit._cuda", ["csrc/glibc.cpp"], **cuda_options),
     ]
-cmdclass = {
-    "build_ext": BuildLibraries.with_options(no_python_abi_suffix=True),
-    "bdist_wheel": AbiIndependentWheel,
-}
-setuptools.setup(ext_modules=extensions, cmdclass=cmdclass)
+build_ext = BuildLibraries.with_options(no_python_abi_suffix=True)
+commands = {"build_ext": build_ext, "bdist_wheel": AbiIndependentWheel}
+setuptools.setup(ext_modules=extensions, cmdclass=commands)

@@ -160,11 +160,15 @@ def test_the_hosts_share_in_the_readme_is_that_of_the_results():
     assert [least, most] == pytest.approx([min(layers), max(layers)], abs=0.051)
 
 
-def test_make_targets_that_are_named_exist():
+def test_make_targets_and_ci_steps_that_are_named_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in [*PAGES, *(ROOT / ".github/workflows").glob("*.yml")]:
         for named in re.findall(r"(?:`|run: |^)make ([a-z-]+)", page.read_text(), re.M):
             assert named in targets, f"{page.name} names make {named}"
+    steps = set(re.findall(r"^run_([a-z0-9]+)\(\)", (ROOT / ".ci/run").read_text(), re.M))
+    for page in [*PAGES, *(ROOT / ".github/workflows").glob("*.yml")]:
+        for named in re.findall(r"(?:\.ci/run|step:) ([a-z0-9]+)\b", page.read_text()):
+            assert named in steps, f"{page.name} names the step {named} of .ci/run"
 
 
 def test_the_places_of_an_activation_are_those_of_the_last_one():
