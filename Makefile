@@ -9,16 +9,16 @@
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 RUN    := .venv/bin/python
-PIP    := $(RUN) -m pip install --quiet --disable-pip-version-check
+# Without --no-compile pip compiles 10,000 modules, of which a few hundred are imported.
+PIP    := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
 # Another choice of what is installed has another stamp.
 CHOICE := $(TORCH) $(FASTVIT_KERNELS) $(FASTVIT_CPU) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)
 STAMP  := .venv/.installed-$(shell echo '$(CHOICE)' | cksum | cut -d' ' -f1)
-# Of 10,000 installed modules a part is imported.
-export PIP_NO_COMPILE ?= 1
 # One worker more than cores, since some tests wait for seconds.
 export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr $$(nproc) + 1)
-PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not thorough and not slow and not models"
-CPP    := git ls-files 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
+PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal \
+	-m "not slow and not models$(if $(ARGS),, and not thorough)"
+CPP_FILES := git ls-files 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
 
 .PHONY: help install demo test test-cuda-model sanitizers coverage wheel bench gpu sass lint format docs clean
 
@@ -67,18 +67,19 @@ gpu:  ## On a CUDA GPU: tests, then measurements, in minutes
 	$(or $(wildcard $(RUN)),$(PYTHON)) tools/run_gpu_checks.py --out runs/gpu $(ARGS)
 
 sass: install  ## Check registers and machine code of the CUDA kernels; needs nvcc
+	command -v nvdisasm >/dev/null || $(PIP) nvidia-cuda-nvdisasm || true  # Without it registers alone are checked.
 	$(RUN) tools/kernel_resources.py $(ARGS)
 
 lint: install  ## What CI checks of the style
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/clang-format --dry-run --Werror $$($(CPP))
+	.venv/bin/clang-format --dry-run --Werror $$($(CPP_FILES))
 
 format: install  ## Put the style right
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
-	.venv/bin/clang-format -i $$($(CPP))
+	.venv/bin/clang-format -i $$($(CPP_FILES))
 
 docs: install  ## The site in build/docs; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build  # --quiet would not count warnings, which are errors here

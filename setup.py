@@ -25,32 +25,33 @@ from pathlib import Path
 from shlex import quote, split
 from subprocess import getoutput
 
-import setuptools
-import torch
-from setuptools.command.bdist_wheel import bdist_wheel
+for package, oldest in ("setuptools", [77, 0]), ("torch", [2, 11]):
+    try:
+        version = __import__(package).__version__
+    except ImportError:
+        version = "none"
+    if [int(number) for number in re.findall(r"\d+", version)[:2]] < oldest:
+        sys.exit(f"fastvit: building needs setuptools>=77 and torch>=2.11; {package} is {version}.")
 
-if int(setuptools.__version__.split(".")[0]) < 77 or torch.__version__ < (2, 11):
-    versions = f"setuptools {setuptools.__version__} and torch {torch.__version__}"
-    sys.exit(f"fastvit: building needs setuptools>=77 and torch>=2.11, found {versions}.")
+import setuptools  # noqa: E402
+import torch  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from torch.utils import cpp_extension  # noqa: E402
 
-# torch takes a CXX without options, and adds ccache. pip does not put the environment's ninja on PATH.
+# torch takes a CXX without options. pip does not put the environment's ninja on PATH.
 compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), "c++")
 CXX, *CXX_OPTIONS = [word for word in split(compiler) if os.path.basename(word) != "ccache"]
 os.environ["CXX"] = CXX
 os.environ["PATH"] = os.pathsep.join([*os.get_exec_path(), os.path.dirname(sys.executable)])
 
-from torch.utils import cpp_extension  # noqa: E402
-
 COMMON_FLAGS = ["-std=c++20", "-O3", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
 COMMON_FLAGS += ["-isystem", f"{os.path.dirname(torch.__file__)}/include"]
-# -fno-wrapv and -g0 undo flags that Python may have been built with.
-CXX_FLAGS = [*COMMON_FLAGS, *"-fvisibility=hidden -fno-unswitch-loops -fno-wrapv -g0 -Wno-psabi".split()]
-CXX_FLAGS += CXX_OPTIONS
+CXX_FLAGS = [*COMMON_FLAGS, *"-fvisibility=hidden -fno-unswitch-loops -Wno-psabi".split(), *CXX_OPTIONS]
 NVCC_FLAGS = [*COMMON_FLAGS, *"-DUSE_CUDA -Xfatbin -compress-all -ccbin".split(), CXX, "-Xcompiler"]
 NVCC_FLAGS += [",".join(["-fPIC", "-fvisibility=hidden", "-Wno-psabi", *CXX_OPTIONS])]
-# torch forbids conversions and operators of half types, which the kernels use.
-for name in "HALF_CONVERSIONS", "HALF_OPERATORS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS":
-    NVCC_FLAGS += [f"-U__CUDA_NO_{name}__"]
+# torch forbids what the kernels do with half types.
+FORBIDDEN = "HALF_CONVERSIONS", "HALF_OPERATORS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"
+NVCC_FLAGS += [f"-U__CUDA_NO_{name}__" for name in FORBIDDEN]
 ISA_FLAGS = {"baseline": []}  # x86's baseline is for CPUs of before 2013.
 if platform.machine() == "x86_64":
     ISA_FLAGS["avx2"] = "-mavx2 -mfma -mf16c".split()
@@ -58,7 +59,7 @@ if platform.machine() == "x86_64":
     ISA_FLAGS["avx512"] += ISA_FLAGS["avx2"]
 # The default without a visible GPU, less the architectures that nvcc does not know. PTX of the oldest runs on
 # GPUs between the listed ones, such as sm_110.
-ARCHITECTURES = "7.5+PTX;8.0;9.0;10.0;12.0+PTX"
+ARCHITECTURES = "7.5+PTX 8.0 9.0 10.0 12.0+PTX".split()
 
 
 def read_option(name: str, *values: str) -> str:
@@ -76,30 +77,40 @@ def select_isas(is_editable: bool) -> list[str]:
     return list(ISA_FLAGS) if choice == "all" else [best if best in ISA_FLAGS else "baseline"]
 
 
-def select_cuda() -> tuple[str, str]:
-    """Returns nvcc and what it builds for, or an empty string and why no CUDA kernels are built."""
+def find_nvcc() -> tuple[str | None, str]:
+    """Returns the path of nvcc, or None and why no CUDA kernels are built."""
     choice = read_option("FASTVIT_CUDA", "auto", "0", "1")
-    if choice == "0":
-        return "", "not built: FASTVIT_CUDA=0"
+    if choice == "0" or torch.version.hip:
+        return None, "this torch is a ROCm build" if torch.version.hip else "FASTVIT_CUDA=0"
     if choice == "auto" and torch.version.cuda is None:
-        return "", "not built: this torch cannot load CUDA kernels; FASTVIT_CUDA=1 builds them"
-    folders = [f"{os.environ.get(name, '')}/bin" for name in ("CUDA_HOME", "CUDA_PATH")]
-    folders += [*os.get_exec_path(), "/usr/local/cuda/bin"]
+        return None, "this torch cannot load CUDA kernels; FASTVIT_CUDA=1 builds them"
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    folders = [
+        *(os.path.abspath(f"{home}/bin") for home in homes),
+        *os.get_exec_path(),
+        "/usr/local/cuda/bin",
+    ]
     nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
-    if choice == "1" and not nvcc:
+    if choice == "1" and nvcc is None:
         sys.exit("fastvit: FASTVIT_CUDA=1, but there is no nvcc; set CUDA_HOME, or put nvcc on PATH.")
-    if not nvcc:
-        return "", "not built: there is no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda"
-    version = re.search(r"release ([\d.]+)", getoutput(f"{quote(nvcc)} --version"))[1]
-    known = re.findall(r"compute_(\d+)", getoutput(f"{quote(nvcc)} --list-gpu-arch"))
-    if os.environ.get("TORCH_CUDA_ARCH_LIST") in (None, "", "native") and not torch.cuda.is_available():
-        default = [arch for arch in ARCHITECTURES.split(";") if re.sub(r"\D", "", arch) in known]
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(default)
-    targets = re.findall(r",code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))
-    if unknown := [target for target in targets if re.sub(r"\D", "", target) not in known]:
-        message = f"nvcc {version} knows {', '.join(known)} and not {', '.join(unknown)}"
+    return nvcc, "there is no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda"
+
+
+def select_architectures(nvcc: str) -> tuple[str, list[str]]:
+    """Returns the version of nvcc, and its options for the architectures of the CUDA kernels."""
+    version = re.search(r"release (\d+)\.(\d+)", getoutput(f"{quote(nvcc)} --version"))
+    if not version or [int(number) for number in version.groups()] < [12, 4]:
+        sys.exit(f"fastvit: {nvcc} is not of CUDA 12.4 or later; set CUDA_HOME, or FASTVIT_CUDA=0.")
+    nvcc_archs = re.findall(r"compute_(\d+)", getoutput(f"{quote(nvcc)} --list-gpu-arch"))
+    archs = list(filter(None, re.split("[; ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))))
+    if archs in ([], ["native"]) and not torch.cuda.is_available():
+        archs = [arch for arch in ARCHITECTURES if re.sub(r"\D", "", arch) in nvcc_archs]
+    os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(archs)
+    flags = cpp_extension._get_cuda_arch_flags()
+    if missing_archs := {*re.findall(r"arch=compute_(\d+)", " ".join(flags))} - {*nvcc_archs}:
+        message = f"nvcc knows {', '.join(nvcc_archs)} and not {', '.join(missing_archs)}"
         sys.exit(f"fastvit: {message}; set TORCH_CUDA_ARCH_LIST, such as 8.6 for an RTX 3090.")
-    return nvcc, f"built for {', '.join(targets)} with CUDA {version}"
+    return ".".join(version.groups()), flags
 
 
 class BuildLibraries(cpp_extension.BuildExtension):
@@ -110,7 +121,12 @@ class BuildLibraries(cpp_extension.BuildExtension):
             sys.exit(f"fastvit: there is no C++ compiler {CXX}; install g++ (>= 11) or clang++, or set CXX.")
         if not cpp_extension.is_ninja_available():
             sys.exit("fastvit: building needs ninja; pip install ninja.")
-        self.isas, (self.nvcc, self.cuda_build) = select_isas(self.editable_mode), select_cuda()
+        self.isas, (self.nvcc, reason) = select_isas(self.editable_mode), find_nvcc()
+        self.cuda_build = f"not built: {reason}"
+        if self.nvcc:
+            version, self.gencode = select_architectures(self.nvcc)
+            targets = re.findall(r",code=(\w+)", " ".join(self.gencode))
+            self.cuda_build = f"built for {', '.join(targets)} with CUDA {version}"
         print(f"fastvit: CPU kernels for {', '.join(self.isas)}; CUDA kernels {self.cuda_build}", flush=True)
         self.extensions = self.extensions if self.nvcc else self.extensions[1:]
         if self.editable_mode:  # setuptools would compile everything in a new folder each time.
@@ -118,6 +134,8 @@ class BuildLibraries(cpp_extension.BuildExtension):
         folder = "fastvit" if self.editable_mode else os.path.dirname(self.get_ext_fullpath("fastvit._C"))
         for library in glob(f"{folder}/_*.so"):  # An earlier build may have made one more.
             os.remove(library)
+        # Else flags of Python's build and of the environment, such as -march, would be in all objects.
+        self.compiler.set_executables(compiler_so=[CXX, "-fPIC"], linker_so_cxx=[CXX, "-shared"])
         try:
             super().build_extensions()
         except RuntimeError:
@@ -125,19 +143,21 @@ class BuildLibraries(cpp_extension.BuildExtension):
             sys.exit(f"fastvit: compiling failed; the compiler's messages are above. {hint}")
 
     def build_extension(self, ext):
+        sources = b"".join(path.read_bytes() for path in sorted(Path("csrc").rglob("*.*")))
+        checksum = hashlib.sha256(sources).hexdigest()[:8]
         if ext.name == "fastvit._C":
-            sources = b"".join(path.read_bytes() for path in sorted(Path("csrc").rglob("*.*")))
-            text = f"{self.cuda_build}; sources {hashlib.sha256(sources).hexdigest()[:8]}"
-            self.compile_group(ext, "build_info", "csrc/build_info.cpp", [f'-DFASTVIT_BUILD_INFO="{text}"'])
+            define = f'-DFASTVIT_BUILD_INFO="{self.cuda_build}; sources {checksum}"'
+            self.compile_group(ext, "build_info", "csrc/build_info.cpp", [*CXX_FLAGS, define])
             for isa in self.isas:
                 ext.extra_compile_args["cxx"] += [f"-DFASTVIT_HAS_{isa.upper()}"]
                 flags = [*CXX_FLAGS, *ISA_FLAGS[isa], f"-DFASTVIT_ISA={isa}"]
                 self.compile_group(ext, isa, "csrc/cpu/kernels/*.cpp", flags)
         else:
-            cpp_extension.CUDA_HOME = os.path.dirname(os.path.dirname(self.nvcc))
-            if torch.version.cuda is None:  # torch's build.ninja then lacks the headers of CUDA sources.
-                shutil.rmtree(f"{self.build_temp}/cuda", ignore_errors=True)
-            self.compile_group(ext, "cuda", "csrc/cuda/*.cu", NVCC_FLAGS)
+            ccache = "ccache " if shutil.which("ccache") else ""
+            os.environ["PYTORCH_NVCC"] = ccache + quote(self.nvcc)  # A torch without CUDA looks for no nvcc.
+            # The build.ninja of a torch without CUDA knows no headers of CUDA sources.
+            folder = "cuda" if torch.version.cuda else f"cuda-{checksum}"
+            self.compile_group(ext, folder, "csrc/cuda/*.cu", [*NVCC_FLAGS, *self.gencode])
             # nvcc, which may be a script elsewhere, says where the runtime is.
             dryrun = getoutput(f"{quote(self.nvcc)} --dryrun -c x.cu")
             ext.library_dirs += re.findall(r'"-L([^"]*)', dryrun)

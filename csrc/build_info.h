@@ -3,6 +3,6 @@
 
 namespace fastvit {
 
-extern const char build_info[];
+extern const char kBuildInfo[];
 
 }  // namespace fastvit

@@ -65,7 +65,7 @@ static std::string cpu_capability() {
 }
 
 static std::string cuda_build() {
-  return fastvit::build_info;
+  return fastvit::kBuildInfo;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastvit, CompositeExplicitAutograd, m) {

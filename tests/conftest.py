@@ -107,14 +107,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Imports what the first optimizer or profile would import within a test."""
-    import torch._dynamo  # noqa: F401
+    """Freezes the objects of imports and of the collection."""
+    import torch._dynamo  # noqa: F401  else the first optimizer or profile imports torch._dynamo
 
     _freeze_objects()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen_objects():
+def freeze_objects_after_module():
     """Freezes what the tests of a module leave behind, such as caches of compilers."""
     yield
     _freeze_objects()

@@ -1,4 +1,4 @@
-"""fastvit.convert on published models: the same bits, and the bytes freed (CONTRIBUTING.md has the command)."""
+"""fastvit.convert on published models: the same bits, and the bytes freed (see CONTRIBUTING.md)."""
 
 import contextlib
 import copy

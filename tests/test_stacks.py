@@ -1,4 +1,4 @@
-"""fastvit.convert in trainers, by the lines of docs/in-your-trainer.md (CONTRIBUTING.md has the command)."""
+"""fastvit.convert in trainers, by the lines of docs/in-your-trainer.md (see CONTRIBUTING.md)."""
 
 import contextlib
 import copy

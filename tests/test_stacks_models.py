@@ -1,4 +1,4 @@
-"""fastvit.convert in training of other kinds: the same bits, fewer bytes (CONTRIBUTING.md has the command)."""
+"""fastvit.convert in training of other kinds: the same bits, fewer bytes (see CONTRIBUTING.md)."""
 
 import copy
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prints the lines that tests reach: of Python by all tests of `make test`, and of C++ by the tests of the ops.
+# Prints the lines that tests reach: of Python by the tests of both tiers, and of C++ by the tests of the ops.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 options=(-q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models")

@@ -193,10 +193,10 @@ def compare_single_launch(kernel: str, kernels: dict[str, KernelCode]) -> list[s
 
 def find_program(name: str) -> str | None:
     """Returns the path of a program of CUDA's toolkit, or None."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     packages = Path(sysconfig.get_path("purelib"))
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    folders = [f"{home}/bin", *os.get_exec_path(), *packages.glob("nvidia/cu*/bin")]
-    folders += packages.glob("triton/backends/nvidia/bin")
+    folders = [*(f"{home}/bin" for home in homes), *os.get_exec_path(), "/usr/local/cuda/bin"]
+    folders += [*packages.glob("nvidia/cu*/bin"), *packages.glob("triton/backends/nvidia/bin")]
     return shutil.which(name, path=os.pathsep.join(map(str, folders)))
 
 

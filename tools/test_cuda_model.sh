@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 mode=$1
 shift
+tier="not slow and not models"
+[ $# -gt 0 ] || tier+=" and not thorough"
 files=(tests/test_{ops,layer_norm,act,arguments,messages}.py tests/cuda_host/test_cuda_host_{kernels,exchange}.py)
 variables=(FASTVIT_TEST_DEVICE=cuda_host FASTVIT_CUDA_HOST="$mode" OMP_NUM_THREADS=1)
 case $mode in
@@ -23,4 +25,4 @@ contract) # Tests that compare the bits of two forms of a kernel.
 esac
 .venv/bin/python tests/cuda_host/build.py "$mode"
 env "${variables[@]}" .venv/bin/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal \
-  -m "not thorough and not slow and not models" "${files[@]}" "$@"
+  -m "$tier" "${files[@]}" "$@"

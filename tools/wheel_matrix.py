@@ -13,13 +13,14 @@ The program exits with 1 if a requirement failed.
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import venv
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from kernel_resources import find_program
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
@@ -68,8 +69,8 @@ def compile_commands(include: Path, folder: Path) -> list[list[str | Path]]:
     cpp += ["-DFASTVIT_HAS_BASELINE", "-DFASTVIT_ISA=baseline", '-DFASTVIT_BUILD_INFO=""']
     compiler = os.environ.get("CXX", "c++").split()[-1]  # CXX may begin with ccache.
     commands = [[compiler, *cpp, source] for source in sorted(ROOT.glob("csrc/**/*.cpp"))]
-    if not (nvcc := shutil.which("nvcc")):
-        print("CUDA sources are not compiled: there is no nvcc on PATH", flush=True)
+    if not (nvcc := find_program("nvcc")):
+        print("CUDA sources are not compiled: there is no nvcc", flush=True)
         return commands
     cuda = "-gencode=arch=compute_80,code=compute_80 -fdevice-syntax-only -DUSE_CUDA -Xcompiler -Wno-psabi -c"
     for source in sorted(ROOT.glob("csrc/cuda/*.cu")):
