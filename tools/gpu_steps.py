@@ -15,9 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CARRIED = (
-    ROOT / "build/carried"
-)  # libraries of tools/build_for_gpu.sh, with their commit
+CARRIED = ROOT / "build/carried"  # libraries of tools/build_for_gpu.sh, with their commit
 DRIVER_SECONDS = 90  # A driver may take a minute to start.
 NO_GPU_STATUS = 4  # the exit status of `facts` without a GPU
 PYTEST_OPTIONS = (
