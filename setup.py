@@ -20,6 +20,7 @@ import platform
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from glob import glob
 from pathlib import Path
 from shlex import quote, split
@@ -44,10 +45,10 @@ CXX, *CXX_OPTIONS = [word for word in split(compiler) if os.path.basename(word) 
 os.environ["CXX"] = CXX
 os.environ["PATH"] = os.pathsep.join([*os.get_exec_path(), os.path.dirname(sys.executable)])
 
-COMMON_FLAGS = ["-std=c++20", "-O3", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+COMMON_FLAGS = ["-std=c++20", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
 COMMON_FLAGS += ["-isystem", f"{os.path.dirname(torch.__file__)}/include"]
-CXX_FLAGS = [*COMMON_FLAGS, *"-fvisibility=hidden -fno-unswitch-loops -Wno-psabi".split(), *CXX_OPTIONS]
-NVCC_FLAGS = [*COMMON_FLAGS, *"-DUSE_CUDA -Xfatbin -compress-all -ccbin".split(), CXX, "-Xcompiler"]
+CXX_FLAGS = [*COMMON_FLAGS, *"-O2 -fvisibility=hidden -Wno-psabi".split()]
+NVCC_FLAGS = [*COMMON_FLAGS, *"-O3 -DUSE_CUDA -Xfatbin -compress-all -ccbin".split(), CXX, "-Xcompiler"]
 NVCC_FLAGS += [",".join(["-fPIC", "-fvisibility=hidden", "-Wno-psabi", *CXX_OPTIONS])]
 # torch forbids what the kernels do with half types.
 FORBIDDEN = "HALF_CONVERSIONS", "HALF_OPERATORS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"
@@ -57,6 +58,9 @@ if platform.machine() == "x86_64":
     ISA_FLAGS["avx2"] = "-mavx2 -mfma -mf16c".split()
     ISA_FLAGS["avx512"] = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512".split()
     ISA_FLAGS["avx512"] += ISA_FLAGS["avx2"]
+KERNELS = {*glob("csrc/cpu/kernels/*.cpp")}
+# -O3 makes these faster, and the others only larger and slow to compile.
+O3_KERNELS = {f"csrc/cpu/kernels/{name}.cpp" for name in ("bn_reduce", "bn_stats", "layer_norm")}
 # The default without a visible GPU, less the architectures that nvcc does not know. PTX of the oldest runs on
 # GPUs between the listed ones, such as sm_110.
 ARCHITECTURES = "7.5+PTX 8.0 9.0 10.0 12.0+PTX".split()
@@ -147,27 +151,27 @@ class BuildLibraries(cpp_extension.BuildExtension):
         checksum = hashlib.sha256(sources).hexdigest()[:8]
         if ext.name == "fastvit._C":
             define = f'-DFASTVIT_BUILD_INFO="{self.cuda_build}; sources {checksum}"'
-            self.compile_group(ext, "build_info", "csrc/build_info.cpp", [*CXX_FLAGS, define])
+            self.compile_group(ext, "build_info", ["csrc/build_info.cpp"], [*CXX_FLAGS, define])
             for isa in self.isas:
                 ext.extra_compile_args["cxx"] += [f"-DFASTVIT_HAS_{isa.upper()}"]
                 flags = [*CXX_FLAGS, *ISA_FLAGS[isa], f"-DFASTVIT_ISA={isa}"]
-                self.compile_group(ext, isa, "csrc/cpu/kernels/*.cpp", flags)
+                self.compile_group(ext, isa, KERNELS - O3_KERNELS, flags)
+                self.compile_group(ext, f"{isa}-O3", O3_KERNELS, [*flags, "-O3", "-fno-unswitch-loops"])
         else:
             ccache = "ccache " if shutil.which("ccache") else ""
             os.environ["PYTORCH_NVCC"] = ccache + quote(self.nvcc)  # A torch without CUDA looks for no nvcc.
             # The build.ninja of a torch without CUDA knows no headers of CUDA sources.
             folder = "cuda" if torch.version.cuda else f"cuda-{checksum}"
-            self.compile_group(ext, folder, "csrc/cuda/*.cu", [*NVCC_FLAGS, *self.gencode])
+            self.compile_group(ext, folder, glob("csrc/cuda/*.cu"), [*NVCC_FLAGS, *self.gencode])
             # nvcc, which may be a script elsewhere, says where the runtime is.
             dryrun = getoutput(f"{quote(self.nvcc)} --dryrun -c x.cu")
             ext.library_dirs += re.findall(r'"-L([^"]*)', dryrun)
         super().build_extension(ext)
 
-    def compile_group(self, ext, folder: str, pattern: str, flags: list[str]) -> None:
+    def compile_group(self, ext, folder: str, sources: Iterable[str], flags: list[str]) -> None:
         """Compiles sources into a folder of objects, and adds these objects to a library."""
-        sources, folder = sorted(glob(pattern)), f"{self.build_temp}/{folder}"
-        options = {"cxx": flags, "nvcc": flags}
-        ext.extra_objects += self.compiler.compile(sources, folder, extra_postargs=options)
+        folder, options = f"{self.build_temp}/{folder}", {"cxx": [*flags, *CXX_OPTIONS], "nvcc": flags}
+        ext.extra_objects += self.compiler.compile(sorted(sources), folder, extra_postargs=options)
 
 
 class AbiIndependentWheel(bdist_wheel):
@@ -179,9 +183,9 @@ extensions = []
 if read_option("FASTVIT_KERNELS", "1", "0") == "1":
     if not sys.platform.startswith("linux"):
         sys.exit(f"fastvit: kernels need Linux, this is {sys.platform}; FASTVIT_KERNELS=0 installs the rest.")
-    sources = {*glob("csrc/**/*.cpp", recursive=True)} - {*glob("csrc/cpu/kernels/*"), "csrc/build_info.cpp"}
-    options = {"extra_compile_args": {"cxx": [*CXX_FLAGS, "-DFASTVIT_ISA=baseline"]}, "py_limited_api": True}
-    options["extra_link_args"] = ["-Wl,--discard-all", *CXX_OPTIONS]
+    sources = {*glob("csrc/**/*.cpp", recursive=True)} - KERNELS - {"csrc/build_info.cpp"}
+    options = {"extra_compile_args": {"cxx": [*CXX_FLAGS, "-DFASTVIT_ISA=baseline", *CXX_OPTIONS]}}
+    options |= {"extra_link_args": ["-Wl,--discard-all", *CXX_OPTIONS], "py_limited_api": True}
     runtime = {"libraries": ["cudart_static", "dl", "rt", "pthread"]}
     extensions = [
         cpp_extension.CppExtension("fastvit._cuda", ["csrc/glibc.cpp"], **runtime, **options),
