@@ -167,7 +167,7 @@ def test_make_targets_and_ci_steps_that_are_named_exist():
             assert named in targets, f"{page.name} names make {named}"
     steps = set(re.findall(r"^run_([a-z0-9]+)\(\)", (ROOT / ".ci/run").read_text(), re.M))
     for page in [*PAGES, *(ROOT / ".github/workflows").glob("*.yml")]:
-        for named in re.findall(r"(?:\.ci/run|step:) ([a-z0-9]+)\b", page.read_text()):
+        for named in re.findall(r"(?:`\.ci/run|run: \.ci/run|{ step:) ([a-z0-9]+)\b", page.read_text()):
             assert named in steps, f"{page.name} names the step {named} of .ci/run"
 
 
