@@ -9,8 +9,7 @@
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 RUN    := .venv/bin/python
-# Without --no-compile pip compiles 10,000 modules, of which a few hundred are imported.
-PIP    := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
+PIP    := $(RUN) -m pip install --quiet --disable-pip-version-check
 # Another choice of what is installed has another stamp.
 CHOICE := $(TORCH) $(FASTVIT_KERNELS) $(FASTVIT_CPU) $(FASTVIT_CUDA) $(TORCH_CUDA_ARCH_LIST)
 STAMP  := .venv/.installed-$(shell echo '$(CHOICE)' | cksum | cut -d' ' -f1)

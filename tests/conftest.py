@@ -29,40 +29,41 @@ TEST_DEVICE = os.environ.get("FASTVIT_TEST_DEVICE", "cpu")
 # combinations whose pairs of parameters other cases have, and tests that run tools. An entry is the beginning
 # of a test's name, or the beginning and the end with a * between them.
 THOROUGH = """
-    test_benchmarks test_convert_programs test_demo test_exchange_model test_gpu_tool test_hosts test_kills
     test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
-    test_arguments::test_opcheck[tokens] test_budget::test_a_smaller_budget
+    test_arguments::test_opcheck[tokens] test_benchmarks test_budget::test_a_smaller_budget
     test_budget::test_each_op_is_repeated test_budget::test_the_peak_that_remains
-    test_budget::test_under_autocast test_budget_curve::test_a_curve
+    test_budget::test_under_autocast test_budget_curve::test_a_curve test_build::test_a_package_without
     test_build::test_kernels_that_do_not_compile test_build::test_what_cannot
     test_compat_cpu::test_apex_recipe test_compat_cpu::test_torch_amp_with
-    test_compat_runner::test_every_rank_fails test_compat_runner::test_folders_and_zip_files[zip
-    test_compat_runner::test_folders_and_zip_files[app
+    test_compat_runner::test_every_rank_fails test_compat_runner::test_folders_and_zip_files[app
+    test_compat_runner::test_folders_and_zip_files[zip
     test_compat_runner::test_processes_that_a_script_starts_find_apex[exec
     test_compat_runner::test_processes_that_a_script_starts_find_apex[shell
     test_compat_runner::test_processes_that_a_script_starts_find_apex[spawn
-    test_compat_runner::test_the_example test_compile::test_fullgraph*inductor-train]
-    test_convert_compiled
-    test_convert::test_copies_of_a_converted_model_are_converted[<lambda>
-    test_convert::test_copies_of_a_converted_model_are_converted[copy
+    test_compat_runner::test_the_example test_compile::test_fullgraph*aot_eager-eval]
+    test_compile::test_fullgraph*inductor-train]
     test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits*-nhwc]
     test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits[another
     test_convert::test_a_model_with_each_norm_keeps_less_with_the_same_bits[without
-    test_convert_coverage::test_an_activation_in_place_after_an_instance_norm*products]
+    test_convert::test_copies_of_a_converted_model_are_converted[<lambda>
+    test_convert::test_copies_of_a_converted_model_are_converted[copy test_convert_compiled
     test_convert_coverage::test_an_activation_in_place_after_an_instance_norm*least]
-    test_convert_vit::test_a_layer_norm_of_ours test_convert_vit::test_the_same_bits_and_less_kept*16]
-    test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16] test_convert_vit_ranks
-    test_faults::test_survivors_raise_soon_after_a_rank_is_killed[agreeing
+    test_convert_coverage::test_an_activation_in_place_after_an_instance_norm*products]
+    test_convert_pins_large test_convert_programs test_convert_vit::test_a_layer_norm_of_ours
+    test_convert_vit::test_a_mask_of_dropout_takes_a_bit*fp16]
+    test_convert_vit::test_the_same_bits_and_less_kept*16] test_convert_vit_ranks test_demo
+    test_exchange_model test_faults::test_survivors_raise_soon_after_a_rank_is_killed[agreeing
     test_faults::test_survivors_raise_soon_after_a_rank_is_killed[between
-    test_faults::test_survivors_raise_soon_after_a_rank_is_killed[forward
+    test_faults::test_survivors_raise_soon_after_a_rank_is_killed[forward test_gpu_tool test_hosts test_kills
     test_ops::test_kernels_of_other_instruction_sets test_ops::test_results_larger_than_the_caches[sizes1
     test_ops::test_results_larger_than_the_caches[sizes2 test_ops::test_results_larger_than_the_caches[sizes3
     test_report::test_compiled_models test_report::test_under_autocast
     test_report_step::test_the_largest_batch*resnet] test_set_up::test_killed
+    test_set_up::test_shared_memory_that_cannot test_training_faults::test_a_run_that_cannot_read
     test_training_faults::test_names_that_stdout test_training_memory::test_less_is_kept*matmuls]
-    test_training_memory::test_memory_takes_a_budget
-    test_training_memory::test_less_is_kept_and_no_loss_changes[O test_training_runs::test_a_killed
-    test_training_runs::test_a_signal_to_every*10] test_training_runs::test_a_signal_to_every*1-15]
+    test_training_memory::test_less_is_kept_and_no_loss_changes[O
+    test_training_memory::test_memory_takes_a_budget test_training_runs::test_a_killed
+    test_training_runs::test_a_signal_to_every*1-15] test_training_runs::test_a_signal_to_every*10]
     test_training_runs::test_a_signal_to_one_rank*options1] test_training_runs::test_stop_after
 """.split()
 CUDA_MODEL_SAMPLE_PERIOD = 8  # `make test-cuda-model` runs one case in 8 of the tests of ops
