@@ -139,7 +139,9 @@ class BuildLibraries(cpp_extension.BuildExtension):
         for library in glob(f"{folder}/_*.so"):  # An earlier build may have made one more.
             os.remove(library)
         # Else flags of Python's build and of the environment, such as -march, would be in all objects.
-        self.compiler.set_executables(compiler_so=[CXX, "-fPIC"], linker_so_cxx=[CXX, "-shared"])
+        # _cuda.so finds symbols of torch's CUDA libraries by libtorch.so, of which it uses no symbol.
+        linker = [CXX, "-shared", "-Wl,--no-as-needed"]
+        self.compiler.set_executables(compiler_so=[CXX, "-fPIC"], linker_so_cxx=linker)
         try:
             super().build_extensions()
         except RuntimeError:
