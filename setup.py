@@ -10,8 +10,8 @@ Environment variables choose what is built:
                             kernels beside any torch, and an error without nvcc
     FASTVIT_KERNELS=0       no library, on any system; the wheel is py3-none-any
 
-MAX_JOBS, CXX, CUDA_HOME and TORCH_CUDA_ARCH_LIST mean what they mean for other extensions of torch, and
-ccache is used where it is installed. The libraries load in every torch from 2.11 on, with any Python.
+MAX_JOBS, CXX, CUDA_HOME and TORCH_CUDA_ARCH_LIST mean what they mean for other extensions of torch. The
+libraries load in every torch from 2.11 on, with any Python.
 """
 
 import hashlib
@@ -132,6 +132,8 @@ class BuildLibraries(cpp_extension.BuildExtension):
             targets = re.findall(r",code=(\w+)", " ".join(self.gencode))
             self.cuda_build = f"built for {', '.join(targets)} with CUDA {version}"
         print(f"fastvit: CPU kernels for {', '.join(self.isas)}; CUDA kernels {self.cuda_build}", flush=True)
+        sources = b"".join(path.read_bytes() for path in sorted(Path("csrc").rglob("*.*")))
+        self.checksum = hashlib.sha256(sources).hexdigest()[:8]
         self.extensions = self.extensions if self.nvcc else self.extensions[1:]
         if self.editable_mode:  # setuptools would compile everything in a new folder each time.
             self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
@@ -149,10 +151,8 @@ class BuildLibraries(cpp_extension.BuildExtension):
             sys.exit(f"fastvit: compiling failed; the compiler's messages are above. {hint}")
 
     def build_extension(self, ext):
-        sources = b"".join(path.read_bytes() for path in sorted(Path("csrc").rglob("*.*")))
-        checksum = hashlib.sha256(sources).hexdigest()[:8]
         if ext.name == "fastvit._C":
-            define = f'-DFASTVIT_BUILD_INFO="{self.cuda_build}; sources {checksum}"'
+            define = f'-DFASTVIT_BUILD_INFO="{self.cuda_build}; sources {self.checksum}"'
             self.compile_group(ext, "build_info", ["csrc/build_info.cpp"], [*CXX_FLAGS, define])
             for isa in self.isas:
                 ext.extra_compile_args["cxx"] += [f"-DFASTVIT_HAS_{isa.upper()}"]
@@ -163,7 +163,7 @@ class BuildLibraries(cpp_extension.BuildExtension):
             ccache = "ccache " if shutil.which("ccache") else ""
             os.environ["PYTORCH_NVCC"] = ccache + quote(self.nvcc)  # A torch without CUDA looks for no nvcc.
             # The build.ninja of a torch without CUDA knows no headers of CUDA sources.
-            folder = "cuda" if torch.version.cuda else f"cuda-{checksum}"
+            folder = "cuda" if torch.version.cuda else f"cuda-{self.checksum}"
             self.compile_group(ext, folder, glob("csrc/cuda/*.cu"), [*NVCC_FLAGS, *self.gencode])
             # nvcc, which may be a script elsewhere, says where the runtime is.
             dryrun = getoutput(f"{quote(self.nvcc)} --dryrun -c x.cu")

@@ -32,7 +32,8 @@ THOROUGH = """
     test_arguments::test_opcheck[cropped] test_arguments::test_opcheck[nhwc
     test_arguments::test_opcheck[tokens] test_benchmarks test_budget::test_a_smaller_budget
     test_budget::test_each_op_is_repeated test_budget::test_the_peak_that_remains
-    test_budget::test_under_autocast test_budget_curve::test_a_curve test_build::test_a_package_without
+    test_budget::test_under_autocast test_budget_curve::test_a_curve test_build::test_a_build_without
+    test_build::test_a_package_without
     test_build::test_kernels_that_do_not_compile test_build::test_what_cannot
     test_compat_cpu::test_apex_recipe test_compat_cpu::test_torch_amp_with
     test_compat_runner::test_every_rank_fails test_compat_runner::test_folders_and_zip_files[app

@@ -1,6 +1,7 @@
 """setup.py: what it refuses, in one sentence each; and that the libraries are of these sources."""
 
 import os
+import platform
 import runpy
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import torch
 import fastvit  # noqa: F401  loads the libraries
 
 ROOT = Path(__file__).resolve().parents[1]
+ISAS = ("baseline", "avx2", "avx512") if platform.machine() == "x86_64" else ("baseline",)
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a source tree")
 
 
@@ -94,16 +96,61 @@ def test_no_toolkit_is_one_sentence(tmp_path):
     assert "FASTVIT_CUDA=1, but there is no nvcc; set CUDA_HOME, or put nvcc on PATH." in run.stderr
 
 
-def test_kernels_that_do_not_compile_are_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("archs", "targets"),
+    [
+        pytest.param(
+            "",
+            "compute_75, sm_75, sm_80, sm_90",  # The default, as far as nvcc knows it.
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the default is this GPU's"),
+        ),
+        ("8.0 9.0a;", "sm_80, sm_90a"),
+        ("8.0;Turing", "compute_75, sm_75, sm_80"),
+    ],
+)
+def test_kernels_that_do_not_compile_are_an_error(archs, targets, tmp_path):
     create_nvcc(tmp_path, "echo this is no GPU compiler; exit 1")
-    run = build(tmp_path, FASTVIT_CUDA="1", CUDA_HOME=str(tmp_path), TORCH_CUDA_ARCH_LIST="")
-    if not torch.cuda.is_available():  # The default, as far as nvcc knows it.
-        assert "CUDA kernels built for compute_75, sm_75, sm_80, sm_90 with CUDA 13.0" in run.stdout
+    cxx = f"ccache {shutil.which('c++') or 'g++'} -DFROM_CXX"
+    run = build(
+        tmp_path,
+        FASTVIT_CUDA="1",
+        CUDA_HOME=str(tmp_path),
+        TORCH_CUDA_ARCH_LIST=archs,
+        CXX=cxx,
+        FASTVIT_CPU="",
+    )
+    assert f"CUDA kernels built for {targets} with CUDA 13.0" in run.stdout
+    assert f"fastvit: CPU kernels for {', '.join(ISAS)};" in run.stdout  # The default of a wheel.
+    (rules,) = (tmp_path / "temp").glob("cuda*/build.ninja")
+    (options,) = (line for line in rules.read_text().splitlines() if line.startswith("cuda_post_cflags"))
+    assert ",-DFROM_CXX " in options and options.count("-gencode=") == len(targets.split())
     assert "this is no GPU compiler" in run.stdout
     assert run.stderr.strip().splitlines()[-1] == (
         "fastvit: compiling failed; the compiler's messages are above. "
         "FASTVIT_CUDA=0 builds without CUDA kernels, CXX=g++-12 with another compiler."
     )
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ("0", "FASTVIT_CUDA=0"),
+        pytest.param(
+            "auto",
+            "this torch cannot load CUDA kernels; FASTVIT_CUDA=1 builds them",
+            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="this torch can load them"),
+        ),
+    ],
+)
+def test_a_build_without_cuda_says_why(choice, reason, tmp_path):
+    create_nvcc(tmp_path, "exit 1")
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\ncase $1 in -v | --version | -dump*) echo 12.2.0 ;; *) exit 1 ;; esac\n")
+    compiler.chmod(0o755)
+    variables = {"CUDA_HOME": str(tmp_path), "CXX": str(compiler), "FASTVIT_CPU": "native"}
+    run = build(tmp_path, FASTVIT_CUDA=choice, **variables)
+    best = torch.backends.cpu.get_cpu_capability().lower().replace("default", "baseline")
+    assert f"fastvit: CPU kernels for {best}; CUDA kernels not built: {reason}\n" in run.stdout
 
 
 def test_a_script_beside_the_clone_imports_the_package(tmp_path):
