@@ -81,7 +81,9 @@ def format_build_file() -> str:
         ]
         bugs = [
             add_object(
-                f"{mode}/bugs", HERE / "bugs.cu", f"{KERNEL_FLAGS[mode]} -Wno-aggressive-loop-optimizations"
+                f"{mode}/bugs",
+                HERE / "selftest/bugs.cu",
+                f"{KERNEL_FLAGS[mode]} -Wno-aggressive-loop-optimizations",
             )
         ]
         for target, rule, objects in (
