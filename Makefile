@@ -2,7 +2,7 @@
 #
 #   TORCH=torch==2.13.0  what `make install` puts into .venv
 #   PYTHON=python3       the interpreter that .venv is made from (>= 3.10)
-#   ARGS="-k name"       more options of the program that a target runs, such as pytest's "-m thorough"
+#   ARGS="-k name"       more options of the program that a target runs, such as pytest's "-m nightly"
 #
 # The variables of setup.py, such as FASTVIT_CUDA=0, can be set here, too.
 
@@ -15,8 +15,7 @@ CHOICE := $(TORCH) $(FASTVIT_KERNELS) $(FASTVIT_CPU) $(FASTVIT_CUDA) $(TORCH_CUD
 STAMP  := .venv/.installed-$(shell echo '$(CHOICE)' | cksum | cut -d' ' -f1)
 # One worker more than cores, since some tests wait for seconds.
 export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr $$(nproc) + 1)
-PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal \
-	-m "not slow and not models$(if $(ARGS),, and not thorough)"
+PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 CPP_FILES := git ls-files 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
 
 .PHONY: help install demo test test-cuda-model sanitizers coverage wheel bench gpu sass lint format docs clean
@@ -39,7 +38,7 @@ demo: install  ## Train a ViT on digits with 2 ranks; writes runs/demo/index.htm
 	$(RUN) examples/digits_demo.py
 
 test: install  ## Tests of each op, layer, rank and look-alike
-	$(RUN) $(PYTEST) --ignore tests/cuda_host $(ARGS)
+	$(RUN) $(PYTEST) $(ARGS)
 
 test-cuda-model: install  ## Tests of the ops' CUDA sources on a model of a GPU
 	tools/test_cuda_model.sh plain $(ARGS)
@@ -73,6 +72,8 @@ lint: install  ## What CI checks of the style
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo --no-cache
+	$(RUN) benchmarks/readme_results.py --check
 	.venv/bin/clang-format --dry-run --Werror $$($(CPP_FILES))
 
 format: install  ## Put the style right

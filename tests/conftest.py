@@ -21,8 +21,14 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{capability}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+# Examples of a push are always the same. `--hypothesis-profile=nightly` draws others, and remembers failures.
+hypothesis.settings.register_profile("push", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=300)
+hypothesis.settings.load_profile("push")
 
 DEVICES = ("cpu", "cuda", "cuda_model")
 is_cuda_context_lost = False
@@ -85,6 +91,15 @@ def _free_gigabytes(device: str) -> float:
     if device == "cuda":
         return torch.cuda.mem_get_info()[0] / 1e9
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+def pytest_make_parametrize_id(val, argname):
+    """Returns the id of a parameter that pytest would number. A test gives other objects an id itself."""
+    if isinstance(val, torch.dtype):
+        return str(val).removeprefix("torch.")
+    if isinstance(val, tuple) and all(isinstance(item, int) for item in val):
+        return "x".join(map(str, val))
+    return None
 
 
 def pytest_collection_finish():

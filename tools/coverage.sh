@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Prints the lines that tests reach: of Python by the tests of both tiers, and of C++ by the tests of the ops.
+# Prints the lines that tests reach: of Python by all tests, and of C++ by the tests of the ops.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-options=(-q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models")
+options=(-q -n auto --maxprocesses 8 --dist worksteal -m "not memory")
 rm -rf build/python.coverage* build/coverage*
-.venv/bin/python -m coverage run -m pytest "${options[@]}" --ignore tests/cuda_host
+.venv/bin/python -m coverage run -m pytest "${options[@]}"
 .venv/bin/python -m coverage combine -q
 .venv/bin/python -m coverage report
 
@@ -12,7 +12,7 @@ rm -rf build/python.coverage* build/coverage*
 CXX="g++ -O0 --coverage" FASTVIT_CUDA=0 FASTVIT_CPU=all \
   .venv/bin/python setup.py -q build --build-lib build/coverage --build-temp build/coverage.objects
 PYTHONPATH=$PWD/build/coverage OMP_NUM_THREADS=1 .venv/bin/pytest "${options[@]}" -k "not compiled" \
-  tests/test_{ops,layer_norm,act,arguments,messages,peer,statistics}.py
+  tests/ops tests/sync/test_{messages,cpu_exchange,groups}.py
 .venv/bin/gcovr --root . --filter csrc/ --merge-lines \
   --gcov-ignore-parse-errors=negative_hits.warn_once_per_file \
   --gcov-ignore-parse-errors=suspicious_hits.warn_once_per_file

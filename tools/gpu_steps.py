@@ -22,10 +22,9 @@ PYTEST_OPTIONS = (
     "-m pytest -q -rfE --tb=short -o addopts= -p no:cacheprovider --timeout 100 --timeout-method thread"
 )
 XDIST_OPTIONS = "--durations 8 --dist worksteal --max-worker-restart 40 -n"
-KERNEL_TESTS = "ops layer_norm act messages"
-OTHER_TESTS = (
-    "arguments layers batch_norm_act fuse convert_syncbn recompute recompute_scopes convert convert_vit"
-)
+KERNEL_TESTS = ["tests/ops", "tests/sync/test_messages.py"]
+OTHER_TESTS = ["tests/layers", "tests/recompute", "tests/conversion/test_transformers.py"]
+COMPILE_TESTS = "tests/layers/test_compile.py"
 # These tests take float32 and bfloat16 over planes, rows, short planes and memory with gaps. They are few,
 # since a sanitizer is slow.
 SANITIZED_TESTS = (
@@ -56,9 +55,6 @@ def plan_steps(device: str, out: Path, named_tests: str) -> dict[str, tuple[int,
     few_workers, many_workers = (
         [*XDIST_OPTIONS.split(), str(n)] for n in (max(1, min(3, cores // 4)), max(2, cores * 5 // 8))
     )
-    kernel_files, other_files = (
-        [f"tests/test_{name}.py" for name in names.split()] for names in (KERNEL_TESTS, OTHER_TESTS)
-    )
     is_gpu = device == "cuda"
     build = (
         f"env FASTVIT_CPU=native FASTVIT_CUDA={int(is_gpu)} {python} setup.py -q build_ext --inplace".split()
@@ -67,21 +63,25 @@ def plan_steps(device: str, out: Path, named_tests: str) -> dict[str, tuple[int,
     sanitizer, ncu = ("compute-sanitizer", "ncu") if is_gpu else ("GPU", "GPU")
 
     def pytest_command(files: list[str], *options: str) -> list[str]:
-        return [python, *PYTEST_OPTIONS.split(), "-m", "not slow and not models", *options, *files]
+        selected = ["-m", "not memory and not packages", "--device", device]
+        return [python, *PYTEST_OPTIONS.split(), *selected, *options, *files]
 
     def bench_command(name: str, arguments: str, rehearsal: str) -> list[str]:
         command = [python, f"benchmarks/bench_{name}.py", "--device", device, "--out", str(out)]
         return [*command, *(arguments if is_gpu else rehearsal).split()]
 
-    cuda_files = ["tests/test_cuda.py", "tests/test_peer_faults.py"]
     named_test_ids = re.split(r"\s+(?=tests/)", named_tests.strip())  # Names may have spaces.
-    sanitized_command = pytest_command(kernel_files, "-k", SANITIZED_TESTS)
+    sanitized_command = pytest_command(KERNEL_TESTS, "-k", SANITIZED_TESTS)
     return {
         "facts": (120, "", [python, this_file, "facts", device]),
         "build": (200, "", build),
         "named": (100, "", pytest_command(named_test_ids, *few_workers)),
-        "test_cuda": (110, "", pytest_command(cuda_files, *few_workers)),
-        "tests": (180, "", pytest_command(kernel_files + other_files, *many_workers)),
+        "test_cuda": (110, "", pytest_command(["tests/gpu"], *few_workers)),
+        "tests": (
+            180,
+            "",
+            pytest_command(KERNEL_TESTS + OTHER_TESTS, *many_workers, "--ignore", COMPILE_TESTS),
+        ),
         "memcheck": (130, sanitizer, [*MEMCHECK.split(), *sanitized_command]),
         "racecheck": (130, sanitizer, [*RACECHECK.split(), *sanitized_command]),
         "bench_ops": (60, "", bench_command("ops", "", "--quick")),
@@ -92,7 +92,7 @@ def plan_steps(device: str, out: Path, named_tests: str) -> dict[str, tuple[int,
             bench_command("convert", CONVERT_OPTIONS, CONVERT_REHEARSAL),
         ),
         "bench_host": (80, "timm torchvision", bench_command("host", "--rounds 60", "--rounds 1")),
-        "test_compile": (120, "", pytest_command(["tests/test_compile.py"], *few_workers)),
+        "test_compile": (120, "", pytest_command([COMPILE_TESTS], *few_workers)),
         "ncu": (80, ncu, [*NCU.split(), python, this_file, "passes"]),
     }
 

@@ -1,6 +1,6 @@
 """Tests and measures fastvit on a machine with a CUDA GPU, within some minutes: `make gpu`.
 
-    python3 tools/run_gpu_checks.py [--minutes 15] [--tests "tests/test_ops.py::test_x ..."] [--steps ncu ...]
+    python3 tools/run_gpu_checks.py [--minutes 15] [--tests "tests/x.py::test_y ..."] [--steps ncu ...]
     python3 tools/run_gpu_checks.py --device cpu  # rehearses all steps that need no GPU
 
 A step is a command with a time limit, so a hang costs one step. The folder of `--out` gets two files, which
@@ -150,7 +150,7 @@ def main() -> None:
     folders = [str(path) for pattern in TOOL_FOLDERS.split() for path in Path("/").glob(pattern)]
     if are_current(CARRIED / "fastvit", options.device):  # A copy of the tree may have other history.
         os.environ.setdefault("FASTVIT_COMMIT", (CARRIED / "commit").read_text().strip())
-    os.environ |= {"FASTVIT_TEST_DEVICE": options.device, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    os.environ |= {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
     os.environ |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *folders])
     # With `&` a shell makes this program, and so its steps, ignore SIGINT.

@@ -10,9 +10,9 @@ cuda)
   modes=(race asan)
   if grep -qw fma /proc/cpuinfo; then modes+=(contract); else echo "$0: this CPU has no FMA to fuse with" >&2; fi
   .venv/bin/python tests/cuda_host/build.py
-  FASTVIT_TEST_DEVICE=cuda_host .venv/bin/python -m pytest -q tests/cuda_host/test_cuda_host_bugs.py
+  .venv/bin/python -m pytest -q --device cuda_model tests/cuda_host/selftest
   for mode in "${modes[@]}"; do
-    tools/test_cuda_model.sh "$mode" -m "not slow and not models"
+    tools/test_cuda_model.sh "$mode" -m ""
   done
   ;;
 cpu)
@@ -23,9 +23,8 @@ cpu)
   read -ra sanitizers < <(.venv/bin/python tests/cuda_host/redirect.py)
   for capability in default avx2 avx512; do
     env "${sanitizers[@]}" PYTHONPATH=$PWD/build/sanitizers OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=$capability \
-      .venv/bin/pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not slow and not models" \
-      -k "not compiled and not instruction_sets" \
-      tests/test_{ops,layer_norm,act,arguments,messages,peer,statistics}.py
+      .venv/bin/pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not memory" -k "not compiled" \
+      tests/ops tests/sync/test_{messages,cpu_exchange,groups}.py
   done
   ;;
 *)

@@ -42,6 +42,7 @@ def rows_of(path):
     return rows
 
 
+@pytest.mark.nightly
 def test_bench_ops_measures_every_op(tmp_path):
     """Without git, it takes the commit that it is told."""
     bench("bench_ops", tmp_path, PATH="/nowhere", FASTVIT_COMMIT="abc1234")
@@ -54,6 +55,7 @@ def test_bench_ops_measures_every_op(tmp_path):
     assert "bn_stats | 4x9x16 tokens | bf16 | 1" in table and "commit abc1234" in table
 
 
+@pytest.mark.nightly
 def test_bench_layers_measures_every_layer(tmp_path):
     bench("bench_layers", tmp_path)
     rows = rows_of(tmp_path / "layers_cpu.csv")
@@ -125,7 +127,7 @@ def test_a_late_host_is_marked_and_has_more_time_in_the_next_turn(monkeypatch):
     assert gpu.stream - before < 200, "the delay has a limit"
 
 
-@pytest.mark.parametrize("nbytes", [1 << 10, 6 << 20, 39 << 20, 205 << 20])
+@pytest.mark.parametrize("nbytes", [1 << 10, 6 << 20, 39 << 20, 205 << 20], ids=str)
 def test_inputs_rotate_over_more_than_the_cache(monkeypatch, nbytes):
     timer = Gpu(monkeypatch, l2_bytes=50 << 20).timer
     for passes in (1, 5):

@@ -53,16 +53,18 @@ def faults_of(**measured):
 @pytest.mark.parametrize(
     "peak, kept, time, expected",
     [
-        (40.0, 32.0, 1155.0, []),  # on the line
-        (40.0, 32.0, 1120.0, []),  # within the margin of the line, which is at 1150
-        (40.0, 32.0, 1110.0, ["peak: dominated", "kept: dominated"]),
-        (40.0, 60.0, 1110.0, ["peak: dominated"]),
-        (90.0, 32.0, 1110.0, ["kept: dominated"]),
-        (120.0, 90.0, 800.0, []),  # more bytes than anything of ours
-        (10.0, 8.0, 1290.0, ["peak: dominated", "kept: dominated"]),
-        (10.0, 8.0, 1310.0, ["peak: below the least", "kept: below the least"]),
-        (19.6, 15.7, 1290.0, []),  # as the least, within both margins
-        (19.6, 15.7, 1250.0, ["peak: dominated", "kept: dominated"]),
+        pytest.param(40.0, 32.0, 1155.0, [], id="on_the_line"),
+        pytest.param(40.0, 32.0, 1120.0, [], id="within_the_margin_of_the_line"),  # which is at 1150
+        pytest.param(40.0, 32.0, 1110.0, ["peak: dominated", "kept: dominated"], id="below_the_line"),
+        pytest.param(40.0, 60.0, 1110.0, ["peak: dominated"], id="peak_alone"),
+        pytest.param(90.0, 32.0, 1110.0, ["kept: dominated"], id="kept_alone"),
+        pytest.param(120.0, 90.0, 800.0, [], id="more_bytes_than_any_budget"),
+        pytest.param(10.0, 8.0, 1290.0, ["peak: dominated", "kept: dominated"], id="faster_than_the_least"),
+        pytest.param(
+            10.0, 8.0, 1310.0, ["peak: below the least", "kept: below the least"], id="slower_than_the_least"
+        ),
+        pytest.param(19.6, 15.7, 1290.0, [], id="the_least_within_both_margins"),
+        pytest.param(19.6, 15.7, 1250.0, ["peak: dominated", "kept: dominated"], id="beyond_the_margin"),
     ],
 )
 def test_a_contender_dominates_where_the_line_takes_more_time(peak, kept, time, expected):
@@ -74,14 +76,14 @@ def test_a_contender_dominates_where_the_line_takes_more_time(peak, kept, time, 
 @pytest.mark.parametrize(
     "budget, measured, expected",
     [
-        ("0.4", (40.0, 32.0, 1180.0), []),  # the mix of 0.5 and 0.3 takes 1150
-        ("0.4", (40.0, 32.0, 1190.0), ["not convex"]),
-        ("0.4", (28.0, 22.0, 1290.0), ["not convex", "not monotone"]),
-        ("0.4", (40.0, 32.0, 1099.0), []),
-        ("0.2", (20.5, 16.0, 1305.0), []),  # each within its margin
-        ("0.2", (35.0, 16.0, 1160.0), ["not monotone", "over budget"]),
-        ("0.2", (15.0, 12.0, 1400.0), ["not monotone"]),  # the least is not the least
-        ("0.4", (43.0, 32.0, 1130.0), ["over budget"]),
+        pytest.param("0.4", (40.0, 32.0, 1180.0), [], id="convex"),  # the mix of 0.5 and 0.3 takes 1150
+        pytest.param("0.4", (40.0, 32.0, 1190.0), ["not convex"], id="not_convex"),
+        pytest.param("0.4", (28.0, 22.0, 1290.0), ["not convex", "not monotone"], id="below_a_slower_one"),
+        pytest.param("0.4", (40.0, 32.0, 1099.0), [], id="faster_than_a_larger_one"),
+        pytest.param("0.2", (20.5, 16.0, 1305.0), [], id="each_within_its_margin"),
+        pytest.param("0.2", (35.0, 16.0, 1160.0), ["not monotone", "over budget"], id="over_budget_and_fast"),
+        pytest.param("0.2", (15.0, 12.0, 1400.0), ["not monotone"], id="below_the_least"),
+        pytest.param("0.4", (43.0, 32.0, 1130.0), ["over budget"], id="over_budget"),
     ],
 )
 def test_a_budget_keeps_the_properties_of_the_curve(budget, measured, expected):
@@ -173,6 +175,7 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.nightly
 def test_a_curve_is_measured_in_both_precisions_and_resumed(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     contenders = ["convert", "0.8", "least", "sac", "checkpoint"]

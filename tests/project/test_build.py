@@ -53,6 +53,7 @@ def format_program(package, version):
 exec(open("setup.py").read())"""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "environment,program,message",
     [
@@ -80,6 +81,15 @@ exec(open("setup.py").read())"""
             "nvcc knows 75, 80, 90 and not 70; set TORCH_CUDA_ARCH_LIST, such as 8.6",
         ),
     ],
+    ids=[
+        "CXX",
+        "setuptools",
+        "torch",
+        "FASTVIT_CPU",
+        "FASTVIT_CUDA",
+        "FASTVIT_KERNELS",
+        "TORCH_CUDA_ARCH_LIST",
+    ],
 )
 def test_what_cannot_be_built_is_one_sentence(environment, program, message, tmp_path):
     create_nvcc(tmp_path, "exit 1")
@@ -96,6 +106,7 @@ def test_no_toolkit_is_one_sentence(tmp_path):
     assert "FASTVIT_CUDA=1, but there is no nvcc; set CUDA_HOME, or put nvcc on PATH." in run.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("archs", "targets"),
     [
@@ -107,6 +118,7 @@ def test_no_toolkit_is_one_sentence(tmp_path):
         ("8.0 9.0a;", "sm_80, sm_90a"),
         ("8.0;Turing", "compute_75, sm_75, sm_80"),
     ],
+    ids=["default", "numbers", "name"],
 )
 def test_kernels_that_do_not_compile_are_an_error(archs, targets, tmp_path):
     create_nvcc(tmp_path, "echo this is no GPU compiler; exit 1")
@@ -131,6 +143,7 @@ def test_kernels_that_do_not_compile_are_an_error(archs, targets, tmp_path):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("choice", "reason"),
     [
@@ -141,6 +154,7 @@ def test_kernels_that_do_not_compile_are_an_error(archs, targets, tmp_path):
             marks=pytest.mark.skipif(torch.version.cuda is not None, reason="this torch can load them"),
         ),
     ],
+    ids=["0", "auto"],
 )
 def test_a_build_without_cuda_says_why(choice, reason, tmp_path):
     create_nvcc(tmp_path, "exit 1")
@@ -161,6 +175,7 @@ def test_a_script_beside_the_clone_imports_the_package(tmp_path):
     assert result.returncode == 0 and result.stdout.startswith("InPlaceABN(4"), result.stderr
 
 
+@pytest.mark.nightly
 def test_a_package_without_kernels(tmp_path):
     """Its wheel is for any system, and a layer says why it cannot be made."""
     command = ["setup.py", "-q", "egg_info", "-e", tmp_path, "build", "-b", tmp_path / "build"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.nightly
 TRIVIAL = [sys.executable, "-c", "print('here')"]
 
 
@@ -77,13 +78,13 @@ def test_a_hang_costs_one_step_and_its_children_end(gpu, tmp_path, monkeypatch):
 
 
 TROUBLE = """
-import os, time, pytest
+import time, pytest
 
 @pytest.mark.parametrize("i", ["a", "b c"])
 def test_fine(i): pass
 
 @pytest.mark.parametrize("i", range(6))
-def test_wrong(i): assert os.environ["FASTVIT_TEST_DEVICE"] == "cuda"
+def test_wrong(i, device_option): assert device_option == "cuda"
 
 def test_slow(): time.sleep(60)
 """
@@ -94,10 +95,11 @@ def test_a_failing_step_keeps_no_other_from_running(gpu, tmp_path, monkeypatch, 
     trouble = tmp_path / "tests/test_trouble.py"
     trouble.parent.mkdir()
     trouble.write_text(TROUBLE)
+    shutil.copy(ROOT / "tests/conftest.py", trouble.parent)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr(gpu, "MIN_STEP_SECONDS", 0)
     seconds, needs, command = gpu.plan_steps("cpu", tmp_path, "")["test_cuda"]
-    command = [*command[: command.index("tests/test_cuda.py")], str(trouble)]
+    command = [*command[: command.index("tests/gpu")], str(trouble)]
     change(
         gpu,
         monkeypatch,

@@ -38,6 +38,7 @@ def test_facts_name_torch_and_the_kernels_that_were_built():
         ("built for sm_90 with CUDA 13.0", 0, ""),  # no driver, no GPU
         ("not built: FASTVIT_CUDA=0", 12080, ""),
     ],
+    ids=["older_major", "older_minor", "later_major", "no_driver", "no_kernels"],
 )
 def test_a_driver_that_is_too_old_is_named(monkeypatch, built, driver, problem):
     monkeypatch.setattr(_library, "driver_cuda_version", lambda: driver)
@@ -51,13 +52,13 @@ BUILT = "built for sm_75, compute_75, sm_80, sm_90, sm_100f with CUDA 13.0"
 @pytest.mark.parametrize(
     "built,capability,covered",
     [
-        (BUILT, (7, 5), True),
-        (BUILT, (8, 9), True),  # of sm_80
-        (BUILT, (11, 0), True),  # by PTX
-        (BUILT, (7, 0), False),  # older than all
-        ("built for sm_86 with CUDA 12.4", (8, 0), False),  # code of a later minor version
-        ("built for sm_90a, compute_90a with CUDA 12.4", (9, 0), True),
-        ("built for sm_90a, compute_90a with CUDA 12.4", (10, 0), False),
+        pytest.param(BUILT, (7, 5), True, id="of_its_own"),
+        pytest.param(BUILT, (8, 9), True, id="of_sm_80"),
+        pytest.param(BUILT, (11, 0), True, id="by_ptx"),
+        pytest.param(BUILT, (7, 0), False, id="older_than_all"),
+        pytest.param("built for sm_86 with CUDA 12.4", (8, 0), False, id="older_minor"),
+        pytest.param("built for sm_90a, compute_90a with CUDA 12.4", (9, 0), True, id="sm_90a"),
+        pytest.param("built for sm_90a, compute_90a with CUDA 12.4", (10, 0), False, id="later_than_sm_90a"),
     ],
 )
 def test_gpus_that_the_kernels_run_on(built, capability, covered):

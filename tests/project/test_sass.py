@@ -71,6 +71,7 @@ def test_basic_blocks_end_at_branches_and_labels(sass):
             BODY.replace("STG.E.128", "ST.E.STRONG.SYS"),
         ),  # a fault, to the host
     ],
+    ids=["forward", "exchange", "sums", "single_row", "half", "to_the_host"],
 )
 def test_good_code_has_no_fault(sass, kernel, body):
     (code,) = sass.parse_disassembly(disassembly(body)).values()
@@ -109,6 +110,15 @@ def test_good_code_has_no_fault(sass, kernel, body):
             "no vector store",
         ),
     ],
+    ids=[
+        "no_wait",
+        "wait_of_some",
+        "branch_around_wait",
+        "load_before_wait",
+        "no_launch",
+        "launch_in_exchange",
+    ]
+    + ["local_memory", "narrow_load", "narrow_store", "packets_alone", "narrow_row_store"],
 )
 def test_faults_are_found(sass, kernel, body, expected):
     (code,) = sass.parse_disassembly(disassembly(body)).values()
