@@ -6,7 +6,6 @@ import gc
 
 import pytest
 import torch
-from conversion.models import assert_same_bits, list_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,6 +13,7 @@ import fastvit
 from fastvit.recompute import observe_saved_tensors
 from fastvit.recompute.packed_tensor import Kept, Recomputed
 from fastvit.recompute.planner import RecomputePlanner
+from recompute.models import assert_same_bits, list_gradients
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""The kinds of random programs: tables of templates from which tests/program_source.py draws the source.
+"""The kinds of random programs: tables of templates from which source.py draws the source.
 
 A template is called a line, however many lines of text it has; a new case is a new line of a table. Most
 lines are one or more statements of a model's forward. A line that a table repeats is drawn more often.
@@ -16,14 +16,14 @@ Names in a line:
 | `model` | the model of the program |
 | `outputs`, `losses` | the outputs of a step, and a loss for each output |
 | `first_half`, `last_half` | the two halves of the model's trainable parameters |
-| `RUN` | the `Run` of tests/program_tools.py |
+| `RUN` | the `Run` of names.py |
 | `SCOPE` | a function that makes the scope of the forward |
 | `scale(*shape)` | a parameter that multiplies; autograd saves it for backward |
 | `shift(*shape)` | a parameter that is added; autograd does not save it |
 | `frozen_scale(*shape)`, `frozen_shift(*shape)` | such parameters without gradients |
 | `shift_buffer(*shape)` | a buffer that is added |
 | `matrix(*shape)` | a parameter for a matrix product |
-| other names | functions and classes of tests/program_tools.py |
+| other names | functions and classes of names.py |
 
 Placeholders in a line:
 
@@ -80,7 +80,7 @@ class Kind:
     backward_calls: tuple[str, ...] = ()  # statements that run the backward of `losses`
     set_up: tuple[str, ...] = ()  # statements that change the new model, before or after its conversion
     inputs: tuple[str, ...] = ()  # expressions of the model's input
-    options: tuple[str, ...] = ()  # keys of OPTIONS (see program_source.py); half of the programs take one
+    options: tuple[str, ...] = ()  # keys of OPTIONS (see source.py); half of the programs take one
 
 
 # The tables avoid two segmentation faults of torch 2.13. The backward of GroupNorm fails if its input has no

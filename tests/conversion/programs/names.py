@@ -10,16 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
-
-__all__ = [
-    "ChangedSumMode", "F", "FailingHooks", "Image", "LargeEps", "LargeEpsMode", "NoisyDropoutMode", "Run",
-    "StopProgram", "checkpoint", "copy_on_save", "deterministic_algorithms", "first_output", "freeze",
-    "frozen_encoder", "frozen_scale", "frozen_shift", "list_leaf_modules", "make_losses",
-    "matmul_precision", "matrix", "nn", "padding_mask", "put_nan_and_inf", "scale", "scale_of", "shift",
-    "shift_buffer", "take_sgd_step", "torch", "train_biases_only", "train_norms_only",
-    "train_second_half", "tuple_on_save",
-]  # fmt: skip
+from torch.utils.checkpoint import checkpoint  # noqa: F401  programs use it
 
 # Factories of parameters and buffers. Autograd saves a scale, which multiplies, but no shift, which is added.
 
@@ -28,16 +19,11 @@ def scale(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape))
 
 
-def shift(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape))
-
-
 def frozen_scale(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape), requires_grad=False)
 
 
-def frozen_shift(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape), requires_grad=False)
+shift, frozen_shift = scale, frozen_scale
 
 
 def shift_buffer(*shape: int) -> nn.Buffer:
@@ -244,7 +230,7 @@ class Run:
 
     def repeat_until_complete(self, model: nn.Module, x: Tensor, scope) -> None:
         """Repeats the forward until no `fail_once` raises in it."""
-        for _ in range(9):  # few of a program's lines, at most 13, call fail_once
+        for _ in range(14):  # a program has at most 13 lines that fail once
             try:
                 with scope():
                     return model(x)

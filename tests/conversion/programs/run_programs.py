@@ -1,10 +1,10 @@
 """Random programs against `fastvit.convert`: a model, its options, and a step that must be eager's.
 
 A program is source: the classes of a model and a function `step(model, x)`, drawn from the tables of
-tests/program_kinds.py. The program runs as it is and converted, for two steps. All results of a step are
-compared: outputs, gradients, parameters, buffers, the input, random numbers and notes.
+kinds.py. The program runs as it is and converted, for two steps. All results of a step are compared: outputs,
+gradients, parameters, buffers, the input, random numbers and notes.
 
-    python tests/programs.py --programs 500 --first 0 --kinds writes flags
+    cd tests; python -m conversion.programs.run_programs --programs 500 --first 0 --kinds writes flags
 
 runs programs that mix these kinds, and prints each fault with its source and the count of each outcome.
 Without `--kinds` each program draws its own kinds. With `--alone` each kind has a row for its programs alone.
@@ -20,16 +20,15 @@ import functools
 import random
 import re
 import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 import fastvit
-from conversion.programs import names as program_tools
+from conversion.programs import names as program_names
 from conversion.programs.kinds import KINDS, MAY_BE_REFUSED
 from conversion.programs.source import DTYPES, OPTIONS, Program, draw_program
 from fastvit.conversion.scope_hooks import ScopeHook
@@ -83,14 +82,11 @@ class Execution:
     """A program's model, as it is or converted, which takes the steps of the program."""
 
     def __init__(self, program: Program, is_converted: bool):
-        self.run = program_tools.Run(DTYPES[program.dtype])
-        uses_scope = is_converted and program.option.startswith("scope")
-        names = {name: getattr(program_tools, name) for name in program_tools.__all__}
-        names["RUN"] = self.run
-        names["SCOPE"] = contextlib.nullcontext
-        if uses_scope:
-            matmuls = "products" in program.option
-            names["SCOPE"] = functools.partial(fastvit.recompute_scope, matmuls=matmuls)
+        self.is_converted, self.run = is_converted, program_names.Run(DTYPES[program.dtype])
+        scope: Callable = contextlib.nullcontext
+        if is_converted and program.option.startswith("scope"):
+            scope = functools.partial(fastvit.recompute_scope, matmuls="products" in program.option)
+        names = vars(program_names) | {"RUN": self.run, "SCOPE": scope}
         exec(_compile(program.source), names)
         torch.manual_seed(program.seed)
         self.model, self.step = names["Program"](), names["step"]
@@ -102,11 +98,12 @@ class Execution:
             if isinstance(module, _NORM_CLASSES):
                 module.float()
         self.x = torch.randn(8, 8, 6, 6).to(self.run.dtype).requires_grad_(program.seed % 3 == 0)
-        if is_converted and not program.is_set_up_first:
+        if program.is_set_up_first:
+            names["set_up"](self.model)
+        if is_converted:
             convert_program(self.model, program.option, program.seed)
-        names["set_up"](self.model)
-        if is_converted and program.is_set_up_first:
-            convert_program(self.model, program.option, program.seed)
+        if not program.is_set_up_first:
+            names["set_up"](self.model)
         self.run.log.clear()
 
     def take_step(self, step_index: int) -> dict[str, object]:
@@ -170,27 +167,23 @@ def _pop_open_hooks_and_modes() -> bool:
     return has_popped
 
 
-_SOURCE_ERRORS = (
-    NameError,
-    SyntaxError,
-    AttributeError,
-    LookupError,
-)  # in eager: a mistake in a table
+# In eager, these errors are mistakes in a table.
+_SOURCE_ERRORS = NameError, SyntaxError, AttributeError, LookupError
 
 
-def run_program(program: Program, converted_execution: type[Execution] = Execution) -> tuple[Outcome, str]:
+def run_program(program: Program) -> tuple[Outcome, str]:
     """Runs a program as it is and converted, and returns the outcome and its details as text."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return _run_program(program, converted_execution)
+            return _run_program(program)
         finally:
             _pop_open_hooks_and_modes()
 
 
-def _run_program(program: Program, converted_execution: type[Execution]) -> tuple[Outcome, str]:
+def _run_program(program: Program) -> tuple[Outcome, str]:
     eager = Execution(program, is_converted=False)
-    converted_run: Execution | None = None
+    converted: Execution | None = None
     for step_index in range(program.steps):
         expected = eager_error = actual = converted_error = None
         try:
@@ -200,8 +193,8 @@ def _run_program(program: Program, converted_execution: type[Execution]) -> tupl
         except Exception as error:
             eager_error = error
         try:
-            converted_run = converted_run or converted_execution(program, is_converted=True)
-            actual = converted_run.take_step(step_index)
+            converted = converted or Execution(program, is_converted=True)
+            actual = converted.take_step(step_index)
         except Exception as error:
             converted_error = error
         is_left_open = _pop_open_hooks_and_modes()
@@ -236,59 +229,16 @@ def _repeat_in_eager(program: Program, step_index: int, context) -> dict[str, ob
         return [eager.take_step(i) for i in range(step_index + 1)][-1]
 
 
-def shrink_program(program: Program, outcome: Outcome) -> Program:
-    """Returns a program with fewer statements and the same outcome."""
-    lines, index = program.source.splitlines(), 0
-    while index < len(lines):
-        indent = re.match(" *", lines[index])[0]
-        for replacement in ([], [f"{indent}v.append(v[-1])"], [f"{indent}pass"]):
-            new_lines = [*lines[:index], *replacement, *lines[index + 1 :]]
-            smaller = dataclasses.replace(program, source="\n".join(new_lines) + "\n")
-            if new_lines != lines and _has_same_outcome(smaller, outcome):
-                lines = new_lines
-                index -= not replacement  # the next line has moved to this index
-                break
-        index += 1
-    return dataclasses.replace(program, source="\n".join(lines) + "\n")
-
-
-def _has_same_outcome(program: Program, outcome: Outcome) -> bool:
-    try:
-        return run_program(program)[0] is outcome
-    except (AssertionError, *_SOURCE_ERRORS):
-        return False
-
-
-@dataclasses.dataclass
-class Tally:
-    """The number of programs by outcome, and the details and sources of the faults."""
-
-    counts: Counter[Outcome] = dataclasses.field(default_factory=Counter)
-    faults: list[str] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        outcomes = ", ".join(f"{self.counts[outcome]} {outcome.value}" for outcome in Outcome)
-        num_programs = max(1, self.counts.total())
-        return f"{num_programs} programs: {outcomes}; {1000 * self.seconds / num_programs:.1f} ms each"
-
-
-def run_programs(
-    seeds: range, kinds: Sequence[str] | None = None, option: str | None = None, shrink: bool = False
-) -> Tally:
-    """Runs the programs of `seeds`, each with the option that the program draws, or all with `option`."""
-    tally, start_seconds = Tally(), time.perf_counter()
+def run_programs(seeds: range, kinds: Sequence[str] | None, option: str | None) -> Counter[Outcome]:
+    """Runs the programs of `seeds`, prints the faults, and returns the count of each outcome."""
+    counts: Counter[Outcome] = Counter()
     for seed in seeds:
-        program = draw_program(seed, kinds)
-        if option is not None:
-            program = dataclasses.replace(program, option=option)
+        program = draw_program(random.Random(f"{seed} {kinds}").randrange, kinds, option)
         outcome, detail = run_program(program)
-        tally.counts[outcome] += 1
+        counts[outcome] += 1
         if outcome in FAULTS:
-            program = shrink_program(program, outcome) if shrink else program
-            tally.faults.append(f"{outcome.value}, {detail}\n{program}")
-    tally.seconds = time.perf_counter() - start_seconds
-    return tally
+            print(f"program {seed}: {outcome.value}, {detail}\n{program}", flush=True)
+    return counts
 
 
 def main() -> int:
@@ -298,19 +248,15 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="the kinds that each program mixes")
     parser.add_argument("--alone", action="store_true", help="run the programs of each kind alone")
     parser.add_argument("--option", choices=list(OPTIONS), help="run all programs with this option")
-    parser.add_argument("--shrink", action="store_true", help="remove statements that a fault does not need")
-    parser.add_argument("--quiet", action="store_true", help="do not print the sources of faults")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [(kind,) for kind in args.kinds or KINDS] if args.alone else [args.kinds]
-    num_faults = 0
-    for kinds in rows:
-        tally = run_programs(range(args.first, args.first + args.programs), kinds, args.option, args.shrink)
-        for fault in () if args.quiet else tally.faults:
-            print(fault, flush=True)
-        print(f"{' '.join(kinds or ['mixed'])}: {tally}", flush=True)
-        num_faults += len(tally.faults)
-    return min(num_faults, 1)
+    has_faults = False
+    for kinds in [(kind,) for kind in args.kinds or KINDS] if args.alone else [args.kinds]:
+        counts = run_programs(range(args.first, args.first + args.programs), kinds, args.option)
+        outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items())
+        print(f"{' '.join(kinds or ['mixed'])}: {outcomes}", flush=True)
+        has_faults |= any(counts[outcome] for outcome in FAULTS)
+    return int(has_faults)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Draws the source of a random program from the tables of tests/program_kinds.py."""
+"""Draws the source of a random program from the tables of kinds.py."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
+import itertools
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from conversion.programs.kinds import ACTIVATIONS, KINDS, MASKABLE_ACTIVATIONS, NORMS, ONE_FORWARD_ONLY, SUMS
 
 # The arguments of `convert` for each option; None stands for `recompute_scope()` instead of `convert`. With
-# `least`, `some` and `across`, convert_program of tests/programs.py then sets the policy of each block.
+# `least`, `some` and `across`, convert_program of run_programs.py then sets the policy of each block.
 OPTIONS = {
     "convert": {},
     "products": {"matmuls": True},
@@ -32,6 +32,7 @@ DTYPES = {  # dtypes of parameters; the norms may be in float32, and `autocast` 
     "float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16,
     "float16": torch.float16, "bfloat16, norms in float32": torch.bfloat16,
 }  # fmt: skip
+_DTYPE_PERCENTS = dict(zip(DTYPES, (55, 20, 10, 8, 7), strict=True))
 _SHIFT_PATTERN = r"(shift|frozen_shift|shift_buffer)\("
 _VECTOR_PATTERN = rf"{_SHIFT_PATTERN}|(scale|frozen_scale|scale_of)\("
 
@@ -40,7 +41,7 @@ _VECTOR_PATTERN = rf"{_SHIFT_PATTERN}|(scale|frozen_scale|scale_of)\("
 class Program:
     """The source of a program, and the options with which it runs."""
 
-    seed: int
+    seed: int  # of the weights and the input
     kinds: tuple[str, ...]
     option: str
     dtype: str
@@ -49,49 +50,73 @@ class Program:
     source: str
     steps: int = 2
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         mode = "train" if self.is_training else "eval"
-        title = f"# seed {self.seed}, {' '.join(self.kinds)}: {self.option}, {self.dtype}, {mode}"
-        return f"{title}, set up {'before' if self.is_set_up_first else 'after'} convert\n{self.source}"
+        order = "set up before convert" if self.is_set_up_first else "set up after convert"
+        title = f"{' '.join(self.kinds)}: {self.option}, {self.dtype}, {mode}, {order}, seed {self.seed}"
+        return f"# {title}\n{self.source}"
+
+
+class Choices:
+    """Choices made by `draw_below(n)`, which returns an integer from 0 to n - 1; 0 is the simplest choice."""
+
+    def __init__(self, draw_below: Callable[[int], int]):
+        self.draw_below = draw_below
+        self.line_numbers = itertools.count()  # of lines that differ by a number alone
+
+    def choose(self, options: Sequence):
+        return options[self.draw_below(len(options))]
+
+    def choose_several(self, options: Sequence, number: int) -> list:
+        remaining = list(options)
+        return [remaining.pop(self.draw_below(len(remaining))) for _ in range(min(number, len(options)))]
+
+    def decide(self, percent: int) -> bool:
+        """Returns True with this probability."""
+        return self.draw_below(100) >= 100 - percent
 
 
 class ForwardWriter:
     """Draws the class of a module from tables of lines."""
 
-    def __init__(self, rng: random.Random, kinds: Sequence[str], subclass: str, has_one_forward: bool):
-        self.rng, self.subclass, self.has_one_forward = rng, subclass, has_one_forward
+    def __init__(self, choices: Choices, kinds: Sequence[str], subclass: str, has_one_forward: bool):
+        self.choices, self.subclass, self.has_one_forward = choices, subclass, has_one_forward
         self.modules: dict[str, str] = {}  # expressions of submodules, parameters and buffers, by attribute
-        self.plain_lines = KINDS["plain"].lines
         self.tables = [KINDS[kind].lines for kind in kinds if KINDS[kind].lines]
         self.contexts = [context for kind in kinds for context in KINDS[kind].line_contexts]
         self.num_values = 1  # the length of `v` after the lines that are drawn; `v` begins with x
 
-    def write_class(self, class_name: str, num_lines: int, num_parts: int) -> str:
-        """Returns the source of a class. Only `Program` has parts, each of which a line calls."""
-        lines = []
-        while len(lines) < num_lines:
-            table = self.rng.choice(self.tables) if self.rng.random() < 0.55 else self.plain_lines
-            if (line := self.draw_line(self.rng.choice(table))) is not None:
-                lines.append(self.put_in_context(line))
+    def write_part(self, class_name: str, num_lines: int) -> str:
+        """Returns the source of a class that returns one tensor."""
+        return self._write_class(class_name, ["v = [x]", *self.draw_lines(num_lines), "return v[-1]"])
+
+    def write_program(self, num_lines: int, num_parts: int) -> str:
+        """Returns the source of the class `Program`, which calls each part and returns a list."""
+        start, lines = self.draw_line("v = [<<nn.Conv2d(8, 8, 1)>>(x)]"), self.draw_lines(num_lines)
         for part_index in range(num_parts):
-            line_index = self.rng.randrange(len(lines) + 1)
+            line_index = self.choices.draw_below(len(lines) + 1)
             lines.insert(line_index, f"v.append(self.parts[{part_index}](v[-1]))")
-        start, end = "v = [x]", "return v[-1]"
-        if class_name == "Program":
-            second_index = self.rng.randrange(-self.num_values, 0)
-            start = self.draw_line("v = [<<nn.Conv2d(8, 8, 1)>>(x)]")
-            sum_of_two = f"<<nn.Conv2d(8, 8, 1)>>(v[-1]) + <<nn.Conv2d(8, 8, 1)>>(v[{second_index}])"
-            end = self.draw_line(f"return [{sum_of_two}, *extras]")
-        forward = textwrap.indent("\n".join([start, "aliases, extras = [], []", *lines, end]), " " * 8)
+        second_index = -1 - self.choices.draw_below(self.num_values)
+        sum_of_two = f"<<nn.Conv2d(8, 8, 1)>>(v[-1]) + <<nn.Conv2d(8, 8, 1)>>(v[{second_index}])"
+        end = self.draw_line(f"return [{sum_of_two}, *extras]")
+        self.modules["parts"] = f"nn.ModuleList([{', '.join(f'Part{i}()' for i in range(num_parts))}])"
+        return self._write_class("Program", [start, *lines, end])
+
+    def _write_class(self, class_name: str, lines: list[str]) -> str:
+        forward = textwrap.indent("\n".join(["aliases, extras = [], []", *lines]), " " * 8)
         assignments = "".join(f"        self.{name} = {text}\n" for name, text in self.modules.items())
-        if class_name == "Program":
-            parts = ", ".join(f"Part{i}()" for i in range(num_parts))
-            assignments += f"        self.parts = nn.ModuleList([{parts}])\n"
         return (
             f"class {class_name}(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-            f"{assignments}\n"
-            f"    def forward(self, x):\n{forward}\n"
+            f"{assignments}\n    def forward(self, x):\n{forward}\n"
         )
+
+    def draw_lines(self, num_lines: int) -> list[str]:
+        lines: list[str] = []
+        while len(lines) < num_lines:
+            table = self.choices.choose(self.tables) if self.choices.decide(55) else KINDS["plain"].lines
+            if (line := self.draw_line(self.choices.choose(table))) is not None:
+                lines.append(self.put_in_context(line))
+        return lines
 
     def draw_line(self, template: str) -> str | None:
         """Returns the source of a line, or None if the line is left out."""
@@ -108,19 +133,19 @@ class ForwardWriter:
     def name_module(self, expression: str) -> str:
         """Returns the name of a module that this expression makes, or has made for an earlier line."""
         earlier_names = [name for name, text in self.modules.items() if text == expression]
-        if earlier_names and self.rng.random() < 0.4:
-            return f"self.{self.rng.choice(earlier_names)}"
+        if earlier_names and self.choices.decide(40):
+            return f"self.{self.choices.choose(earlier_names)}"
         name = f"m{len(self.modules)}"
-        if self.rng.random() < 0.1 and re.match(r"nn\.(Conv|Linear|\w+Norm)", expression):
-            expression = f"freeze({expression}, '{self.rng.choice(['', 'weight', 'bias'])}')"
+        if re.match(r"nn\.(Conv|Linear|\w+Norm)", expression) and self.choices.decide(10):
+            expression = f"freeze({expression}, '{self.choices.choose(['', 'weight', 'bias'])}')"
         self.modules[name] = expression
         return f"self.{name}"
 
     def put_in_context(self, line: str) -> str:
         """Returns the line, or the line in one of the contexts of the kinds."""
-        if not self.contexts or self.rng.random() > 0.3:
+        if not self.contexts or not self.choices.decide(30):
             return line
-        context = self.rng.choice(self.contexts)
+        context = self.choices.choose(self.contexts)
         wrapped = f"with {context}:\n{textwrap.indent(line, '    ')}"
         return f"RUN.cast_values(v)\n{wrapped}\nRUN.cast_values(v)" if "autocast" in context else wrapped
 
@@ -129,39 +154,41 @@ class PlaceholderTexts(dict):
     """Maps placeholders of a line to texts, each of which is drawn when the placeholder is first read."""
 
     def __init__(self, writer: ForwardWriter):
-        self.writer, self.rng = writer, writer.rng
+        self.writer = writer
 
     def __missing__(self, name: str) -> str:
-        rng, num_values = self.rng, self.writer.num_values
+        choose, num_values = self.writer.choices.choose, self.writer.num_values
         match name:
-            case "i":
-                text = str(max(0, num_values - 1 - int(rng.expovariate(1))))  # mostly one of the newest
+            case "i":  # mostly one of the newest
+                text = str(max(0, num_values - 1 - choose([0] * 12 + [1] * 5 + [2, 2, 3])))
             case "j":
-                text = str(rng.randrange(num_values))
+                text = str(self.writer.choices.draw_below(num_values))
             case "number":
-                text = str(rng.randrange(10**9))
+                text = str(next(self.writer.choices.line_numbers))
             case "norm_t":
-                text = rng.choice(NORMS).format("t")
+                text = choose(NORMS).format("t")
             case "norm_v":
-                text = rng.choice(NORMS).format(f"v[{self['i']}]")
+                text = choose(NORMS).format(f"v[{self['i']}]")
             case "sum":
-                text = rng.choice(SUMS).format(j=self["j"])
+                text = choose(SUMS).format(j=self["j"])
             case "activation":
-                text = rng.choice(ACTIVATIONS)
+                text = choose(ACTIVATIONS)
             case "activation_out_of_place":
-                text = rng.choice([a for a in ACTIVATIONS if "inplace" not in a])
+                text = choose([a for a in ACTIVATIONS if "inplace" not in a])
             case "subclass":
                 text = self.writer.subclass
             case "maskable":
-                text = rng.choice(MASKABLE_ACTIVATIONS)
+                text = choose(MASKABLE_ACTIVATIONS)
             case _:
-                text = "self." + rng.choice(find_operands(self.writer.modules)[name])
+                if not (operands := find_operands(self.writer.modules)[name]):
+                    raise LookupError(name)
+                text = f"self.{choose(operands)}"
         self[name] = text
         return text
 
 
 def find_operands(modules: dict[str, str]) -> dict[str, list[str]]:
-    """Returns the operands that a line may read or write, by their placeholder in program_kinds.py."""
+    """Returns the operands that a line may read or write, by their placeholder in kinds.py."""
     operands: dict[str, list[str]] = {"small": [], "bias": [], "large": [], "batch_norm": []}
     for name, expression in modules.items():
         if re.match(_VECTOR_PATTERN, expression):
@@ -188,59 +215,63 @@ def find_operands(modules: dict[str, str]) -> dict[str, list[str]]:
     return operands
 
 
-def draw_program(seed: int, kinds: Sequence[str] | None = None) -> Program:
-    """Draws the program of a seed, which mixes `kinds`; without `kinds` it draws them too."""
-    rng = random.Random(f"{seed} {kinds}")
+def draw_program(
+    draw_below: Callable[[int], int], kinds: Sequence[str] | None = None, option: str | None = None
+) -> Program:
+    """Draws a program that mixes `kinds`; draws these and the option, too, where they are None."""
+    choices = Choices(draw_below)
+    seed = choices.draw_below(1000)
     if kinds is None:
-        kinds = rng.sample(list(KINDS), rng.choice([1, 2, 2, 3]))
-    dtype = rng.choices(list(DTYPES), [55, 20, 10, 8, 7])[0]  # in percent
+        kinds = choices.choose_several(list(KINDS), choices.choose([1, 2, 2, 3]))
+    dtype = choices.choose([name for name, percent in _DTYPE_PERCENTS.items() for _ in range(percent)])
     kinds_to_mix = [KINDS[kind] for kind in kinds]
 
-    def draw_entries(table: str, chance: float, max_entries: int = 1) -> list[str]:
+    def draw_entries(table: str, percent: int, max_entries: int = 1) -> list[str]:
         entries = [entry for kind in kinds_to_mix for entry in getattr(kind, table)]
-        if not entries or rng.random() > chance:
+        if not entries or not choices.decide(percent):
             return []
-        return rng.sample(entries, min(len(entries), rng.randint(1, max_entries)))
+        return choices.choose_several(entries, 1 + choices.draw_below(max_entries))
 
-    subclass = rng.choice(["Image", "LargeEps", "RUN.noting_subclass"])  # torch cannot mix subclasses
-    forward = (draw_entries("forward_calls", 0.6) or ["outputs = model(x)"])[0]
-    pre_backward_lines = draw_entries("pre_backward_lines", 0.6, 2)
+    subclass = choices.choose(["Image", "LargeEps", "RUN.noting_subclass"])  # torch cannot mix subclasses
+    forward = (draw_entries("forward_calls", 60) or ["outputs = model(x)"])[0]
+    pre_backward_lines = draw_entries("pre_backward_lines", 60, 2)
     has_one_forward = (forward + "".join(pre_backward_lines)).count("model(") == 1
-    num_parts = rng.choice([0, 0, 1, 2])
-    writers = [ForwardWriter(rng, kinds, subclass, has_one_forward) for _ in range(num_parts + 1)]
-    classes = [w.write_class(f"Part{i}", rng.randint(1, 3), 0) for i, w in enumerate(writers[:-1])]
-    classes.append(writers[-1].write_class("Program", rng.randint(2, 7), num_parts))
+    num_parts = choices.choose([0, 0, 1, 2])
+    writers = [ForwardWriter(choices, kinds, subclass, has_one_forward) for _ in range(num_parts + 1)]
+    classes = [w.write_part(f"Part{i}", 1 + choices.draw_below(3)) for i, w in enumerate(writers[:-1])]
+    classes.append(writers[-1].write_program(2 + choices.draw_below(6), num_parts))
     operands: dict[str, list[str]] = {"small": [], "bias": [], "large": []}
     for i, writer in enumerate(writers):
         owner = f"model.parts[{i}]" if i < num_parts else "model"
         for name, paths in operands.items():
             paths += [f"{owner}.{path}" for path in find_operands(writer.modules)[name]]
-    texts = {name: rng.choice(paths) for name, paths in operands.items() if paths}
+    texts = {name: choices.choose(paths) for name, paths in operands.items() if paths}
     pre_backward_lines = [
         line.format(**texts)
         for line in pre_backward_lines
         if set(re.findall(r"{(\w+)}", line)) <= texts.keys()
     ]
     forward_contexts = ["torch.autocast('cpu', torch.bfloat16)"] * (dtype == "autocast")
-    forward_contexts += draw_entries("forward_contexts", 0.5)
-    statements = {
-        "input": (draw_entries("inputs", 0.5) or ["x"])[0].replace("{subclass}", subclass),
-        "may_fail": "fail_once" in "".join(classes),
-        "forward": forward,
-        "pre_backward_lines": pre_backward_lines,
-        "backward": (draw_entries("backward_calls", 0.7) or ["sum(losses).backward()"])[0],
-        "forward_contexts": forward_contexts,
-        "backward_contexts": draw_entries("backward_contexts", 0.4),
-        "step_contexts": draw_entries("step_contexts", 0.2),
-        "is_backward_inside": rng.random() < 0.15,
-        "is_scope_outside": rng.random() < 0.3,
-    }
-    set_up = "".join(f"    {line}\n" for line in draw_entries("set_up", 0.6, 2))
-    source = "\n".join([*classes, f"def set_up(model):\n    pass\n{set_up}", _write_step(**statements)])
-    options = [name for name in OPTIONS if name not in _OPTIONS_ON_REQUEST]
-    kind_options = [name for kind in kinds_to_mix for name in kind.options]
-    option = rng.choice(kind_options if kind_options and rng.random() < 0.5 else options)
-    return Program(seed, tuple(kinds), option, dtype, rng.random() < 0.8, rng.random() < 0.5, source)
+    step = _write_step(
+        input=(draw_entries("inputs", 50) or ["x"])[0].replace("{subclass}", subclass),
+        may_fail="fail_once" in "".join(classes),
+        forward=forward,
+        pre_backward_lines=pre_backward_lines,
+        backward=(draw_entries("backward_calls", 70) or ["sum(losses).backward()"])[0],
+        forward_contexts=forward_contexts + draw_entries("forward_contexts", 50),
+        backward_contexts=draw_entries("backward_contexts", 40),
+        step_contexts=draw_entries("step_contexts", 20),
+        is_backward_inside=choices.decide(15),
+        is_scope_outside=choices.decide(30),
+    )
+    set_up = "".join(f"    {line}\n" for line in draw_entries("set_up", 60, 2))
+    source = "\n".join([*classes, f"def set_up(model):\n    pass\n{set_up}", step])
+    if option is None:
+        kind_options = [name for kind in kinds_to_mix for name in kind.options]
+        options = [name for name in OPTIONS if name not in _OPTIONS_ON_REQUEST]
+        option = choices.choose(kind_options if kind_options and choices.decide(50) else options)
+    is_training, is_set_up_first = not choices.decide(20), choices.decide(50)
+    return Program(seed, tuple(kinds), option, dtype, is_training, is_set_up_first, source)
 
 
 def _write_step(
