@@ -21,7 +21,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FRAGMENTS = {  # lines to put into a loop of one's own; those of trainers are run by test_stacks.py
+FRAGMENTS = {  # lines to put into a loop of one's own; those of trainers are run by test_trainers.py
     "deadlocks-and-time-outs.md",
     "in-your-trainer.md",
 }
@@ -80,6 +80,12 @@ def test_make_targets_and_ci_steps_that_are_named_exist():
     for page in [*PAGES, *(ROOT / ".github/workflows").glob("*.yml")]:
         for named in re.findall(r"(?:`\.ci/run|run: \.ci/run|{ step:) ([a-z0-9]+)\b", page.read_text()):
             assert named in steps, f"{page.name} names the step {named} of .ci/run"
+
+
+def test_files_that_are_named_exist():
+    for page in PAGES:
+        for named in re.findall(r"\b(?:tests|tools|benchmarks|csrc|examples)/[\w/]*\w\.\w+", page.read_text()):
+            assert (ROOT / named).exists(), f"{page.name} names {named}"
 
 
 def test_the_places_of_an_activation_are_those_of_the_last_one():

@@ -1,4 +1,4 @@
-"""A small ViT of plain torch layers for the tests of `report`, `verify` and budgets."""
+"""A small ViT of plain torch layers for the tests of `report`, `verify` and budgets, and its peaks."""
 
 import copy
 
@@ -9,6 +9,7 @@ from torch import nn
 from fastvit.memory import peak_bytes
 
 WIDTH = 64  # features of a token
+TIMELINES = ["as it was", "as converted", "least"]  # The names of the steps in a report.
 
 
 class SmallViTBlock(nn.Module):
@@ -20,9 +21,15 @@ class SmallViTBlock(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = self.mix_tokens(x)
         return x + self.fc2(self.drop(self.act(self.fc1(self.norm2(x)))))
+
+    def mix_tokens(self, x):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return x + self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
 
     def act(self, x):
         return F.gelu(x)
@@ -37,6 +44,35 @@ class SmallViT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x if mask is None else x * mask
+
+
+class ConvStage(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width)
+        self.conv2, self.norm2 = nn.Conv2d(2 * width, width, 1), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return torch.relu(x + self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x))))))
+
+
+def make_vit_example():
+    torch.manual_seed(0)
+    return SmallViT(), torch.randn(16, 48, WIDTH)
+
+
+def make_conv_example():
+    torch.manual_seed(0)
+    # For smaller batches oneDNN's convolutions allocate less than on paper.
+    return nn.Sequential(*(ConvStage(16) for _ in range(4))), torch.randn(16, 16, 28, 28)
+
+
+EXAMPLES = {"vit": make_vit_example, "convolutions": make_conv_example}  # These return model and input.
+
+
+def policy_of(model):
+    """Returns the policy of the scopes of a converted model."""
+    return next(hook.policy for hook in model._forward_pre_hooks.values())
 
 
 def hold_graph_tensor(model, x):
@@ -58,3 +94,18 @@ def measure_step_peak(model, x):
     run_step()
     run_step()  # one-time allocations must not be in the peak
     return peak_bytes(run_step)
+
+
+def measure_adamw_peak(model, batch) -> int:
+    """Returns the peak bytes of two steps of a copy of the model with AdamW. `batch()` makes the inputs."""
+
+    def train():
+        copied = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(copied.parameters())
+        x = batch()
+        for _ in range(2):  # the first step allocates the optimizer's state
+            optimizer.zero_grad()
+            copied(x).sum().backward()
+            optimizer.step()
+
+    return peak_bytes(train)

@@ -43,10 +43,10 @@ sys.exit(main(sys.argv[1:]))
 # These options train with torch's norms on SIX_BATCHES.
 TWO_EPOCHS = [*SIX_BATCHES, "--epochs", "2", "--norm", "torch"]
 TINY_MODEL = ["--image-size", "8", "--model", "vit_digits", "--batch-size", "4"]
-FOLDER = ["--data", "folder", "--workers", "0", *TINY_MODEL]  # Tests add --data-path, from make_folder.
+FOLDER = ["--data", "folder", "--workers", "0", *TINY_MODEL]  # Tests add --data-path, from make_image_folder.
 
 
-def make_folder(path, classes=("cat", "dog"), images=8, side=12):
+def make_image_folder(path, classes=("cat", "dog"), images=8, side=12):
     for split in ("train", "val"):
         for number, name in enumerate(classes):
             (path / split / name).mkdir(parents=True)
@@ -56,11 +56,15 @@ def make_folder(path, classes=("cat", "dog"), images=8, side=12):
     return path
 
 
+def run_program(*command, text=True, **options):
+    """Runs a program to its end, within LIMIT_SECONDS. Returns the completed process with its output."""
+    return subprocess.run(command, capture_output=True, text=text, timeout=LIMIT_SECONDS, **options)
+
+
 def torchrun(directory, *arguments):
     """Runs a script, or "-m" and a module, on two ranks. Returns exit status, stdout and stderr."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node=2", *arguments]
-    process = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    process = run_program(*command, "--nproc_per_node=2", *arguments, cwd=directory)
     return process.returncode, process.stdout, process.stderr
 
 

@@ -1,4 +1,4 @@
-"""fastvit.convert in training of other kinds: the same bits, fewer bytes (see CONTRIBUTING.md)."""
+"""Training of other kinds with `fastvit.convert`: the same bits, fewer bytes (see CONTRIBUTING.md)."""
 
 import copy
 
@@ -21,10 +21,13 @@ from conversion.stacks.models import (
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
-def compare(row, make, loss_of, *inputs, lr=1e-2, convert=fastvit.convert, part=None, **named):
-    """Steps with `loss_of(model, images)` by a plain and by a converted model, which keeps what the row says.
+def assert_converted_trains_alike(
+    row, make, loss_of, *inputs, lr=1e-2, convert=fastvit.convert, part=None, **named
+):
+    """Trains a plain and a converted model, and asserts equal bits and the kept bytes of the page's row.
 
-    The bytes are those of a forward with `inputs`, of the model or of a part of it by name.
+    The loss is `loss_of(model, images)`. The bytes are those of a forward with `inputs`, of the model or of
+    its module `part`.
     """
     torch.manual_seed(0)
     plain = make()
@@ -33,7 +36,7 @@ def compare(row, make, loss_of, *inputs, lr=1e-2, convert=fastvit.convert, part=
     results = []
     for model in (plain, converted):
         torch.manual_seed(1)
-        results.append((steps(model, loss_of, lr), model))
+        results.append((train_model(model, loss_of, lr), model))
     assert_same_training(*results)
     sizes = []
     for model in (plain, converted):
@@ -42,7 +45,8 @@ def compare(row, make, loss_of, *inputs, lr=1e-2, convert=fastvit.convert, part=
     assert_row_of_page(row, *sizes)
 
 
-def steps(model, loss_of, lr):
+def train_model(model, loss_of, lr):
+    """Trains a model for some steps, and returns the losses."""
     optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr), []
     for images, _ in make_batches(8):
         loss = loss_of(model, images)
@@ -53,20 +57,20 @@ def steps(model, loss_of, lr):
     return losses
 
 
-def convolutions(*widths, norm=nn.BatchNorm2d):
+def make_discriminator(*widths, norm=nn.BatchNorm2d):
     layers = []
     for one, other in zip(widths, widths[1:], strict=False):
         layers += [nn.Conv2d(one, other, 3, 2, 1), norm(other), nn.SiLU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(1))
 
 
-def test_gan_with_r1():
+def test_a_gan_with_an_r1_penalty():
     """The penalty takes second derivatives. Each network is converted: their container is never called."""
 
     def make():
         model = nn.ModuleDict(
             {
-                "discriminator": convolutions(3, 16, 32, norm=lambda c: nn.GroupNorm(4, c)),
+                "discriminator": make_discriminator(3, 16, 32, norm=lambda c: nn.GroupNorm(4, c)),
                 "generator": nn.Sequential(nn.Linear(8, 3 * 32 * 32), nn.LayerNorm(3 * 32 * 32), nn.GELU()),
             }
         )
@@ -85,7 +89,7 @@ def test_gan_with_r1():
         return [fastvit.convert(network) for network in model.values()]
 
     row = "GAN with R1, the discriminator"
-    compare(row, make, loss_of, IMAGES, convert=convert, part="discriminator")
+    assert_converted_trains_alike(row, make, loss_of, IMAGES, convert=convert, part="discriminator")
 
 
 class Byol(nn.Module):
@@ -97,25 +101,25 @@ class Byol(nn.Module):
 
     def forward(self, images):
         with torch.no_grad():
-            want = self.target(images.flip(-1))
-        return F.mse_loss(self.predictor(self.online(images)), want)
+            expected = self.target(images.flip(-1))
+        return F.mse_loss(self.predictor(self.online(images)), expected)
 
     @torch.no_grad()
-    def follow(self):
+    def update_target(self):
         for own, other in zip(self.target.parameters(), self.online.parameters(), strict=True):
             own.lerp_(other, 0.1)
 
 
-def test_byol():
-    import_or_skip("timm")
-
+@pytest.mark.packages("timm")
+def test_byol_with_a_target_network():
     def loss_of(model, images):
-        model.follow()
+        model.update_target()
         return model(images)
 
-    compare("BYOL", Byol, loss_of, IMAGES)
+    assert_converted_trains_alike("BYOL", Byol, loss_of, IMAGES)
 
 
+@pytest.mark.packages("timm")
 def test_dino_with_two_sizes():
     timm = import_or_skip("timm")
     sizes = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4}
@@ -128,19 +132,20 @@ def test_dino_with_two_sizes():
     def loss_of(model, images):
         with torch.no_grad():
             teacher = teachers.get(model) or teachers.setdefault(model, copy.deepcopy(model))
-            want = teacher(images).softmax(-1)
+            expected = teacher(images).softmax(-1)
         views = [model(images), model(images[..., :16, :16])]
-        return -sum((want * view.log_softmax(-1)).sum(-1).mean() for view in views)
+        return -sum((expected * view.log_softmax(-1)).sum(-1).mean() for view in views)
 
-    compare("DINO, images of two sizes", make, loss_of, IMAGES)
+    assert_converted_trains_alike("DINO, images of two sizes", make, loss_of, IMAGES)
 
 
-def test_mae():
+@pytest.mark.packages("transformers")
+def test_a_masked_autoencoder():
     transformers = import_or_skip("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     sizes |= {f"decoder_{name}": 64 if "size" in name else 2 for name in list(sizes)}
     config = transformers.ViTMAEConfig(image_size=32, patch_size=4, **sizes)
-    compare(
+    assert_converted_trains_alike(
         "transformers, MAE",
         lambda: transformers.ViTMAEForPreTraining(config),
         lambda model, images: model(images).loss,
@@ -148,7 +153,8 @@ def test_mae():
     )
 
 
-def test_diffusers_dit():
+@pytest.mark.packages("diffusers")
+def test_a_diffusion_transformer():
     diffusers = import_or_skip("diffusers")
     import_or_skip("diffusers.models")
     conditions = {"timestep": torch.arange(8) * 10, "class_labels": torch.arange(8) % 4}
@@ -162,10 +168,11 @@ def test_diffusers_dit():
     def loss_of(model, images):
         return F.mse_loss(model(images, **conditions).sample, images)
 
-    compare("diffusers, DiT", make, loss_of, IMAGES[:8], **conditions)
+    assert_converted_trains_alike("diffusers, DiT", make, loss_of, IMAGES[:8], **conditions)
 
 
-def test_diffusers_unet():
+@pytest.mark.packages("diffusers")
+def test_a_diffusion_unet():
     diffusers = import_or_skip("diffusers")
     times = torch.arange(8) * 10
 
@@ -179,10 +186,11 @@ def test_diffusers_unet():
     def loss_of(model, images):
         return F.mse_loss(model(images, times).sample, images)
 
-    compare("diffusers, UNet2D", make, loss_of, IMAGES[:8], times)
+    assert_converted_trains_alike("diffusers, UNet2D", make, loss_of, IMAGES[:8], times)
 
 
-def test_detector_with_a_frozen_backbone():
+@pytest.mark.packages("torchvision")
+def test_a_detector_with_a_frozen_backbone():
     torchvision = import_or_skip("torchvision")
     targets = [
         {"boxes": torch.tensor([[4.0, 4.0, 20.0, 28.0]]), "labels": torch.tensor([1])} for _ in range(8)
@@ -198,10 +206,11 @@ def test_detector_with_a_frozen_backbone():
         return sum(model(list(images), targets).values())
 
     row = "torchvision, RetinaNet with a frozen backbone"
-    compare(row, make, loss_of, list(IMAGES[:8]), targets, lr=1e-4)
+    assert_converted_trains_alike(row, make, loss_of, list(IMAGES[:8]), targets, lr=1e-4)
 
 
-def test_monai_swin_unetr():
+@pytest.mark.packages("monai")
+def test_swin_unetr_of_monai():
     monai = import_or_skip("monai")
     import_or_skip("monai.networks.nets")
     volume = torch.randn(1, 1, 64, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -209,10 +218,13 @@ def test_monai_swin_unetr():
     def make():
         return monai.networks.nets.SwinUNETR(in_channels=1, out_channels=2, feature_size=12)
 
-    compare("monai, SwinUNETR", make, lambda model, _: model(volume).square().mean(), volume)
+    assert_converted_trains_alike(
+        "monai, SwinUNETR", make, lambda model, _: model(volume).square().mean(), volume
+    )
 
 
-def test_ultralytics(tmp_path, monkeypatch):
+@pytest.mark.packages("ultralytics")
+def test_yolo_of_ultralytics(tmp_path, monkeypatch):
     monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))  # its import writes settings
     import_or_skip("ultralytics")
     from ultralytics.cfg import get_cfg
@@ -228,4 +240,4 @@ def test_ultralytics(tmp_path, monkeypatch):
     def loss_of(model, images):
         return model.loss({"img": images, **boxes})[0].sum()
 
-    compare("ultralytics, YOLOv8n", make, loss_of, IMAGES, lr=1e-4)
+    assert_converted_trains_alike("ultralytics, YOLOv8n", make, loss_of, IMAGES, lr=1e-4)

@@ -1,4 +1,4 @@
-"""fastvit.convert in trainers, by the lines of docs/in-your-trainer.md (see CONTRIBUTING.md)."""
+"""Trainers with `fastvit.convert`, by the lines of docs/in-your-trainer.md (see CONTRIBUTING.md)."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ from conversion.stacks.models import (
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
-class Rows(torch.utils.data.Dataset):
+class ColumnDataset(torch.utils.data.Dataset):
     def __init__(self, **columns):
         self.columns = columns
 
@@ -42,22 +42,25 @@ class Rows(torch.utils.data.Dataset):
         return {name: column[i] for name, column in self.columns.items()}
 
 
-PICTURES, WORDS = Rows(pixel_values=IMAGES, labels=LABELS), Rows(input_ids=TOKENS, labels=TOKENS)
+IMAGE_ROWS, TOKEN_ROWS = (
+    ColumnDataset(pixel_values=IMAGES, labels=LABELS),
+    ColumnDataset(input_ids=TOKENS, labels=TOKENS),
+)
 
 
-def both(run, adapter=None):
-    """`run()` without and with the conversion."""
+def run_without_and_with_convert(run, adapter=None):
+    """Returns the results of `run()` without and with the conversion."""
     with disable_convert(adapter):
-        want = run()
-    return want, run()
+        plain = run()
+    return plain, run()
 
 
-def test_timm():
+@pytest.mark.packages("timm")
+def test_timms_loop_trains_the_same_bits():
     """As timm's train.py: optimizer, EMA, bf16 and accumulation."""
     timm = import_or_skip("timm")
-    import_or_skip("timm.optim"), import_or_skip("timm.utils")
 
-    def run():
+    def train():
         model = make_timm_vit()
         run_page_block("A loop of your own, timm's train.py", model=model)
         optimizer = timm.optim.create_optimizer_v2(model, "adamw", 1e-2, weight_decay=0.05)
@@ -73,15 +76,15 @@ def test_timm():
                 ema.update(model)
         return losses, nn.ModuleList([model, ema])
 
-    want, got = both(run)
-    assert_same_training(want, got)
+    expected, actual = run_without_and_with_convert(train)
+    assert_same_training(expected, actual)
     with torch.autocast("cpu", torch.bfloat16):
         assert_row_of_page(
-            "timm, bf16", *(measure_kept_kib(modules[0], IMAGES) for _, modules in (want, got))
+            "timm, bf16", *(measure_kept_kib(modules[0], IMAGES) for _, modules in (expected, actual))
         )
 
 
-def hf(folder, model, data, steps=6, resume=False, **options):
+def train_by_transformers(folder, model, data, steps=6, resume=False, **options):
     transformers = import_or_skip("transformers")
     args = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=4, max_steps=steps, logging_steps=1, report_to=[],
@@ -94,68 +97,75 @@ def hf(folder, model, data, steps=6, resume=False, **options):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row], trainer.model
 
 
+@pytest.mark.packages("transformers")
 @pytest.mark.parametrize(
     ("row", "make", "data", "options"),
     [
-        ("ViT", make_transformers_vit, PICTURES, {}),
-        ("GPT2", make_gpt2, WORDS, {}),
-        ("ViT, bf16", make_transformers_vit, PICTURES, {"bf16": True}),
-        ("ViT, gradient checkpointing", make_transformers_vit, PICTURES, {"gradient_checkpointing": True}),
-        (None, make_transformers_vit, PICTURES, {"gradient_accumulation_steps": 2}),
+        ("ViT", make_transformers_vit, IMAGE_ROWS, {}),
+        ("GPT2", make_gpt2, TOKEN_ROWS, {}),
+        ("ViT, bf16", make_transformers_vit, IMAGE_ROWS, {"bf16": True}),
+        ("ViT, gradient checkpointing", make_transformers_vit, IMAGE_ROWS, {"gradient_checkpointing": True}),
+        (None, make_transformers_vit, IMAGE_ROWS, {"gradient_accumulation_steps": 2}),
     ],
+    ids=["ViT", "GPT2", "bf16", "gradient checkpointing", "gradient accumulation"],
 )
-def test_transformers(tmp_path, row, make, data, options):
-    import_or_skip("transformers")
+def test_transformers_trains_the_same_bits(tmp_path, row, make, data, options):
     from fastvit.adapters import transformers as adapter
 
-    want, got = both(lambda: hf(tmp_path, make(), data, **options), adapter)
-    assert_same_training(want, got)
+    expected, actual = run_without_and_with_convert(
+        lambda: train_by_transformers(tmp_path, make(), data, **options), adapter
+    )
+    assert_same_training(expected, actual)
     batch = data[:]
     if row:
         assert_row_of_page(
-            f"transformers, {row}", *(measure_kept_kib(model, **batch) for _, model in (want, got))
+            f"transformers, {row}", *(measure_kept_kib(model, **batch) for _, model in (expected, actual))
         )
 
 
-def test_transformers_resumes_with_and_without_it(tmp_path):
+@pytest.mark.packages("transformers")
+def test_transformers_resumes_from_checkpoints_of_either_kind(tmp_path):
     """From a file of either kind, in either way."""
-    import_or_skip("transformers")
     from fastvit.adapters import transformers as adapter
 
     folders, resumed = [tmp_path / "eager", tmp_path / "converted"], []
     with disable_convert(adapter):
-        hf(folders[0], make_transformers_vit(), PICTURES)
-    hf(folders[1], make_transformers_vit(), PICTURES)
+        train_by_transformers(folders[0], make_transformers_vit(), IMAGE_ROWS)
+    train_by_transformers(folders[1], make_transformers_vit(), IMAGE_ROWS)
     for folder in folders:
-        resumed += both(
-            lambda folder=folder: hf(folder, make_transformers_vit(), PICTURES, resume=True), adapter
+        resumed += run_without_and_with_convert(
+            lambda folder=folder: train_by_transformers(
+                folder, make_transformers_vit(), IMAGE_ROWS, resume=True
+            ),
+            adapter,
         )
     for run in resumed[1:]:
         assert_same_training(resumed[0], run)
 
 
-def test_from_pretrained(tmp_path):
-    import_or_skip("transformers")
+@pytest.mark.packages("transformers")
+def test_a_saved_model_of_transformers_is_converted_again(tmp_path):
     model = fastvit.convert(make_transformers_vit())
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     with disable_convert():
-        want = trained_by_logits(make_transformers_vit())
-    assert_same_training(want, trained_by_logits(fastvit.convert(again.train())))
+        expected = train_by_logits(make_transformers_vit())
+    assert_same_training(expected, train_by_logits(fastvit.convert(again.train())))
 
 
-def trained_by_logits(model):
+def train_by_logits(model):
     return train_in_plain_loop(
         model, loss=lambda output, labels: F.cross_entropy(output.logits, labels)
     ), model
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.packages("accelerate", "timm")
+@pytest.mark.parametrize("after", [False, True], ids=["before prepare", "after prepare"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerate(after, precision):
+def test_accelerate_trains_the_same_bits(after, precision):
     accelerate = import_or_skip("accelerate")
 
-    def run():
+    def train():
         accelerate.state.AcceleratorState._reset_state(True)  # the precision of another test
         accelerator = accelerate.Accelerator(
             cpu=True, mixed_precision=precision, gradient_accumulation_steps=2
@@ -180,19 +190,19 @@ def test_accelerate(after, precision):
                 losses.append(loss.item())
         return losses, model
 
-    want, got = both(run)
-    assert_same_training(want, got)
-    before, less = (measure_kept_kib(model, IMAGES) for _, model in (want, got))
+    expected, actual = run_without_and_with_convert(train)
+    assert_same_training(expected, actual)
+    before, less = (measure_kept_kib(model, IMAGES) for _, model in (expected, actual))
     assert less < before
     if precision == "no":
         assert_row_of_page("accelerate", before, less)
 
 
-def accelerated(rank, world, converts):
+def train_on_rank_by_accelerate(rank, world, converts):
     """Losses and weights of a rank."""
     import accelerate
 
-    def run():
+    def train():
         accelerator = accelerate.Accelerator(cpu=True)
         assert accelerator.num_processes == world
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, LABELS), 4)
@@ -217,35 +227,37 @@ def accelerated(rank, world, converts):
         patch.setenv("ACCELERATE_USE_CPU", "true")
         accelerate.state.AcceleratorState._reset_state(True)
         with contextlib.nullcontext() if converts else disable_convert():
-            return run()
+            return train()
 
 
-def test_accelerate_with_two_ranks(ranks):
-    import_or_skip("accelerate")
-    want, got = (ranks.run(2, accelerated, converts) for converts in (False, True))
-    for (losses, weights), (others, others_weights) in zip(want, got, strict=True):
+@pytest.mark.packages("accelerate", "timm")
+def test_accelerate_trains_the_same_bits_on_two_ranks(ranks):
+    expected, actual = (ranks.run(2, train_on_rank_by_accelerate, converts) for converts in (False, True))
+    for (losses, weights), (others, others_weights) in zip(expected, actual, strict=True):
         assert losses == others and len(losses) == 3
         assert all(map(torch.equal, weights.values(), others_weights.values()))
 
 
-def test_peft():
+@pytest.mark.packages("peft", "transformers")
+def test_adapters_of_peft_train_the_same_bits():
     peft = import_or_skip("peft")
 
-    def run():
+    def train():
         torch.manual_seed(0)
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
         torch.manual_seed(0)
         model = run_page_block("peft", model=make_transformers_vit(), config=config, peft=peft)["model"]
-        return trained_by_logits(model)
+        return train_by_logits(model)
 
-    want, got = both(run)
-    assert_same_training(want, got)
-    assert_row_of_page("peft, LoRA", *(measure_kept_kib(model, IMAGES) for _, model in (want, got)))
-    early = peft.get_peft_model(fastvit.convert(make_transformers_vit()), got[1].peft_config["default"])
-    assert measure_kept_kib(early, IMAGES) == measure_kept_kib(got[1], IMAGES)  # before or after
+    expected, actual = run_without_and_with_convert(train)
+    assert_same_training(expected, actual)
+    assert_row_of_page("peft, LoRA", *(measure_kept_kib(model, IMAGES) for _, model in (expected, actual)))
+    early = peft.get_peft_model(fastvit.convert(make_transformers_vit()), actual[1].peft_config["default"])
+    assert measure_kept_kib(early, IMAGES) == measure_kept_kib(actual[1], IMAGES)  # before or after
 
 
-def test_lightning(tmp_path):
+@pytest.mark.packages("lightning", "timm")
+def test_lightning_trains_the_same_bits(tmp_path):
     lightning = import_or_skip("lightning")
     from fastvit.adapters import lightning as adapter
 
@@ -269,18 +281,18 @@ def test_lightning(tmp_path):
     options = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "default_root_dir": tmp_path}
     options |= {"enable_progress_bar": False, "accumulate_grad_batches": 2, "enable_model_summary": False}
 
-    def run():
+    def train():
         module = Module()
         trainer = run_page_block("Lightning", lightning=lightning, options=options)["trainer"]
         trainer.fit(module, loader)
         return module.losses, module
 
-    want, got = both(run, adapter)
-    assert_same_training(want, got)
-    assert_row_of_page("Lightning", *(measure_kept_kib(module, IMAGES) for _, module in (want, got)))
+    expected, actual = run_without_and_with_convert(train, adapter)
+    assert_same_training(expected, actual)
+    assert_row_of_page("Lightning", *(measure_kept_kib(module, IMAGES) for _, module in (expected, actual)))
 
 
-def synchronised(rank, world, size, folder):
+def train_on_rank_by_lightning(rank, world, size, folder):
     """The weights after an epoch, and the layer's class in training and after it."""
     import lightning
 
@@ -310,20 +322,21 @@ def synchronised(rank, world, size, folder):
     return module.state_dict(), module.trained_by, type(module.model[1])
 
 
-def test_lightning_synchronises(ranks, tmp_path):
+@pytest.mark.packages("lightning")
+def test_lightning_synchronises_batch_norms(ranks, tmp_path):
     """Two ranks with half of each batch are one with all of it."""
-    import_or_skip("lightning")
-    ((want, _, _),) = ranks.run(1, synchronised, 8, tmp_path)
-    for got, during, after in ranks.run(2, synchronised, 4, tmp_path):
-        torch.testing.assert_close(want, got)
+    ((expected, _, _),) = ranks.run(1, train_on_rank_by_lightning, 8, tmp_path)
+    for actual, during, after in ranks.run(2, train_on_rank_by_lightning, 4, tmp_path):
+        torch.testing.assert_close(expected, actual)
         assert during is fastvit.SyncBatchNorm and after is nn.BatchNorm2d
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_fabric(before):
+@pytest.mark.packages("lightning", "timm")
+@pytest.mark.parametrize("before", [False, True], ids=["after setup", "before setup"])
+def test_fabric_trains_the_same_bits(before):
     lightning = import_or_skip("lightning")
 
-    def run():
+    def train():
         fabric = lightning.Fabric(accelerator="cpu", devices=1)
         model = make_timm_vit()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -334,13 +347,13 @@ def test_fabric(before):
             model, optimizer = ran["model"], ran["optimizer"]
         return train_in_plain_loop(model, optimizer, backward=fabric.backward), model
 
-    want, got = both(run)
-    assert_same_training(want, got)
-    assert_row_of_page("Fabric", *(measure_kept_kib(model, IMAGES) for _, model in (want, got)))
+    expected, actual = run_without_and_with_convert(train)
+    assert_same_training(expected, actual)
+    assert_row_of_page("Fabric", *(measure_kept_kib(model, IMAGES) for _, model in (expected, actual)))
 
 
-def test_mmengine(tmp_path):
-    import_or_skip("mmengine")
+@pytest.mark.packages("mmengine", "timm")
+def test_mmengine_trains_the_same_bits(tmp_path):
     from mmengine.model import BaseModel
     from mmengine.runner import Runner
 
@@ -361,7 +374,7 @@ def test_mmengine(tmp_path):
 
     rows = [{"image": image, "label": label} for image, label in zip(IMAGES, LABELS, strict=True)]
 
-    def run():
+    def train():
         loader = torch.utils.data.DataLoader(rows, 4)
         hooks = run_page_block("mmengine")["custom_hooks"]
         name = f"run{len(list(tmp_path.iterdir()))}"
@@ -374,12 +387,13 @@ def test_mmengine(tmp_path):
         ema = next(hook.ema_model for hook in runner.hooks if hasattr(hook, "ema_model"))
         return runner.model.losses, nn.ModuleList([runner.model, ema])
 
-    want, got = both(run, adapter)
-    assert_same_training(want, got)
-    assert_row_of_page("mmengine", *(measure_kept_kib(models[0], IMAGES) for _, models in (want, got)))
+    expected, actual = run_without_and_with_convert(train, adapter)
+    assert_same_training(expected, actual)
+    assert_row_of_page("mmengine", *(measure_kept_kib(models[0], IMAGES) for _, models in (expected, actual)))
 
 
-def test_torchtitan():
+@pytest.mark.packages("torchtitan", "timm")
+def test_torchtitan_trains_the_same_bits():
     import_or_skip("torchtitan.distributed.activation_checkpoint")
     from torchtitan.distributed.activation_checkpoint import FullAC
 
@@ -398,22 +412,22 @@ def test_torchtitan():
                 x = block(x)
             return self.whole.forward_head(self.whole.norm(x))
 
-    def run():
+    def train():
         model = Model()
         run_page_block("torchtitan")["policy"].build().apply(model)
         return train_in_plain_loop(model), model
 
-    want, got = both(run, adapter)
-    assert_same_training(want, got)
+    expected, actual = run_without_and_with_convert(train, adapter)
+    assert_same_training(expected, actual)
     assert_row_of_page(
-        "torchtitan, `matmuls=True`", *(measure_kept_kib(model, IMAGES) for _, model in (want, got))
+        "torchtitan, `matmuls=True`", *(measure_kept_kib(model, IMAGES) for _, model in (expected, actual))
     )
     full = Model()
     FullAC.Config().build().apply(full)
-    assert fastvit.convert(full) is full and train_in_plain_loop(full) == want[0]
+    assert fastvit.convert(full) is full and train_in_plain_loop(full) == expected[0]
 
 
-def sharded(rank, world, how, folder):
+def train_on_rank_by_fsdp(rank, world, how, folder):
     """Losses, KiB and the weights of a rank."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -446,15 +460,15 @@ def sharded(rank, world, how, folder):
     return losses, measure_kept_kib(model, IMAGES), weights
 
 
-def test_fsdp2(ranks, tmp_path):
-    import_or_skip("timm")
-    want = ranks.run(2, sharded, "never", tmp_path)
+@pytest.mark.packages("timm")
+def test_fsdp2_trains_the_same_bits(ranks, tmp_path):
+    expected = ranks.run(2, train_on_rank_by_fsdp, "never", tmp_path)
     for how in ("after", "before"):
-        got = ranks.run(2, sharded, how, tmp_path)
-        for one, other in zip(want, got, strict=True):
+        actual = ranks.run(2, train_on_rank_by_fsdp, how, tmp_path)
+        for one, other in zip(expected, actual, strict=True):
             assert one[0] == other[0] and len(one[0]) > 1
             assert not [name for name in one[2] if not torch.equal(one[2][name], other[2][name])]
-        assert_row_of_page("FSDP2, a rank of two", want[0][1], got[0][1])
+        assert_row_of_page("FSDP2, a rank of two", expected[0][1], actual[0][1])
 
 
 def test_a_whole_module_needs_fastvit_to_be_loaded(tmp_path):
