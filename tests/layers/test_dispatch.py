@@ -1,4 +1,4 @@
-"""Tests the choices of the autograd functions on a GPU, with CPU tensors that claim to be there."""
+"""The choices of layers for tensors on a GPU, tested with CPU tensors that say that they are there."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from fastvit.training.run import _check_norm_runs_on
 
 
 @pytest.fixture
-def claimed(monkeypatch):
+def say_is_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
 
 @pytest.fixture
-def volta(monkeypatch):
-    """A GPU for which nothing was built."""
+def gpu_without_kernels(monkeypatch):
+    """Makes torch see a GPU for which nothing was built."""
     monkeypatch.setattr(_library, "HAS_CUDA_KERNELS", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -32,49 +32,51 @@ def volta(monkeypatch):
     _library._missing_code_message.cache_clear()
 
 
-WHY = "no code for this Tesla V100, .* TORCH_CUDA_ARCH_LIST=7.0 and a toolkit before CUDA 13"
+NO_CODE = "no code for this Tesla V100, .* TORCH_CUDA_ARCH_LIST=7.0 and a toolkit before CUDA 13"
 
 
-def test_a_gpu_without_kernels_is_named_before_any_launch(volta):
+def test_a_gpu_without_kernels_is_named_before_any_launch(gpu_without_kernels):
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(2, 3, 4, device="cuda")
         for layer in (fastvit.SyncBatchNorm(3), fastvit.functional.act):
-            with pytest.raises(ValueError, match=f"the input is on cuda:0, but the CUDA kernels have {WHY}"):
+            with pytest.raises(
+                ValueError, match=f"the input is on cuda:0, but the CUDA kernels have {NO_CODE}"
+            ):
                 layer(x)
     assert info.facts()["GPUs"] == "1 x Tesla V100 (sm_70, without kernels)"
     with pytest.raises(
-        ConfigError, match=f"--norm inplace-abn needs fastvit's kernels: the CUDA kernels have {WHY}"
+        ConfigError, match=f"--norm inplace-abn needs fastvit's kernels: the CUDA kernels have {NO_CODE}"
     ):
         _check_norm_runs_on(Config(norm="inplace-abn"), torch.device("cuda", 0))
     _check_norm_runs_on(Config(norm="torch"), torch.device("cuda", 0))
 
 
-def test_fuse_leaves_a_model_on_a_gpu_without_kernels(volta):
+def test_fuse_leaves_a_model_on_a_gpu_without_kernels(gpu_without_kernels):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = nn.Sequential(nn.LayerNorm(3, device="cuda"), nn.ReLU(), nn.GELU("tanh"))
         kinds = [type(layer) for layer in fastvit.fuse(model)]
     assert kinds == [nn.LayerNorm, nn.ReLU, nn.GELU]
 
 
-@pytest.mark.parametrize("ranks,one", [(None, True), (1, True), (2, False)])
-def test_beside_other_ranks_no_grid_waits_for_itself(monkeypatch, claimed, ranks, one):
-    monkeypatch.setattr(dist, "is_initialized", lambda: ranks is not None)
-    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
-    assert _autograd.fuses_statistics(sync.LOCAL_TRANSPORT, torch.ones(1)) == one
+def test_beside_other_ranks_no_grid_waits_for_itself(monkeypatch, say_is_cuda):
+    for world_size, is_fused in [(None, True), (1, True), (2, False)]:
+        monkeypatch.setattr(dist, "is_initialized", lambda size=world_size: size is not None)
+        monkeypatch.setattr(dist, "get_world_size", lambda size=world_size: size)
+        assert _autograd.fuses_statistics(sync.LOCAL_TRANSPORT, torch.ones(1)) == is_fused
 
 
-def test_a_gradient_that_lies_differently_is_copied(claimed):
+def test_a_gradient_of_other_strides_is_copied_where_x_has_no_gaps(say_is_cuda):
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     dy = torch.randn(2, 3, 4, 5)
     copy = _autograd.match_strides(dy, x)
     assert copy.stride() == x.stride() and torch.equal(copy, dy)
     assert _autograd.match_strides(copy, x) is copy
     assert _autograd.match_strides(torch.ones(()).expand(2, 3, 4, 5), x).stride() == x.stride()
-    assert _autograd.match_strides(dy, torch.randn(2, 3, 4, 10)[..., ::2]) is dy  # gaps: no copy lies so
+    assert _autograd.match_strides(dy, torch.randn(2, 3, 4, 10)[..., ::2]) is dy  # no copy has such gaps
 
 
-@pytest.mark.parametrize("autocast,dtype", [(False, torch.half), (True, torch.float32)])
-def test_a_fused_layer_norm_takes_float32_in_autocast_alone(monkeypatch, claimed, autocast, dtype):
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: autocast)
+def test_a_fused_layer_norm_takes_float32_in_autocast_alone(monkeypatch, say_is_cuda):
     monkeypatch.setattr(fastvit.functional, "layer_norm", lambda input, *_, **__: input)
-    assert TorchDtypeLayerNorm(8)(torch.ones(2, 8, dtype=torch.half)).dtype is dtype
+    for autocast, dtype in [(False, torch.half), (True, torch.float32)]:
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda device, enabled=autocast: enabled)
+        assert TorchDtypeLayerNorm(8)(torch.ones(2, 8, dtype=torch.half)).dtype is dtype

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from ops.inputs import TimmBatchNorm, describe_model
 from ops.tolerances import assert_close_enough
 from packages import import_or_skip
@@ -22,8 +23,6 @@ ACTIVATIONS = {
     "leaky_relu": nn.LeakyReLU(0.2), "elu": nn.ELU(0.7, inplace=True), "gelu": nn.GELU(),
     "gelu_tanh": nn.GELU("tanh"), "silu": nn.SiLU(inplace=True), "hardswish": nn.Hardswish(),
 }  # fmt: skip
-
-
 X = torch.randn(4, 3, 6, 6, dtype=torch.float64)
 
 
@@ -32,13 +31,13 @@ class OwnInit(nn.BatchNorm2d):
         super().__init__(8)
 
 
-class Block(nn.Sequential):
+class OwnSequential(nn.Sequential):
     def __init__(self, *layers):
         super().__init__(*layers)
 
 
-class TwoWays(nn.Sequential):
-    def normalised(self, x):
+class SequentialWithMethod(nn.Sequential):
+    def normalize(self, x):
         return self[0](x)
 
 
@@ -47,8 +46,8 @@ class AlwaysEval(nn.BatchNorm2d):
         return super().train(False)
 
 
-class Net(nn.Module):
-    """Every kind of layer, with options, in float64 so that roundings are small."""
+class EveryLayer(nn.Module):
+    """Has every kind of layer, with options, in float64 so that roundings are small."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +55,7 @@ class Net(nn.Module):
         self.alone = nn.BatchNorm2d(8, momentum=None)
         self.timm = TimmBatchNorm(8, eps=1e-3)
         self.mish = TimmBatchNorm(8, act=nn.Mish())
-        self.inner = Block(
+        self.inner = OwnSequential(
             nn.Conv2d(8, 8, 1), OwnInit(), nn.Hardswish(), nn.BatchNorm2d(8, affine=False), nn.ReLU()
         )
         norm = nn.BatchNorm1d(8)
@@ -75,7 +74,8 @@ FUSED = {"alone": "identity", "flat.1": "elu", "inner.1": "hardswish", "inner.3"
 FUSED["timm"] = "silu"
 
 
-def step(model, x):
+def run_step(model, x):
+    """Returns the output, the gradients and the buffers of a step in a recompute scope."""
     for parameter in model.parameters():
         parameter.grad = None
     with fastvit.recompute_scope():
@@ -86,54 +86,53 @@ def step(model, x):
     return [y.detach(), *grads, *(b.detach().clone() for b in model.buffers())]
 
 
-def same(model, plain, x):
-    for got, want in zip(step(model, x), step(plain, x), strict=True):
-        assert got.dtype == want.dtype
+def assert_same_step(model, plain, x):
+    for actual, expected in zip(run_step(model, x), run_step(plain, x), strict=True):
+        assert actual.dtype == expected.dtype
+        actual, expected = (t.double() if t.dtype == torch.int64 else t for t in (actual, expected))
         # A gradient of a bias before BatchNorm is a sum that cancels.
-        got, want = (t.double() if t.dtype == torch.int64 else t for t in (got, want))
-        assert_close_enough(got, want, row="layer", least_scale=1)
+        assert_close_enough(actual, expected, row="layer", least_scale=1)
 
 
 @pytest.mark.parametrize("mode", ["training", "evaluation", "frozen", "no_grad", "channels_last"])
 def test_fused_models_give_torchs_results(mode):
-    plain = Net()
+    plain = EveryLayer()
     model = fastvit.fuse(copy.deepcopy(plain))
     assert {n: m.activation for n, m in model.named_modules() if isinstance(m, BatchNormAct)} == FUSED
     assert [type(model.get_submodule(n)) for n in ("flat.3", "head.2")] == [TorchDtypeLayerNorm] * 2
     assert type(model.head[1]) is TanhGELU and type(model.mish) is TimmBatchNorm
-    for net in (plain, model):
+    memory_format = torch.channels_last if mode == "channels_last" else torch.preserve_format
+    for one in (plain, model):
         if mode in ("evaluation", "frozen"):
-            net(X)
-            net.eval().requires_grad_(mode == "evaluation")
-        if mode == "channels_last":
-            net.to(memory_format=torch.channels_last)
-    if mode == "no_grad":
-        with torch.no_grad():
-            return same(model, plain, X)
-    same(model, plain, X.to(memory_format=torch.channels_last) if mode == "channels_last" else X)
+            one(X)
+            one.eval().requires_grad_(mode == "evaluation")
+        one.to(memory_format=memory_format)
+    with torch.set_grad_enabled(mode != "no_grad"):
+        assert_same_step(model, plain, X.to(memory_format=memory_format))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
-def test_fused_models_round_no_worse_than_torch(dtype):
-    """None is autocast: results have torch's dtypes, so that residuals keep their precision."""
-    exact = Net()
-    plain = copy.deepcopy(exact).to(dtype or torch.float32)
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_fused_models_round_no_worse_than_torch(autocast):
+    """Results have torch's dtypes under autocast, so that residuals keep their precision."""
+    exact, dtype = EveryLayer(), torch.float32 if autocast else torch.bfloat16
+    plain = copy.deepcopy(exact).to(dtype)
     model = fastvit.fuse(copy.deepcopy(plain))
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is None):
-        got, want = (net(X.to(dtype or torch.float32)) for net in (model, plain))
-        for inside in (got.dtype, torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, plain_y = (one(X.to(dtype)) for one in (model, plain))
+        for inside in (y.dtype, torch.bfloat16):
             hidden = torch.ones(8, 16, dtype=inside)
             assert model.head[2](hidden).dtype == plain.head[2](hidden).dtype
-    error, of_torch = ((y.double() - exact(X)).std() for y in (got, want))  # normalised: of deviation 1
-    assert got.dtype == want.dtype and error < 2 * of_torch
+    # The output is normalized: its deviation is 1.
+    error, torch_error = ((one.double() - exact(X)).std() for one in (y, plain_y))
+    assert y.dtype == plain_y.dtype and error < 2 * torch_error
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_fused_models_compile_as_one_graph(training):
-    plain = Net().train(training)
+    plain = EveryLayer().train(training)
     plain.alone.momentum = 0.1  # torch reads the factor of a cumulative average on the host
     model = fastvit.fuse(copy.deepcopy(plain))
-    same(torch.compile(model, backend="aot_eager", fullgraph=True), plain, X)
+    assert_same_step(torch.compile(model, backend="aot_eager", fullgraph=True), plain, X)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -143,12 +142,12 @@ def test_each_activation_is_fused_and_unfused(name):
     plain, x = copy.deepcopy(model), torch.randn(7, 5, dtype=torch.float64)
     assert fastvit.fuse(model) is model and model[0].activation == name
     assert type(model[1]) is (nn.Identity if name == "identity" else FusedActivationPlaceholder)
-    same(model, plain, x)
+    assert_same_step(model, plain, x)
     assert unfuse(model)[1] is act and type(model[0]) is nn.BatchNorm1d
 
 
-def test_state_and_the_way_back():
-    plain, model = Net(), Net()
+def test_fuse_keeps_the_state_and_unfuse_gives_the_model_back():
+    plain, model = EveryLayer(), EveryLayer()
     model.alone.weight.requires_grad_(False)
     model.inner[1].eval()
     before, optimizer = describe_model(model), torch.optim.SGD(model.parameters(), 0.1)
@@ -157,11 +156,11 @@ def test_state_and_the_way_back():
     plain.load_state_dict(model.state_dict()), model.load_state_dict(plain.state_dict())
     plain.alone.weight.requires_grad_(False)
     plain.inner[1].eval()
-    same(model, plain, X)
+    assert_same_step(model, plain, X)
     optimizer.step()
     plain.load_state_dict(model.state_dict())
     for copied in (copy.deepcopy(model), copy.copy(model)):
-        same(copied, plain, X)
+        assert_same_step(copied, plain, X)
         plain.load_state_dict(model.state_dict())
     model.eval()
     assert not unfuse(model).stem[3].training
@@ -179,7 +178,7 @@ def test_a_pickled_fused_model_can_be_unfused():
         assert model(torch.empty(2, 3, 4, 4)).is_meta
 
 
-def test_layers_that_fuse_would_change_are_left():
+def test_layers_whose_results_would_change_are_not_fused():
     hooked, own = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
     hooked.register_forward_hook(lambda *_: None)
     own.forward = own.forward
@@ -196,8 +195,8 @@ def test_layers_that_fuse_would_change_are_left():
         assert [type(m) for m in fastvit.fuse(model).modules()] == types
 
 
-def test_activations_that_are_left():
-    """Who else could see BatchNorm's own output, or gets the activation too."""
+def test_activations_between_which_others_read_are_not_fused():
+    """Others read BatchNorm's own output, or BatchNorm is followed by other layers too."""
     shared, act, watched = nn.BatchNorm2d(4), nn.ReLU(), nn.ReLU()
     watched.register_forward_pre_hook(lambda *_: None)
     hooked = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())
@@ -209,7 +208,7 @@ def test_activations_that_are_left():
         nn.Sequential(nn.BatchNorm2d(4), nn.Dropout(0.5), nn.ReLU()),
         nn.Sequential(nn.BatchNorm2d(4), nn.Mish()),
         nn.Sequential(nn.BatchNorm2d(4), nn.LeakyReLU(float("nan"))),
-        TwoWays(nn.BatchNorm2d(4), nn.ReLU()),
+        SequentialWithMethod(nn.BatchNorm2d(4), nn.ReLU()),
         hooked,
         nn.ModuleList([nn.BatchNorm2d(4), nn.ReLU()]),
     ]
@@ -221,54 +220,58 @@ def test_activations_that_are_left():
     assert twice[1] is twice[3] is act
 
 
-@pytest.mark.parametrize("options", [{}, {"process_group": "a group", "channel_last": True}])
-@pytest.mark.parametrize("kind", [nn.BatchNorm2d, TimmBatchNorm, nn.SyncBatchNorm, fastvit.SyncBatchNorm])
-def test_with_synchronised(kind, options):
-    """In any order, either is undone without the other."""
+def describe_layers(model):
+    """Returns the types of a model's layers and those of their attributes that converters set."""
+    names = ("activation", "process_group", "channel_last", "fuse_relu")
+    return [(type(m), *(str(m.__dict__.get(name, "none")) for name in names)) for m in model]
 
-    def made():
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        nn.BatchNorm2d,
+        TimmBatchNorm,
+        pytest.param(nn.SyncBatchNorm, id="torchs_SyncBatchNorm"),
+        pytest.param(fastvit.SyncBatchNorm, id="SyncBatchNorm"),
+    ],
+)
+def test_fused_and_synchronised_in_any_order_either_is_undone_alone(kind):
+    def make_model():
         return nn.Sequential(kind(3), nn.SiLU(), kind(3), nn.Linear(2, 2))
 
-    def seen(model):
-        keys = ("activation", "process_group", "channel_last", "fuse_relu")
-        return [(type(m), *(str(m.__dict__.get(key, "none")) for key in keys)) for m in model]
-
-    def synchronised(model):
-        return fastvit.convert_syncbn_model(model, **options)
-
-    plain, fused, sync = made(), fastvit.fuse(made()), synchronised(made())
-    states = [seen(model) for model in (plain, fused, sync)]
-    both = fastvit.fuse(sync)
-    assert seen(both) == seen(synchronised(fused)) and type(both[0]) is BatchNormActSync
-    for model in (both, fused, copy.deepcopy(both)):
-        assert seen(unfuse(model)) == states[2]
-        fastvit.fuse(model)
-        if kind in (nn.BatchNorm2d, TimmBatchNorm):  # the others are synchronised by themselves
-            assert seen(fastvit.revert_syncbn_model(model)) == states[1]
-            assert seen(unfuse(model)) == states[0]
+    for options in ({}, {"process_group": "a group", "channel_last": True}):
+        plain, fused = make_model(), fastvit.fuse(make_model())
+        synchronised = fastvit.convert_syncbn_model(make_model(), **options)
+        states = [describe_layers(model) for model in (plain, fused, synchronised)]
+        both, fused = fastvit.fuse(synchronised), fastvit.convert_syncbn_model(fused, **options)
+        assert describe_layers(both) == describe_layers(fused) and type(both[0]) is BatchNormActSync
+        for model in (both, fused, copy.deepcopy(both)):
+            assert describe_layers(unfuse(model)) == states[2]
+            fastvit.fuse(model)
+            if kind in (nn.BatchNorm2d, TimmBatchNorm):  # the others are synchronised by themselves
+                assert describe_layers(fastvit.revert_syncbn_model(model)) == states[1]
+                assert describe_layers(unfuse(model)) == states[0]
 
 
-def _train(rank, world):
+@on_ranks(2)
+def test_fused_models_train_over_ranks(rank, world):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 2, 3)).double()
     x = torch.randn(2 * world, 3, 6, 6, dtype=torch.float64)
-    plain, mine = copy.deepcopy(model), x[2 * rank : 2 * rank + 2]
+    plain, local_x = copy.deepcopy(model), x[2 * rank : 2 * rank + 2]
     with fastvit.recompute_scope():
-        got = fastvit.fuse(fastvit.convert_syncbn_model(model))(mine)
-    got.square().sum().backward()
-    assert_close_enough(got, plain(x)[2 * rank : 2 * rank + 2], row="layer")
+        y = fastvit.fuse(fastvit.convert_syncbn_model(model))(local_x)
+    y.square().sum().backward()
+    assert_close_enough(y, plain(x)[2 * rank : 2 * rank + 2], row="layer")
     plain(x).square().sum().backward()
     torch.distributed.all_reduce(model[0].weight.grad)
     assert_close_enough(model[0].weight.grad, plain[0].weight.grad, row="layer")
 
 
-def test_fused_models_train_over_ranks(ranks):
-    ranks.run(2, _train)
-
-
-def test_timm():
+@pytest.mark.packages("timm")
+def test_a_fused_model_of_timm_gives_its_results():
     timm = import_or_skip("timm")
     model = timm.create_model("mobilenetv3_small_050", num_classes=5).double().eval()
     plain, images = copy.deepcopy(model), torch.randn(1, 3, 64, 64, dtype=torch.float64)
     kinds = {type(m).__name__ for m in fastvit.fuse(model).modules()}
     assert "BatchNormAct" in kinds and "BatchNormAct2d" not in kinds
-    same(model, plain, images)
+    assert_same_step(model, plain, images)
