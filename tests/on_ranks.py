@@ -44,7 +44,8 @@ def on_ranks(world: int | None = None, *, statistics: str | tuple[str, ...] = "a
 
     Args:
         world: The number of ranks. If None, `world` is a parameter of the test.
-        statistics: FASTVIT_STATISTICS, or several values, which become the parameter `statistics`.
+        statistics: FASTVIT_STATISTICS, or several values, which become the parameter `statistics` of the
+            test. A function that names this parameter gives its values itself.
         limits: `group_timeout`, `limit` and `breaks` of `Ranks.run`.
     """
 
@@ -54,7 +55,7 @@ def on_ranks(world: int | None = None, *, statistics: str | tuple[str, ...] = "a
         @functools.wraps(body)
         def test(ranks, **arguments):
             size = world or arguments["world"]
-            backend = statistics if isinstance(statistics, str) else arguments["statistics"]
+            backend = arguments.get("statistics", statistics)
             named = {name: arguments[name] for name in _names_of(body) - {"rank", "world"}}
             results = ranks.run(size, _run_body, test, named, statistics=backend, **limits)
             for check in checks:

@@ -1,5 +1,5 @@
 /* A model of the peer protocol of csrc/sync/protocol.h, for the model checker SPIN.
- * tests/test_exchange_model.py defines the macros that are not defined here. Names are those of
+ * test_protocol_model.py defines the macros that are not defined here. Names are those of
  * csrc/cuda/exchange.cuh and, with CPU, of csrc/sync/cpu_exchange.cpp. A rank has an arena: memory to which
  * its peers, the other ranks, send messages.
  *

@@ -7,19 +7,21 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from ops import reference
 from torch import Tensor
 
+from fastvit import ops
 from fastvit.sync.cuda_ipc import CudaIpcBackend, warm_up_kernels
-from fastvit.sync.protocol import FLOAT64, MIN_ARENA_PACKETS, Arena, Exchange, ExchangeState, NumberKind, Tag
+from fastvit.sync.protocol import MIN_ARENA_PACKETS, Arena, Exchange, ExchangeState, Tag
+from fastvit.sync.shared_memory import arena_bytes
 from fastvit.sync.store_consensus import StoreConsensus
+from sync.wire_format import HEADER_PACKETS as HEADER_PACKETS
+from sync.wire_format import INBOX_OFFSET as INBOX_OFFSET
+from sync.wire_format import PACKET_BYTES, encode_message, message_offset
 
 T = TypeVar("T")
-HEADER_PACKETS = 2
-PACKET_BYTES = 16
-arena_bytes = torch.ops.fastvit.arena_bytes
+_raw_ops = torch.ops.fastvit
 _warm_up_kernels_once = functools.cache(warm_up_kernels)
-# The first inbox follows the rest of an arena, whose size does not depend on the capacity.
-INBOX_OFFSET = arena_bytes(1, 6) - 2 * (HEADER_PACKETS + 6) * PACKET_BYTES
 
 
 def describe_tag(tag: Tag, direction: str) -> str:
@@ -53,38 +55,69 @@ def assert_mismatch(actual: Tensor, exchange: Exchange, tags: list[Tag], rank: i
     assert describe_tag(tags[peer], direction) in message
 
 
-def pack_words(words: Tensor, epoch: int) -> Tensor:
-    """Returns 32-bit words as packets `{word, epoch, word, epoch}`."""
-    even, odd = words.view(-1, 2).T
-    flags = torch.full_like(even, epoch - (epoch >> 31 << 32))
-    return torch.stack([even, flags, odd, flags], 1).flatten()
-
-
-def encode_message(numbers: Tensor, tag: Tag, epoch: int, is_gpu: bool) -> Tensor:
-    """Returns the bytes that a rank sends of moments, `(2C + 2,)`, or of sums, `(1, 2C)`.
-
-    A GPU sends packets, in which the two numbers of a channel are neighbours. A CPU sends the numbers as they
-    are.
-    """
-    kind = numbers.dim() - 1
-    flat = numbers.flatten()
-    payload = flat.view(torch.int32)
-    if is_gpu:
-        channels = flat.numel() // 2 - (kind == NumberKind.MOMENTS)
-        pairs = torch.stack([flat[:channels], flat[channels : 2 * channels]], 1).flatten()
-        payload = pack_words(torch.cat([pairs, flat[2 * channels :]]).view(torch.int32), epoch)
-    kind |= FLOAT64 if flat.dtype == torch.float64 else 0
-    words = flat.numel() * flat.element_size() // 4
-    head = torch.tensor([*tag, words, kind], dtype=torch.int32, device=flat.device)
-    return torch.cat([pack_words(head, epoch), payload]).view(torch.uint8)
-
-
 def make_exchange_of_one_rank(device: str, capacity: int = MIN_ARENA_PACKETS) -> tuple[Exchange, Tensor]:
     """Returns an exchange that waits for nobody, and its arena, which must outlive the exchange."""
-    arena = torch.zeros(arena_bytes(1, capacity), dtype=torch.uint8, device=device)
+    arena = torch.zeros(_raw_ops.arena_bytes(1, capacity), dtype=torch.uint8, device=device)
     exchange = Exchange(0, 1, arena.is_cuda, [arena.data_ptr()])
     exchange.descriptor.capacity, exchange.descriptor.timeout_ns = capacity, 10**9
     return exchange, arena
+
+
+class CpuRanks:
+    """Ranks of the ops of csrc/sync/cpu_exchange.cpp, which send numbers that each rank can compute.
+
+    Every arena is followed by GUARD_BYTES zeros, which no op may change.
+    """
+
+    GUARD_BYTES = 64
+
+    def __init__(self, world: int, capacity: int = 34, epoch: int = 0):
+        self.world, self.capacity = world, capacity
+        size = arena_bytes(world, capacity) + self.GUARD_BYTES
+        self.arenas = [torch.zeros(size, dtype=torch.uint8) for _ in range(world)]
+        self.arena_words = [Arena.from_address(arena.data_ptr()) for arena in self.arenas]
+        addresses = [arena.data_ptr() for arena in self.arenas]
+        self.exchanges = [Exchange(rank, world, arenas=addresses) for rank in range(world)]
+        self.results: list[Tensor | None] = [None] * world
+        for words, exchange in zip(self.arena_words, self.exchanges, strict=True):
+            words.epoch, exchange.descriptor.capacity = epoch, capacity
+
+    def make_numbers(self, rank: int, step: int, channels=4, dtype=torch.float32, sums=False) -> Tensor:
+        if sums:
+            return torch.arange(2 * channels, dtype=dtype)[None] + 100 * rank + 1000 * step
+        x = torch.randn(3 + rank, channels, generator=torch.Generator().manual_seed(10 * step + rank))
+        return ops.bn_stats(x.to(dtype))
+
+    def begin(self, rank: int, step: int, numbers=None, layer=3, seconds=0.0) -> ExchangeState:
+        """Sends the messages of a rank, waits for those of the peers, and returns the state."""
+        exchange = self.exchanges[rank]
+        exchange.descriptor.timeout_ns = int(seconds * 1e9)
+        numbers = self.make_numbers(rank, step) if numbers is None else numbers
+        self.results[rank] = _raw_ops.exchange_merge(numbers, exchange.with_tag(Tag(layer, step)))
+        return self.read_state(rank)
+
+    def wait(self, rank: int) -> ExchangeState:
+        """Polls once for the messages that were missing, and returns the state."""
+        self.exchanges[rank].descriptor.timeout_ns = 0
+        _raw_ops.exchange_wait(self.results[rank], self.exchanges[rank].tensor)
+        return self.read_state(rank)
+
+    def abandon(self, rank: int) -> None:
+        _raw_ops.exchange_abandon(self.exchanges[rank].tensor)
+
+    def read_state(self, rank: int) -> ExchangeState:
+        if self.exchanges[rank].report.missing_ranks_mask:
+            return ExchangeState.PENDING
+        return ExchangeState(self.exchanges[rank].report.fault or ExchangeState.DONE)
+
+    def assert_merged(self, rank: int, step: int, **options) -> None:
+        """Asserts that a rank has the result of `make_numbers` of all ranks."""
+        rows = torch.stack([self.make_numbers(peer, step, **options).flatten() for peer in range(self.world)])
+        if options.get("sums"):
+            expected = torch.stack([rows[rank], rows.double().sum(0).to(rows.dtype)])
+        else:
+            expected = reference.merge_moments(rows)
+        torch.testing.assert_close(self.results[rank], expected, rtol=1e-6, atol=0)
 
 
 class Loopback:
@@ -96,7 +129,7 @@ class Loopback:
 
     def __init__(self, world: int, capacity: int = MIN_ARENA_PACKETS, timeout: float = 5.0, device="cuda"):
         self.capacity = capacity
-        size = arena_bytes(world, capacity)
+        size = _raw_ops.arena_bytes(world, capacity)
         self.arenas = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(world)]
         addresses = [arena.data_ptr() for arena in self.arenas]
         self.ranks = [
@@ -130,9 +163,8 @@ class Loopback:
 
     def view_inbox(self, receiver: int, sender: int, epoch: int, packet: int = 0) -> Tensor:
         """Returns the bytes of a receiver's arena, from a packet of a sender's message on."""
-        num_packets = self.capacity if self.is_gpu else (self.capacity + 1) // 2
-        first = (sender * 2 + epoch % 2) * (HEADER_PACKETS + num_packets) + packet
-        return self.arenas[receiver][INBOX_OFFSET + PACKET_BYTES * first :]
+        offset = message_offset(self.capacity, sender, epoch, self.is_gpu)
+        return self.arenas[receiver][offset + PACKET_BYTES * packet :]
 
     def write_messages(self, receiver: int, numbers: list[Tensor], tag: Tag) -> None:
         """Writes the messages of all ranks into the arena of a receiver, for its next exchange."""

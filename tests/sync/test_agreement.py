@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,94 +27,87 @@ ops = torch.ops.fastvit
 CAPACITY = 9
 
 
-def interrupted_ask(one, question, answer):
-    """Ctrl-C while a rank waits for the answers."""
-
-    def wait(key):
-        raise KeyboardInterrupt
-
-    one._wait_for_all = wait
-    with pytest.raises(KeyboardInterrupt):
-        one.gather_answers(question, answer)
-    del one._wait_for_all
+def raise_interrupt(*arguments):
+    raise KeyboardInterrupt
 
 
-def test_a_rank_that_leaves_is_not_waited_for():
+def test_a_rank_that_leaves_is_not_waited_for(monkeypatch):
     one, two = make_consensuses(2)
-    interrupted_ask(one, "a question", "yes")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(one, "_wait_for_all", raise_interrupt)
+        one.gather_answers("a question", "yes")
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1: a question: rank 0 raised KeyboardInterrupt"):
         two.gather_answers("a question", "yes")
     assert time.monotonic() - begin < 5
     with ThreadPoolExecutor(2) as pool:  # and the next question is the same one to both
-        assert set(map(str, pool.map(lambda a: a.gather_answers("another", "yes"), (one, two)))) == {
-            "{'yes': [0, 1]}"
-        }
+        answers = list(pool.map(lambda consensus: consensus.gather_answers("another", "yes"), (one, two)))
+    assert answers == [{"yes": [0, 1]}] * 2
 
 
 @pytest.fixture
-def pair():
+def backends():
+    """Returns the backends of two ranks over one segment."""
     segment = torch.zeros(2 * ops.arena_bytes(2, CAPACITY), dtype=torch.uint8)
     return [SharedMemoryBackend(segment, CAPACITY, one, describe_tag) for one in make_consensuses(2, 10.0)]
 
 
-def test_a_rank_that_sends_and_ends_has_sent(pair):
+def test_the_message_of_a_rank_that_has_ended_counts(backends):
     """The peer's message arrives between this rank's poll and its check whether the peer lives."""
     numbers = torch.arange(6.0)[None]
     pool = ThreadPoolExecutor(1)
 
     def has_ended(rank):
-        pool.submit(pair[1].merge_over_ranks, numbers, Tag(0, 1)).result(10)
-        pair[0]._process_watch.has_ended = lambda rank: True
+        pool.submit(backends[1].merge_over_ranks, numbers, Tag(0, 1)).result(10)
+        backends[0]._process_watch.has_ended = lambda rank: True
         return True
 
-    pair[0]._process_watch.has_ended = has_ended
-    assert torch.equal(pair[0].merge_over_ranks(numbers, Tag(0, 1)), torch.cat([numbers, 2 * numbers]))
+    backends[0]._process_watch.has_ended = has_ended
+    assert torch.equal(backends[0].merge_over_ranks(numbers, Tag(0, 1)), torch.cat([numbers, 2 * numbers]))
     with pytest.raises(RuntimeError, match="rank 0 in backward of layer 0, step 2: rank 1 has ended"):
-        pair[0].merge_over_ranks(numbers, Tag(0, 2))
+        backends[0].merge_over_ranks(numbers, Tag(0, 2))
 
 
-def test_an_error_in_the_midst_of_an_exchange(pair, monkeypatch):
+def test_an_interrupted_exchange_fails_at_once_on_the_peer(backends, monkeypatch):
     """The peer raises at once, and no later exchange begins."""
     numbers = torch.arange(6.0)[None]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(
-            pair[0]._process_watch, "has_ended", lambda rank: (_ for _ in ()).throw(KeyboardInterrupt())
-        )
-        pair[0].merge_over_ranks(numbers, Tag(0, 1))
+        patch.setattr(backends[0]._process_watch, "has_ended", raise_interrupt)
+        backends[0].merge_over_ranks(numbers, Tag(0, 1))
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="backward of layer 0, step 1: rank 0 abandoned the exchange"):
-        pair[1].merge_over_ranks(numbers, Tag(0, 1))
+        backends[1].merge_over_ranks(numbers, Tag(0, 1))
     assert time.monotonic() - begin < 5
-    for member, why in zip(pair, ("KeyboardInterrupt", "rank 1 in backward"), strict=True):
-        with pytest.raises(RuntimeError, match=rf"an exchange of this group has failed \({why}"):
-            member.merge_over_ranks(numbers, Tag(0, 2))
+    for backend, reason in zip(backends, ("KeyboardInterrupt", "rank 1 in backward"), strict=True):
+        with pytest.raises(RuntimeError, match=rf"an exchange of this group has failed \({reason}"):
+            backend.merge_over_ranks(numbers, Tag(0, 2))
 
 
 class Killed(Exception):
     """Ends a rank at once, as a signal would."""
 
 
-@pytest.mark.parametrize("after", ["add", "compare_set"])
-def test_a_rank_that_ends_in_the_midst_of_its_answer(after, monkeypatch):
+@pytest.mark.parametrize("last_call", ["add", "compare_set"])
+def test_a_rank_that_ends_while_it_answers_is_not_waited_for(last_call, monkeypatch):
     """It has come last, and may have been counted: the others do not wait for its "all"."""
     one, two = make_consensuses(2, timeout=20.0)
-    done: list[str] = []
+    is_killed = threading.Event()
 
-    class Store:  # of the rank that is killed after its call of `after`
+    class StoreOfKilledRank:
         def __getattr__(self, name):
             def call(*arguments):
-                if done:
+                if is_killed.is_set():
                     raise Killed  # what the rank does on its way out, too
                 result = getattr(two._store, name)(*arguments)
-                done.extend([name] * (name == after))
+                if name == last_call:
+                    is_killed.set()
                 return result
 
             return call
 
     dying = StoreConsensus.__new__(StoreConsensus)
-    dying.__dict__.update(two.__dict__, _store=Store())
-    monkeypatch.setattr(one.process_watch, "find_ended_ranks", lambda: [1] * bool(done))
+    dying.__dict__.update(two.__dict__, _store=StoreOfKilledRank())
+    monkeypatch.setattr(one.process_watch, "find_ended_ranks", lambda: [1] * is_killed.is_set())
     monkeypatch.setattr(one.process_watch, "ended_message", lambda rank: f"rank {rank} has ended")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(one.gather_answers, "a question", "yes")
@@ -136,7 +130,7 @@ class NeverEnds:
         return False
 
 
-def test_a_collective_that_misses_the_end_of_a_rank(monkeypatch):
+def test_a_collective_that_misses_the_end_of_a_rank_is_ended(monkeypatch):
     one, _ = make_consensuses(2)
     one.process_watch.read_registrations()
     monkeypatch.setattr(one.process_watch, "has_ended", lambda rank: rank == 1)
@@ -146,7 +140,7 @@ def test_a_collective_that_misses_the_end_of_a_rank(monkeypatch):
     assert 1 < time.monotonic() - begin < 10
 
 
-STORE = """
+STORE_SCRIPT = """
 import datetime, sys, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
@@ -155,32 +149,34 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(
-    ("by", "why"), [(signal.SIGSTOP, "did not answer within 1 s"), (signal.SIGKILL, "cannot be reached: ")]
+    ("signal_number", "reason"),
+    [(signal.SIGSTOP, "did not answer within 1 s"), (signal.SIGKILL, "cannot be reached: ")],
+    ids=["frozen", "ended"],
 )
-def test_a_store_that_is_frozen_or_has_ended(by, why):
+def test_a_store_that_does_not_answer_is_an_error_in_time(signal_number, reason):
     """A question of TCPStore has no timeout of its own."""
     process = subprocess.Popen(
-        [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", STORE_SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         port = int(process.stdout.readline())
         client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        alone = StoreConsensus(client, 0, 1, 1.0)
-        assert alone.gather_answers("a question", "yes") == {"yes": [0]}
-        process.send_signal(by)
+        consensus = StoreConsensus(client, 0, 1, 1.0)
+        assert consensus.gather_answers("a question", "yes") == {"yes": [0]}
+        process.send_signal(signal_number)
         # A signal acts later: until then a thread of the store answers.
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         begin = time.monotonic()
-        with pytest.raises(RuntimeError, match=f"^rank 0: first call of layer 3: the store .* {why}"):
-            alone.gather_answers("first call of layer 3", "yes")
+        with pytest.raises(RuntimeError, match=f"^rank 0: first call of layer 3: the store .* {reason}"):
+            consensus.gather_answers("first call of layer 3", "yes")
         assert time.monotonic() - begin < 4
     finally:
         process.kill()
         process.wait(10)
 
 
-def test_how_often_a_waiting_rank_looks(monkeypatch):
-    """Pauses begin short, for a low latency, and grow, so that waiting takes little CPU time."""
+def test_the_pauses_of_a_waiting_rank_grow(monkeypatch):
+    """Short pauses give a low latency; long ones take little CPU time."""
     (one,) = make_consensuses(1)
     pauses = []
 
@@ -194,10 +190,11 @@ def test_how_often_a_waiting_rank_looks(monkeypatch):
     assert pauses == [1e-4 * 2**n for n in range(8)] + [0.02] * 4
 
 
-def test_processes_that_have_ended():
-    """Only of a process that was seen is it said; ranks of another host are unknown."""
+def test_only_processes_that_were_seen_are_said_to_have_ended():
+    """The processes of another host are unknown."""
     store = dist.HashStore()
-    watch, away = ProcessWatch(store, 0), ProcessWatch(dist.PrefixStore("another host", store), 3)
+    watch = ProcessWatch(store, 0)
+    watch_of_another_host = ProcessWatch(dist.PrefixStore("another host", store), 3)
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(4)]
 
     def register(rank, start):
@@ -211,31 +208,36 @@ def test_processes_that_have_ended():
     assert watch.find_ended_ranks() == [] and not watch.has_ended(2)
     children[1].kill(), children[3].kill()
     os.waitid(os.P_PID, children[1].pid, os.WEXITED | os.WNOWAIT)  # a zombie
-    assert (
-        watch.find_ended_ranks() == [2]
-        and watch.ended_message(2) == f"rank 2 has ended (process {children[1].pid})"
-    )
+    assert watch.find_ended_ranks() == [2]
+    assert watch.ended_message(2) == f"rank 2 has ended (process {children[1].pid})"
     children[2].kill()
     for child in children:
         child.wait()
-    assert not watch.has_ended(3) and not watch.has_ended(4) and away.find_ended_ranks() == []
+    assert not watch.has_ended(3) and not watch.has_ended(4)
+    assert watch_of_another_host.find_ended_ranks() == []
 
 
-def test_a_file_that_is_not_the_segment_of_rank_0_is_not_touched(tmp_path):
+SEGMENT_BYTES, MARK = 4096, bytes(range(16))
+FILES = {
+    "segment with a name": bytes(SEGMENT_BYTES) + MARK,
+    "another mark": bytes(SEGMENT_BYTES + 16),
+    "short": b"data",
+}
+
+
+@pytest.mark.parametrize("file_kind", FILES)
+def test_a_file_that_is_not_the_segment_of_rank_0_is_not_touched(file_kind, tmp_path):
     """On a clone of rank 0's virtual machine its path may be of any file."""
-    mark, size = os.urandom(16), 4096
-    for content in (bytes(size) + mark, bytes(size + 16), b"data"):
-        with (tmp_path / "data").open("w+b") as file:
-            file.write(content)
-            file.flush()
-            path = f"/proc/self/fd/{file.fileno()}"
-            if content.endswith(mark):  # but with a name
-                with pytest.raises(OSError, match="is not the segment of rank 0"):
-                    shared_memory._map_segment(path, size, mark)
-                os.unlink(tmp_path / "data")
-                assert shared_memory._map_segment(path, size, mark).numel() == size
-                continue
-            os.unlink(tmp_path / "data")
-            with pytest.raises(OSError, match="is not the segment of rank 0"):
-                shared_memory._map_segment(path, size, mark)
-            assert os.pread(file.fileno(), size + 16, 0) == content
+    path = tmp_path / "data"
+    path.write_bytes(FILES[file_kind])
+    has_name = file_kind == "segment with a name"
+    with path.open("r+b") as file:
+        if not has_name:
+            path.unlink()
+        descriptor_path = f"/proc/self/fd/{file.fileno()}"
+        with pytest.raises(OSError, match="is not the segment of rank 0"):
+            shared_memory._map_segment(descriptor_path, SEGMENT_BYTES, MARK)
+        assert os.pread(file.fileno(), 2 * SEGMENT_BYTES, 0) == FILES[file_kind]
+        if has_name:
+            path.unlink()
+            assert shared_memory._map_segment(descriptor_path, SEGMENT_BYTES, MARK).numel() == SEGMENT_BYTES

@@ -8,7 +8,10 @@ import pytest
 
 MODEL = Path(__file__).with_name("exchange.pml")
 NEEDS = [tool for tool in ("spin", "cc") if not shutil.which(tool)]
-pytestmark = pytest.mark.skipif(bool(NEEDS), reason=f"no {' and no '.join(NEEDS)} (Debian: spin, gcc)")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(bool(NEEDS), reason=f"no {' and no '.join(NEEDS)} (Debian: spin, gcc)"),
+]
 NEVER = 99
 ONE, ALL = 1, 7  # which ranks may abandon an exchange: rank 0, or all of three
 BOUNDS = {
@@ -44,10 +47,10 @@ MUTANTS = {
 }
 
 
-def verify(folder: Path, **macros: int) -> str:
-    """The report of a search for a state that violates a property, or from which a rank never ends."""
-    defined = BOUNDS | dict.fromkeys(MUTANTS, 0) | macros
-    define = [f"-D{name}={value}" for name, value in defined.items()]
+def search_states(folder: Path, **macros: int) -> str:
+    """Returns the report on states that violate a property, or from which a rank never ends."""
+    values = BOUNDS | dict.fromkeys(MUTANTS, 0) | macros
+    define = [f"-D{name}={value}" for name, value in values.items()]
     compiler = ["cc", "-O2", "-w", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=2000", "-o", "pan", "pan.c"]
     for command in ["spin", *define, "-a", str(MODEL)], compiler, ["./pan", "-m5000"]:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90)
@@ -73,7 +76,7 @@ def verify(folder: Path, **macros: int) -> str:
     ids=lambda macros: "-".join(f"{name}{value}" for name, value in macros.items()),
 )
 def test_spin_finds_no_error_in_the_protocol(tmp_path, macros):
-    report = verify(tmp_path, **macros)
+    report = search_states(tmp_path, **macros)
     assert "errors: 0" in report and "Full statespace search" in report, report
     # SPIN says so where it ran out of memory, or left states out that are too deep.
     assert "not completed" not in report and "too small" not in report, report
@@ -82,5 +85,5 @@ def test_spin_finds_no_error_in_the_protocol(tmp_path, macros):
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_spin_finds_the_fault_of_each_mutant(tmp_path, mutant):
     fault, macros = MUTANTS[mutant]
-    report = verify(tmp_path, **{mutant: 1}, **macros)
+    report = search_states(tmp_path, **{mutant: 1}, **macros)
     assert "errors: 1" in report and fault in report, report

@@ -1,6 +1,6 @@
-"""A program that is one rank of tests/test_hosts.py, on a host of its own.
+"""A program that is one rank of test_hosts.py, on a host of its own.
 
-`python -m host_rank exact` and `python -m host_rank fault KIND` print the result as a line of JSON.
+`python -m sync.hosts.worker exact` and `... fault KIND` print the result as a line of JSON.
 """
 
 import datetime
