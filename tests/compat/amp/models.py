@@ -11,7 +11,7 @@ LEVELS = ["O0", "O1", "O2", "O3"]
 HALF = torch.bfloat16  # the half precision of the CPU
 
 
-def network(seed: int = 0) -> nn.Module:
+def make_network(seed: int = 0) -> nn.Module:
     """Returns a model for images `(N, 1, 8, 8)` and 4 classes."""
     torch.manual_seed(seed)
     return nn.Sequential(
@@ -24,20 +24,20 @@ def network(seed: int = 0) -> nn.Module:
     )
 
 
-def data(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns images `(8, 1, 8, 8)` and labels `(8,)`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(8, 1, 8, 8, generator=generator), torch.randint(4, (8,), generator=generator)
 
 
 def initialized(level: str, make=None, model=None, **options):
-    model = network() if model is None else model
+    model = make_network() if model is None else model
     make = make or (lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9))
     return amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **options)
 
 
 def loss_of(model, seed: int = 0) -> torch.Tensor:
-    images, labels = data(seed)
+    images, labels = draw_batch(seed)
     return F.cross_entropy(model(images), labels)
 
 
@@ -50,7 +50,7 @@ def backward(model, optimizer, seed: int = 0, factor: float = 1.0, **options) ->
     scaled_backward(factor * loss_of(model, seed), optimizer, **options)
 
 
-def step(model, optimizer, seed: int = 0, infinite: bool = False) -> None:
+def train_step(model, optimizer, seed: int = 0, infinite: bool = False) -> None:
     optimizer.zero_grad()
     with amp.scale_loss(loss_of(model, seed), optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -74,15 +74,9 @@ def call_under_o1(function, x):
     return results[0]
 
 
-def gradients(model) -> torch.Tensor:
+def flat_gradients(model) -> torch.Tensor:
     return torch.cat([p.grad.float().flatten() for p in model.parameters()])
 
 
 def flat_parameters(model) -> torch.Tensor:
     return torch.cat([p.detach().float().flatten() for p in model.parameters()])
-
-
-def same_state(state: dict, other_state: dict) -> bool:
-    return state.keys() == other_state.keys() and all(
-        torch.equal(state[key], other_state[key]) for key in state
-    )

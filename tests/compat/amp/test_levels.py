@@ -8,16 +8,15 @@ from torch.nn import functional as F
 
 from compat.amp.models import (
     HALF,
-    LEVELS,
     backward,
-    data,
+    draw_batch,
+    flat_gradients,
     flat_parameters,
-    gradients,
     initialized,
     loss_of,
-    network,
+    make_network,
     record_forwards,
-    step,
+    train_step,
 )
 from fastvit.compat.apex import amp
 from fastvit.compat.apex.amp import forward
@@ -46,11 +45,12 @@ def floating(module, output=None) -> set[torch.dtype]:
         ("O2", {"keep_batchnorm_fp32": "False"}, HALF, HALF, HALF),
         ("O3", {"keep_batchnorm_fp32": True}, HALF, F32, HALF),
     ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value).removeprefix("torch."),
 )
 def test_each_level_uses_its_dtypes(level, options, conv, norm, inside):
     model, optimizer = initialized(level, **options)
     layers, flat = [record_forwards(layer, floating) for layer in model], record_forwards(model[4])
-    assert model(data()[0]).dtype == options.get("cast_model_outputs", F32) and flat == [inside]
+    assert model(draw_batch()[0]).dtype == options.get("cast_model_outputs", F32) and flat == [inside]
     assert layers[0] == [{conv}] and layers[1] == layers[3] == [{norm}]
     assert floating(model) == {p.dtype for p in amp.master_params(optimizer)} == {F32}
 
@@ -65,13 +65,12 @@ def test_half_on_the_cpu_is_said_once_and_chosen_by_the_environment(monkeypatch)
     monkeypatch.setenv("FASTVIT_HALF", "float16")
     model, _ = initialized("O2")
     seen = record_forwards(model[0], floating)
-    model(data()[0])
+    model(draw_batch()[0])
     assert seen == [{F16}] and forward.half_dtype("cpu") == F16
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
+def test_contradictions_are_refused():
+    for options, error, message in (
         ({"opt_level": "02"}, RuntimeError, "opt_level takes 'O0', 'O1', 'O2' or 'O3', got '02'"),
         ({"opt_level": "O1", "master_weights": True}, RuntimeError, "master_weights has no effect under O1"),
         ({"opt_level": "O1", "keep_batchnorm_fp32": True}, RuntimeError, "keep_batchnorm_fp32 has no effect"),
@@ -81,33 +80,31 @@ def test_half_on_the_cpu_is_said_once_and_chosen_by_the_environment(monkeypatch)
         ({"loss_scale": 0}, ValueError, "loss_scale takes 'dynamic' or a number above 0"),
         ({"cast_model_type": torch.int8}, ValueError, "cast_model_type takes a floating-point dtype"),
         ({"min_loss_scale": 2.0**30}, ValueError, "min_loss_scale"),
-    ],
-)
-def test_contradictions_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        amp.initialize(network(), verbosity=0, **options)
+    ):
+        with pytest.raises(error, match=message):
+            amp.initialize(make_network(), verbosity=0, **options)
 
 
-def test_wrong_models_and_optimizers():
+def test_wrong_models_and_optimizers_are_refused():
     with pytest.raises(TypeError, match="models takes one torch.nn.Module or a list, got function"):
         amp.initialize(F.relu, verbosity=0)
     with pytest.raises(TypeError, match="optimizers takes one torch.optim.Optimizer or a list, got dict"):
-        amp.initialize(network(), {}, verbosity=0)
+        amp.initialize(make_network(), {}, verbosity=0)
     model, optimizer = initialized("O1")
     with pytest.raises(RuntimeError, match="loss_id 1 needs amp.initialize"), amp.scale_loss(0, optimizer, 1):
         pass
     with pytest.raises(RuntimeError, match="SGD was not given to amp.initialize"):
-        step(model, torch.optim.SGD(model.parameters(), 0.1))
+        train_step(model, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(RuntimeError, match="SGD.step takes no closure"):
         optimizer.step(lambda: 0.0)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_half_weights_on_arrival(level):
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_half_weights_on_arrival_need_a_flag(level):
     """Refused by name, unless allow_incoming_model_not_fp32 is set; then they are float32 but under O1."""
 
     def mixed():
-        model = network()
+        model = make_network()
         model[2].half()
         return model
 
@@ -118,12 +115,12 @@ def test_half_weights_on_arrival(level):
     assert model[2].weight.dtype == (F16 if level == "O1" else F32)
     if level != "O1":
         before = flat_parameters(model)
-        step(model, optimizer)
+        train_step(model, optimizer)
         assert not torch.equal(before, flat_parameters(model))
 
 
 def test_amp_that_is_disabled_changes_nothing():
-    model = network()
+    model = make_network()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     assert amp.initialize(model, optimizer, enabled=False) == (model, optimizer)
     assert amp.initialize(model, enabled=False) is model
@@ -133,7 +130,7 @@ def test_amp_that_is_disabled_changes_nothing():
     assert amp.state_dict() == {}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_backward_that_fails_leaves_earlier_gradients_alone(level, fails):
     """As after an out-of-memory error, when the caller continues with the next batch."""
@@ -147,11 +144,12 @@ def test_a_backward_that_fails_leaves_earlier_gradients_alone(level, fails):
             scaled.backward()
             raise MemoryError
         assert seed or all(p.grad is None for p in model.parameters())
-    assert torch.equal(gradients(model), gradients(other))
+    assert torch.equal(flat_gradients(model), flat_gradients(other))
 
 
-@pytest.mark.parametrize("scale", [0.5, 1.0, "2.0"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "scale"), [("O0", 0.5), ("O1", 0.5), ("O1", 1.0), ("O1", "2.0"), ("O2", "2.0"), ("O3", 0.5)]
+)
 def test_a_static_scale_multiplies_the_loss_alone(level, scale):
     """A loss is multiplied by any scale but 1, in float32, and the gradients are those without it."""
     other, its_optimizer = initialized(level, loss_scale=1.0)
@@ -163,7 +161,7 @@ def test_a_static_scale_multiplies_the_loss_alone(level, scale):
         assert scaled.item() == loss.item() * float(scale)
         scaled.backward()
     rtol = 0 if level in ("O0", "O1") else 2e-2
-    torch.testing.assert_close(gradients(model), gradients(other), rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(flat_gradients(model), flat_gradients(other), rtol=rtol, atol=1e-6)
     assert {p.grad.dtype for p in model.parameters()} == {F32}
     with amp.scale_loss(torch.tensor(60000.0, dtype=F16, requires_grad=True), optimizer) as scaled:
         assert scaled.item() == 60000.0 * float(scale)

@@ -17,14 +17,14 @@ from compat.amp.models import (
     HALF,
     LEVELS,
     backward,
-    data,
+    draw_batch,
+    flat_gradients,
     flat_parameters,
-    gradients,
     initialized,
-    network,
+    make_network,
     record_forwards,
     scaled_backward,
-    step,
+    train_step,
 )
 from fastvit.compat.apex import amp
 from fastvit.compat.apex.fp16_utils import FP16_Optimizer
@@ -76,34 +76,42 @@ def replaces_a_layer(model, optimizer, seed):
         torch.manual_seed(0)
         model[5] = nn.Linear(6 * 16, 4)
         optimizer.add_param_group({"params": model[5].parameters()})
-    step(model, optimizer, seed)
+    train_step(model, optimizer, seed)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    "script", [step, clips_gradients, drops_an_overflow, steps_by_hand, perturbs_weights, replaces_a_layer]
+    ("script", "level"),
+    [
+        *[(train_step, level) for level in LEVELS],
+        *[(clips_gradients, "O0"), (clips_gradients, "O1")],
+        *[(drops_an_overflow, "O0"), (drops_an_overflow, "O2")],
+        *[(steps_by_hand, "O0"), (steps_by_hand, "O3")],
+        *[(perturbs_weights, "O0"), (perturbs_weights, "O2")],
+        *[(replaces_a_layer, "O0"), (replaces_a_layer, "O2")],
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_scripts_follow_float32(script, level):
     results = []
     for options in ({"enabled": False}, {"loss_scale": "dynamic"}):
         model, optimizer = initialized(level, **options)
-        for seed in range(8 if script is step else 3):
+        for seed in range(8 if script is train_step else 3):
             script(model, optimizer, seed)
         results.append(flat_parameters(model))
-    plain, got = results
+    plain, actual = results
     if level == "O0":  # a scale that is a power of two changes no digit
-        assert torch.equal(got, plain)
-    assert not torch.equal(got, got.bfloat16().float())
-    update = plain - flat_parameters(network())
-    assert (got - plain).norm() <= {"O0": 0, "O3": 0.3}.get(level, 0.1) * update.norm()
+        assert torch.equal(actual, plain)
+    assert not torch.equal(actual, actual.bfloat16().float())
+    update = plain - flat_parameters(make_network())
+    assert (actual - plain).norm() <= {"O0": 0, "O3": 0.3}.get(level, 0.1) * update.norm()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_averages_through_state_dict(level):
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_averages_through_state_dict_keep_small_steps(level):
     """A copy averages the weights in steps that half precision would round away."""
     model, optimizer = initialized(level)
     average, before = copy.deepcopy(model), flat_parameters(model)
-    step(model, optimizer)
+    train_step(model, optimizer)
     for mine, theirs in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
         mine.copy_(mine * 0.9999 + theirs * 0.0001)
     expected = torch.lerp(before, flat_parameters(model), 1e-4)
@@ -112,32 +120,35 @@ def test_averages_through_state_dict(level):
     for value in average.state_dict().values():
         value.zero_()
     assert not flat_parameters(average).any() and flat_parameters(model).any()
-    assert not average(data()[0]).any()
+    assert not average(draw_batch()[0]).any()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("delay", [False, True])
-def test_a_parameter_of_two_optimizers(level, delay):
-    model = network()
+def test_a_parameter_of_two_optimizers_is_unscaled_once(level, delay):
+    model = make_network()
     optimizers = [torch.optim.SGD(model.parameters(), 0.05) for _ in range(2)]
     model, optimizers = amp.initialize(model, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
     backward(model, optimizers, delay_unscale=delay)
     before = flat_parameters(model)
     if delay:
         optimizers[0].step()  # unscales, and so the second does not
-        model.load_state_dict(network().state_dict())
-    got = gradients(model)
+        model.load_state_dict(make_network().state_dict())
+    actual = flat_gradients(model)
     other, its_optimizer = initialized(level, loss_scale="dynamic")
     assert torch.equal(flat_parameters(other), before)
     backward(other, its_optimizer)
-    assert torch.equal(got, gradients(other))
+    assert torch.equal(actual, flat_gradients(other))
     optimizers[1].step()
-    assert torch.equal(gradients(model), got)
+    assert torch.equal(flat_gradients(model), actual)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients(make, level):
+@pytest.mark.parametrize(
+    ("make", "level"),
+    [(nn.Embedding, "O0"), (nn.Embedding, "O1"), (nn.Embedding, "O2"), (nn.EmbeddingBag, "O3")],
+    ids=["Embedding-O0", "Embedding-O1", "Embedding-O2", "EmbeddingBag-O3"],
+)
+def test_sparse_gradients_stay_sparse(make, level):
     torch.manual_seed(0)
     plain = make(5, 4, sparse=True)
     model, optimizer = initialized(
@@ -182,10 +193,9 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(level, reentrant):
-    """A block runs once more in backward, outside of the model's forward, with the same results."""
+@pytest.mark.parametrize(("level", "reentrant"), [("O2", False), ("O3", True)])
+def test_checkpoints_in_a_model_run_again_with_the_same_results(level, reentrant):
+    """A block runs once more in backward, outside of the model's forward."""
     results = []
     for option in (None, reentrant):
         model, optimizer = initialized(level, model=Blocks(option), loss_scale=128.0)
@@ -231,11 +241,22 @@ def plainly(function, *args):
     return function(*args)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(
-    "called", [child, nested_child, sequence_of_parts, function_of_parts, indices, also_in_the_model]
+    ("called", "level", "dtype", "reentrant"),
+    [
+        (child, "O2", torch.float32, True),
+        (child, "O2", HALF, False),
+        (nested_child, "O3", HALF, True),
+        (sequence_of_parts, "O2", torch.float32, True),
+        (sequence_of_parts, "O3", HALF, False),
+        (function_of_parts, "O3", torch.float32, False),
+        (function_of_parts, "O2", HALF, True),
+        (indices, "O2", torch.float32, True),
+        (indices, "O2", HALF, False),
+        (also_in_the_model, "O2", torch.float32, False),
+        (also_in_the_model, "O2", HALF, True),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_part_under_a_checkpoint_of_the_script_runs_again_as_it_ran(called, dtype, reentrant, level):
     """The gradients are those without the checkpoint, whatever the input's type."""
@@ -254,10 +275,8 @@ def test_a_part_under_a_checkpoint_of_the_script_runs_again_as_it_ran(called, dt
         assert (mine is theirs is None) or torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_part_that_is_called_alone(level):
-    """It has the type of its input."""
-    model, _ = initialized(level, model=Blocks(None))
+def test_a_part_that_is_called_alone_has_the_dtype_of_its_input():
+    model, _ = initialized("O2", model=Blocks(None))
     for dtype in (torch.float32, HALF):
         x = torch.randn(2, 4, dtype=dtype)
         assert model.block(x).dtype == model.head(x).dtype == dtype
@@ -290,7 +309,7 @@ class Writes(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
 def test_what_a_forward_writes_is_kept(level):
     model, optimizer = initialized(level, model=Writes())
     seen = record_forwards(
@@ -309,7 +328,7 @@ def test_what_a_forward_writes_is_kept(level):
     assert model.linear.weight is next(iter(amp.master_params(optimizer)))
 
 
-def test_spectral_norm_and_pruning_after_initialize():
+def test_spectral_norm_and_pruning_after_initialize_keep_their_buffers():
     torch.manual_seed(0)
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
     model, optimizer = initialized("O2", model=model)
@@ -321,22 +340,25 @@ def test_spectral_norm_and_pruning_after_initialize():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_casts_under_convert_compile_and_a_second_derivative(level):
-    images, labels = data()
+def test_casts_keep_gradients_under_convert_compile_and_a_second_derivative(level):
+    images, labels = draw_batch()
 
     def trained(prepare=lambda model: model):
         model, optimizer = initialized(level)
         called = prepare(model) or model
         scaled_backward(F.cross_entropy(called(images), labels), optimizer)
-        return gradients(model)
+        return flat_gradients(model)
 
-    want = trained()
+    expected = trained()
     for casts in (False, True):
         assert torch.equal(
-            trained(lambda m, casts=casts: fastvit.convert(m, recompute_weight_casts=casts)), want
+            trained(lambda m, casts=casts: fastvit.convert(m, recompute_weight_casts=casts)), expected
         )
     torch.testing.assert_close(
-        trained(lambda m: torch.compile(m, backend="aot_eager", fullgraph=True)), want, rtol=0.05, atol=0.01
+        trained(lambda m: torch.compile(m, backend="aot_eager", fullgraph=True)),
+        expected,
+        rtol=0.05,
+        atol=0.01,
     )
     model, optimizer = initialized(level, model=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     x = torch.ones(2, 4, requires_grad=True)
@@ -347,14 +369,14 @@ def test_casts_under_convert_compile_and_a_second_derivative(level):
         assert model.eval()(x).dtype == torch.float32
 
 
-def test_script_modules_are_refused():
+def test_script_modules_are_refused_where_weights_are_cast():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(TypeError, match="script the model after amp.initialize"):
         initialized("O2", model=model)
     assert initialized("O1", model=model)[0](torch.ones(1, 4)).dtype == torch.float32
 
 
-def test_weights_and_gradients_under_fp16_optimizer():
+def test_fp16_optimizer_follows_what_a_script_clips_drops_and_writes():
     """Gradients are clipped and dropped as the model's. Masters follow what a script writes, and keep the
     digits of the others.
     """
@@ -367,9 +389,9 @@ def test_weights_and_gradients_under_fp16_optimizer():
     plain = nn.Linear(4, 2)
     plain.load_state_dict(model.state_dict())
     plain(x.float()).square().mean().backward()
-    want = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    torch.testing.assert_close(norm, want, rtol=0.01, atol=0)
+    torch.testing.assert_close(norm, expected, rtol=0.01, atol=0)
     before = flat_parameters(model)
     optimizer.step()
     masters = torch.cat([m.flatten() for m in optimizer.state_dict()["fp32_from_fp16"][0]])

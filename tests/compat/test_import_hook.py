@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import pickle
 import sys
@@ -19,7 +20,7 @@ from fastvit.compat import _import_hook, install
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """`fake({path: text})` puts packages on the path; imports of apex and inplace_abn start afresh."""
+    """Returns a function `fake({path: text})`, which puts packages on the path. Imports start afresh."""
 
     def forget():
         for name in [n for n in sys.modules if n.partition(".")[0] in _import_hook._PROVIDED_PACKAGES]:
@@ -42,7 +43,7 @@ def fake(tmp_path, monkeypatch):
     forget()
 
 
-def test_without_a_real_one(fake):
+def test_fastvit_stands_in_for_apex_that_is_not_installed(fake):
     fake({})
     import apex
     import inplace_abn
@@ -64,7 +65,7 @@ def test_without_a_real_one(fake):
     assert importlib.import_module("amp_C") is fastvit.compat.amp_C
 
 
-def test_names_with_something_instead(fake):
+def test_missing_names_say_what_to_use(fake):
     fake({})
     from apex import amp, optimizers
 
@@ -87,7 +88,7 @@ def test_names_with_something_instead(fake):
                 exec(lines)
 
 
-def test_real_one_without_the_parts(fake):
+def test_an_installed_apex_gets_the_parts_that_it_lacks(fake):
     """Like apex since 2025, and like PyPI's unrelated package apex."""
     fake(
         {
@@ -120,14 +121,12 @@ ABSENT = (
 )
 
 
-@pytest.mark.parametrize("name", ABSENT.split())
-@pytest.mark.parametrize("prefer", ["apex", "fastvit"])
-@pytest.mark.parametrize("real", [False, True])
-def test_what_is_absent(fake, name, prefer, real):
-    """With and without an installed package that lacks it too."""
-    fake({"apex/__init__.py": "", "apex/contrib/__init__.py": ""} if real else {}, prefer)
-    parent, _, last = name.rpartition(".")
-    for prefix in ("", "fastvit.compat."):
+@pytest.mark.parametrize(("installed", "prefer"), [(False, "apex"), (True, "apex"), (True, "fastvit")])
+def test_an_absent_module_is_none_for_a_probe_and_an_error_for_an_import(fake, prefer, installed):
+    """An installed apex lacks the modules too."""
+    fake({"apex/__init__.py": "", "apex/contrib/__init__.py": ""} if installed else {}, prefer)
+    for name, prefix in itertools.product(ABSENT.split(), ("", "fastvit.compat.")):
+        parent, _, last = name.rpartition(".")
         assert importlib.util.find_spec(prefix + name) is None
         assert not hasattr(importlib.import_module(prefix + parent), last)
         with pytest.raises(ModuleNotFoundError):  # as for any package
@@ -143,7 +142,7 @@ def test_what_is_absent(fake, name, prefer, real):
                 ImportError, match=f"{last}' in fastvit.compat; .*docs/migrating-from-apex.md"
             ):
                 exec(line)
-    assert importlib.util.find_spec(name) is None  # after imports that failed
+        assert importlib.util.find_spec(name) is None  # after imports that failed
 
 
 MODULES = """
@@ -178,7 +177,7 @@ def test_every_absent_module_of_apex_says_what_to_use(fake):
         _ = apex.normalization.fused_layer_norm.manual_rms_norm
 
 
-def test_the_page_of_each_package(fake):
+def test_missing_names_of_inplace_abn_name_its_page(fake):
     fake({})
     import inplace_abn
 
@@ -191,15 +190,16 @@ def test_the_page_of_each_package(fake):
 @pytest.mark.parametrize(
     "name", ["apex", "amp_C", "apex.amp", "apex.contrib.clip_grad.clip_grad", "inplace_abn"]
 )
-def test_specs_of_what_is_there(fake, name):
+def test_specs_load_the_modules_that_an_import_gives(fake, name):
     fake({})
     spec = importlib.util.find_spec(name)
     assert spec.name == name and os.path.isfile(spec.origin)
     assert (spec.submodule_search_locations is not None) == spec.origin.endswith("__init__.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    own = module.__spec__.name
-    assert module is importlib.import_module(name) is sys.modules[own] and own.startswith("fastvit.compat.")
+    own_name = module.__spec__.name
+    assert module is importlib.import_module(name) is sys.modules[own_name]
+    assert own_name.startswith("fastvit.compat.")
 
 
 # Import paths
@@ -221,9 +221,9 @@ PATHS = """
 """
 
 
-@pytest.mark.parametrize("prefix", ["apex.", "fastvit.compat.apex."])
-def test_import_paths(fake, prefix):
-    """Each as the first import of a script, with the look-alikes and by fastvit's own name without them."""
+@pytest.mark.parametrize("prefix", ["apex.", "fastvit.compat.apex."], ids=["apex", "fastvit"])
+def test_deep_import_paths_of_apex_lead_to_one_module(fake, prefix):
+    """Each is the first import of a script, by apex's name and by fastvit's own."""
     for path, _, name in (entry.partition(":") for entry in PATHS.split()):
         if prefix == "apex.":
             for loaded in [n for n in sys.modules if n.partition(".")[0] == "apex"]:
@@ -237,7 +237,7 @@ def test_import_paths(fake, prefix):
             assert pickle.loads(f"c{prefix}{path}\n{name}\n.".encode()) is scope[name]
 
 
-def test_one_copy_of_each_module(fake):
+def test_each_module_is_loaded_once(fake):
     fake({})
     import apex
     import inplace_abn
@@ -249,7 +249,7 @@ def test_one_copy_of_each_module(fake):
     assert len({id(module) for module in loaded}) == len(files)
 
 
-def test_apex_beside_fastvit(fake):
+def test_modules_that_only_an_installed_apex_has_are_its_own(fake):
     """Modules that only an installed apex has are apex's, whichever package is preferred."""
     files = ("transformer/__init__", "contrib/__init__", "contrib/sparsity/asp", "contrib/transducer", "mlp")
     files += (
@@ -288,7 +288,7 @@ REAL = {
 }
 
 
-def test_real_one_with_the_part_is_used(fake):
+def test_an_installed_package_is_used_for_the_parts_that_it_has(fake):
     fake(REAL)
     import apex
     import inplace_abn
@@ -299,7 +299,7 @@ def test_real_one_with_the_part_is_used(fake):
     assert inplace_abn.InPlaceABN.real and inplace_abn.ABN is fastvit.compat.inplace_abn.ABN
 
 
-def test_prefer_fastvit(fake):
+def test_fastvit_is_used_for_the_parts_that_it_has_if_preferred(fake):
     fake(REAL)
     install("fastvit")
     assert sum(isinstance(finder, _import_hook._CompatFinder) for finder in sys.meta_path) == 1
@@ -314,8 +314,12 @@ def test_prefer_fastvit(fake):
     assert inplace_abn is fastvit.compat.inplace_abn
 
 
-@pytest.mark.parametrize("broken", ["import not_there_at_all", "raise ImportError('no such symbol')"])
-def test_real_one_that_does_not_import(fake, broken):
+@pytest.mark.parametrize(
+    "broken",
+    ["import not_there_at_all", "raise ImportError('no such symbol')"],
+    ids=["missing_module", "missing_symbol"],
+)
+def test_fastvit_stands_in_for_an_apex_that_does_not_import(fake, broken):
     fake({"apex/__init__.py": f"from . import amp\n{broken}\n", "apex/amp.py": "real = True\n"})
     with pytest.warns(UserWarning, match="the installed apex fails to import"):
         import apex
@@ -325,14 +329,14 @@ def test_real_one_that_does_not_import(fake, broken):
     assert sys.modules["apex.amp"] is fastvit.compat.apex.amp
 
 
-def test_clone_beside_the_script_is_no_package(fake):
+def test_a_clone_of_apex_beside_the_script_is_no_package(fake):
     fake({"apex/apex/__init__.py": "real = True\n"})
     import apex
 
     assert apex is fastvit.compat.apex
 
 
-def test_wrong_preference():
+def test_a_wrong_preference_is_refused():
     with pytest.raises(ValueError, match="prefer takes apex or fastvit, got 'torch'"):
         install("torch")
 
@@ -340,7 +344,7 @@ def test_wrong_preference():
 # Distributions, which programs such as transformers read before they import
 
 
-def test_distribution(fake):
+def test_distributions_of_apex_and_inplace_abn_are_found(fake):
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("apex")
     fake({})
@@ -356,7 +360,7 @@ def test_distribution(fake):
 
 
 @pytest.mark.parametrize("prefer", ["apex", "fastvit"])
-def test_distribution_of_a_real_one(fake, prefer):
+def test_the_distribution_of_an_installed_apex_is_its_own(fake, prefer):
     fake({"apex-0.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n"}, prefer)
     assert importlib.metadata.version("apex") == "0.1"
     assert [d.version for d in importlib.metadata.distributions() if d.metadata["Name"] == "apex"] == ["0.1"]
@@ -405,7 +409,7 @@ LACKING = """
 
 
 def resolve(name):
-    """As `from a.b import c`, `import a.b.c` or `a.b.Class.c` do; the error's text, or None."""
+    """Returns the text of the error of `from a.b import c`, `import a.b.c` or `a.b.Class.c`, or None."""
     head, _, last = name.rpartition(".")
     try:
         module = importlib.import_module(head or name)
@@ -415,7 +419,7 @@ def resolve(name):
         return None if hasattr(getattr(sys.modules.get(parent), kind, None), last) else str(error)
 
 
-def test_what_repositories_import_resolves(fake):
+def test_names_that_public_repositories_import_resolve(fake):
     fake({}, prefer="fastvit")
     lacking = set(LACKING.split())
     missing = {name: error for name in (*NAMES.split(), *lacking) if (error := resolve(name))}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compat.amp.models import HALF, LEVELS, call_under_o1, initialized, record_forwards, scaled_backward
+from compat.amp.models import HALF, call_under_o1, initialized, record_forwards, scaled_backward
 from fastvit.compat.apex import amp
 from fastvit.compat.apex.amp._amp_state import maybe_print
 
@@ -17,9 +17,12 @@ pytestmark = pytest.mark.usefixtures("amp_off")
 X, W = torch.randn(4, 4), torch.randn(4, 4)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_recurrent_networks(kind, level):
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [(nn.LSTM, "O0"), (nn.RNN, "O1"), (nn.LSTM, "O1"), (nn.GRU, "O1"), (nn.LSTM, "O2"), (nn.GRU, "O3")],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_gradients_of_recurrent_networks_follow_float32(kind, level):
     torch.manual_seed(0)
     plain, x = kind(3, 4, batch_first=True), torch.randn(5, 6, 3)
     plain(x)[0][:, -1].square().sum().backward()
@@ -41,6 +44,7 @@ def test_recurrent_networks(kind, level):
 @pytest.mark.parametrize(
     ("wrap", "inside"),
     [(amp.half_function, HALF), (amp.float_function, torch.float32), (amp.promote_function, torch.float32)],
+    ids=["half", "float", "promote"],
 )
 def test_decorated_functions_run_in_their_dtype(wrap, inside):
     @wrap
@@ -56,7 +60,7 @@ def test_decorated_functions_run_in_their_dtype(wrap, inside):
     assert own(X.double(), W.double()) == (torch.float64,) * 3  # outside of forward nothing is cast
 
 
-def test_register_functions():
+def test_registered_functions_run_in_their_dtype():
     library = SimpleNamespace(mm=torch.mm)
     amp.register_float_function(library, "mm")
     assert torch.equal(call_under_o1(lambda x: library.mm(x, W), X), X @ W)
@@ -67,7 +71,7 @@ def test_register_functions():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_maybe_print(capsys, monkeypatch, rank):
+def test_maybe_print_obeys_rank_and_verbosity(capsys, monkeypatch, rank):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
     maybe_print("every rank")
@@ -77,7 +81,7 @@ def test_maybe_print(capsys, monkeypatch, rank):
     assert capsys.readouterr().out == "every rank\n" + "rank 0\n" * (rank == 0)
 
 
-def test_handle_of_o1():
+def test_the_handle_of_o1_stops_its_casts():
     initialized("O2")
     assert not hasattr(amp._amp_state, "handle")
     model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), opt_level="O1", verbosity=0)
@@ -100,7 +104,7 @@ def test_handle_of_o1():
 
 
 @pytest.mark.parametrize(
-    ("name", "into", "given", "want"),
+    ("name", "into", "given", "expected"),
     [
         ("softmax", "FP16_FUNCS", torch.float32, HALF),  # as scripts for Tacotron 2 do
         ("softmax", None, HALF, HALF),
@@ -110,14 +114,15 @@ def test_handle_of_o1():
         ("relu", "FP32_FUNCS", torch.float32, torch.float32),
         ("relu", "FP32_FUNCS", HALF, torch.float32),
     ],
+    ids=str,
 )
-def test_changed_lists(monkeypatch, name, into, given, want):
+def test_functions_in_changed_lists_run_in_their_dtype(monkeypatch, name, into, given, expected):
     lists, before = amp.lists.functional_overrides, getattr(F, name)
     monkeypatch.setattr(lists, "FP32_FUNCS", [other for other in lists.FP32_FUNCS if other != name])
     if into:
         monkeypatch.setattr(lists, into, [*getattr(lists, into), name, "no_such_function"])
     seen = call_under_o1(lambda x: [getattr(F, name)(x, 0).dtype, torch.mm(x, x).dtype], X.to(given))
-    assert seen == [want, HALF] and getattr(F, name) is not before
+    assert seen == [expected, HALF] and getattr(F, name) is not before
     assert getattr(F, name)(X, 0).dtype == torch.float32  # outside of forward nothing is cast
     amp.initialize([], enabled=False)
     assert getattr(F, name) is before

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from packages import import_or_skip
 
 from fastvit.compat import __main__ as runner
 from fastvit.compat._cpu_half import cpu_half
@@ -384,7 +383,7 @@ print("steps", transformers.Trainer(model, arguments, train_dataset=data).train(
 """
 
 
-def run(folder, script, *options, launch=(), **environment):
+def run_on_cpu(folder, script, *options, launch=(), **environment):
     (folder / "main.py").write_text(script)
     command = [sys.executable, *launch, "-m", "fastvit.compat", "--cpu", *options]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
@@ -394,8 +393,9 @@ def run(folder, script, *options, launch=(), **environment):
     return done.stdout.splitlines(), done.stderr
 
 
-def test_apex_recipe_on_two_ranks(tmp_path):
-    lines, said = run(tmp_path, IMAGES, "main.py", "--opt-level", "O2", launch=LAUNCH)
+@pytest.mark.nightly
+def test_a_recipe_of_apex_trains_on_two_ranks(tmp_path):
+    lines, said = run_on_cpu(tmp_path, IMAGES, "main.py", "--opt-level", "O2", launch=LAUNCH)
     lines = sorted(line for line in lines if line.startswith("rank"))
     assert [line[:6] for line in lines] == ["rank 0", "rank 1"] and lines[0][6:] == lines[1][6:]
     assert lines[0].count(",") == 1  # two losses
@@ -403,33 +403,38 @@ def test_apex_recipe_on_two_ranks(tmp_path):
     assert "terminate" not in said and "destroy_process_group" not in said  # which the script leaves open
 
 
-def test_torch_amp_with_a_launcher_of_its_own(tmp_path):
+@pytest.mark.nightly
+def test_a_recipe_of_torch_amp_with_its_own_launcher_trains_on_two_ranks(tmp_path):
     environment = {"RANK": "9", "CUDA_VISIBLE_DEVICES": "0,1"}
-    lines, said = run(tmp_path, NATIVE, "--half", "float16", "main.py", **environment)
+    lines, said = run_on_cpu(tmp_path, NATIVE, "--half", "float16", "main.py", **environment)
     assert sorted(lines) == [f"rank {rank} torch.float16 True cpu True" for rank in (0, 1)], said
 
 
 @pytest.mark.parametrize(
-    ("half", "scripts"), [("bfloat16", (ASKED, AUTOCAST)), ("float16", (AUTOCAST, PARALLEL))]
+    ("half", "scripts"),
+    [
+        pytest.param("bfloat16", (ASKED, AUTOCAST), id="names_and_autocast-bfloat16"),
+        pytest.param("float16", (AUTOCAST, PARALLEL), id="autocast_and_data_parallel-float16"),
+    ],
 )
-def test_kinds_of_questions_about_cuda(tmp_path, half, scripts):
+def test_scripts_that_know_cuda_alone_run_on_the_cpu(tmp_path, half, scripts):
     """Names of torch.cuda and its kin answer, pass through, or raise one sentence that says what to do.
 
     The state of autocast is what the script expects, and custom functions run under it. The parts of
     DataParallel, functions and subclasses, run as on one GPU, whatever devices are named.
     """
-    lines, _ = run(tmp_path, "".join(scripts), "--half", half, "main.py", CUDA_VISIBLE_DEVICES="0,1")
+    lines, _ = run_on_cpu(tmp_path, "".join(scripts), "--half", half, "main.py", CUDA_VISIBLE_DEVICES="0,1")
     said = {ASKED: "asked", AUTOCAST: f"autocast torch.{half}", PARALLEL: "parallel"}
     assert [line for line in lines if "USDT" not in line] == [said[script] for script in scripts]
 
 
-def test_a_trainer_of_transformers(tmp_path):
-    import_or_skip("transformers"), import_or_skip("accelerate")
+@pytest.mark.packages("transformers", "accelerate")
+def test_a_trainer_of_transformers_runs_on_the_cpu(tmp_path):
     path = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks")))
-    assert run(tmp_path, TRAINER, "main.py", PYTHONPATH=path)[0][-1] == "steps 2"
+    assert run_on_cpu(tmp_path, TRAINER, "main.py", PYTHONPATH=path)[0][-1] == "steps 2"
 
 
-def test_half_of_the_cpu(monkeypatch):
+def test_half_of_the_cpu_is_that_of_option_or_environment(monkeypatch):
     for given, expected in (("", torch.bfloat16), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         monkeypatch.setenv("FASTVIT_HALF", given)
         assert cpu_half() is expected

@@ -2,22 +2,22 @@
 given. A script then does the same as without amp.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
-from compat.amp.models import LEVELS, flat_parameters, scaled_backward
+from compat.amp.models import flat_parameters, scaled_backward
 from fastvit.compat.apex import amp
 from fastvit.compat.apex.optimizers import FusedSGD
 from fastvit.compat.apex.parallel import LARC
 
 pytestmark = pytest.mark.usefixtures("amp_off")
-
-
 X = torch.linspace(-1, 2, 12).view(3, 4)
 
 
-class Two(nn.Module):
+class TwoHeads(nn.Module):
     """Two heads on one encoder; p steps the encoder and the first head, q the second."""
 
     def __init__(self):
@@ -33,7 +33,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, 0.1, momentum=0.9)
 
 
-class Larc(LARC):
+class SgdWithLarc(LARC):
     def __init__(self, parameters):
         super().__init__(FusedSGD(parameters, 0.1, momentum=0.9))
 
@@ -41,8 +41,8 @@ class Larc(LARC):
         self.optim.zero_grad(set_to_none)
 
 
-def begin(level="O0", scale="dynamic", losses=2, make=sgd, shared=False, **options):
-    model = Two()
+def initialize_two_optimizers(level="O0", scale="dynamic", losses=2, make=sgd, shared=False, **options):
+    model = TwoHeads()
     p = make([*model.encoder.parameters(), *model.first.parameters()])
     q = make([*model.second.parameters(), *(model.encoder.parameters() if shared else ())])
     options = {"opt_level": level, "loss_scale": scale, "num_losses": losses, "verbosity": 0, **options}
@@ -129,33 +129,44 @@ def drops_inside(model, p, q, losses):
     p.step(), q.step()
 
 
-@pytest.mark.parametrize("make", [sgd, Larc])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("losses", [1, 2])
-@pytest.mark.parametrize("scale", ["dynamic", 128.0])
-@pytest.mark.parametrize(
-    "script",
-    [
-        first_and_second,
-        second_and_first,
-        second_alone,
-        accumulates,
-        clips,
-        delays,
-        delays_all,
-        adversaries,
-        block_inside,
-        steps_inside,
-        drops_inside,
-    ],
-)
-def test_scripts_follow_those_without_amp(script, scale, losses, shared, make):
-    """Scales that are powers of two change no digit."""
-    if script in (block_inside, drops_inside):  # apex too confuses two scales in one gradient, and keeps
-        shared = False  # what is dropped in the block of its own optimizer
+SCRIPTS = (first_and_second, second_and_first, second_alone, accumulates, clips, delays, delays_all)
+SCRIPTS += (adversaries, block_inside, steps_inside, drops_inside)
+SCRIPTS_WITHOUT_SHARED_PARAMETERS = (block_inside, drops_inside)
+FACTORS = (("dynamic", 128.0), (1, 2), (sgd, SgdWithLarc), (False, True))  # scale, losses, make, shared
+FIRST_ROWS = ((0, 1, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 1, 1))  # indices of values in FACTORS
+
+
+def script_cases():
+    """Returns two cases for each script, which have each value of a factor; the other products are nightly.
+
+    Four scripts in a row have each pair of values of two factors.
+    """
+    cases = []
+    for number, script in enumerate(SCRIPTS):
+        num_factors = 3 if script in SCRIPTS_WITHOUT_SHARED_PARAMETERS else 4
+        first_row = FIRST_ROWS[number % 4][:num_factors]
+        push_rows = (first_row, tuple(1 - index for index in first_row))
+        for row in itertools.product((0, 1), repeat=num_factors):
+            values = [values[index] for values, index in zip(FACTORS, row, strict=False)]
+            scale, losses, make, shared = values if num_factors == 4 else (*values, False)
+            name = f"{script.__name__}-{scale}-{losses}_losses-{make.__name__}{'-shared' * shared}"
+            marks = () if row in push_rows else pytest.mark.nightly
+            cases.append(pytest.param(script, scale, losses, make, shared, marks=marks, id=name))
+    return cases
+
+
+@pytest.mark.parametrize(("script", "scale", "losses", "make", "shared"), script_cases())
+def test_scripts_follow_those_without_amp(script, scale, losses, make, shared):
+    """Scales that are powers of two change no digit.
+
+    Two scripts share no parameters: apex, too, confuses two scales in one gradient, and keeps what is
+    dropped in the block of its own optimizer.
+    """
     results = []
     for options in ({"enabled": False}, {}):
-        model, p, q = begin(scale=scale, losses=losses, make=make, shared=shared, **options)
+        model, p, q = initialize_two_optimizers(
+            scale=scale, losses=losses, make=make, shared=shared, **options
+        )
         for _ in range(2):
             script(model, p, q, losses)
             p.zero_grad(), q.zero_grad()
@@ -163,23 +174,11 @@ def test_scripts_follow_those_without_amp(script, scale, losses, shared, make):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_each_level_unscales_the_gradients_of_one_optimizer(level):
-    results = []
-    for options in ({"enabled": False}, {"level": level}):
-        model, p, q = begin(**options)
-        second_alone(model, p, q, 2)
-        results.append(flat_parameters(model))
-    want, got = results
-    start = flat_parameters(Two())
-    assert (got - want).norm() <= (0 if level == "O0" else 0.1) * (want - start).norm()
-
-
 def test_gradients_that_are_not_reduced_yet_stay_scaled(monkeypatch):
-    """As of a DDP model in `no_sync`; the step unscales them."""
+    """A DDP model in `no_sync` has such gradients. The step unscales them."""
     results = []
     for options in ({"enabled": False}, {}):
-        model, p, q = begin(**options)
+        model, p, q = initialize_two_optimizers(**options)
         with monkeypatch.context() as patch:
             patch.setattr(
                 amp.handle, "parameters_without_sync", lambda model=model: set(model.encoder.parameters())
@@ -193,9 +192,9 @@ def test_gradients_that_are_not_reduced_yet_stay_scaled(monkeypatch):
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_an_overflow_in_the_other_optimizer_alone(drops, capsys):
-    """It skips the other's step and halves the scale of the loss, unless the gradients are dropped."""
-    model, p, q = begin()
+def test_an_overflow_of_the_other_optimizer_skips_its_step_unless_dropped(drops, capsys):
+    """The overflow also halves the scale of the loss."""
+    model, p, q = initialize_two_optimizers()
     before = flat_parameters(model)
     with amp.scale_loss(model(X, "second"), q, loss_id=1) as scaled:
         scaled.backward()
@@ -220,7 +219,7 @@ def test_an_overflow_in_the_other_optimizer_alone(drops, capsys):
 
 
 def test_an_overflow_in_both_halves_the_scale_once():
-    model, p, q = begin()
+    model, p, q = initialize_two_optimizers()
     before = flat_parameters(model)
     with amp.scale_loss(model(X, "second"), q, loss_id=1) as scaled:
         scaled.backward()
@@ -233,7 +232,7 @@ def test_an_overflow_in_both_halves_the_scale_once():
 
 def test_parameters_of_no_optimizer_keep_the_scale():
     """As with apex, so that scripts which divide by the scale are right."""
-    model, p, q = begin()
+    model, p, q = initialize_two_optimizers()
     extra = nn.Parameter(torch.ones(()))
     scaled_backward(model(X, "second") * 0 + extra, q, loss_id=1)
     assert extra.grad == 2.0**10
@@ -242,13 +241,13 @@ def test_parameters_of_no_optimizer_keep_the_scale():
 @pytest.mark.parametrize("loss", ["first", "second"])
 def test_gradients_of_a_flat_buffer_stay_in_it(loss):
     """Gradients of both optimizers stay in the buffer, whether the loss reaches them or not."""
-    model, p, q = begin()
+    model, p, q = initialize_two_optimizers()
     sizes = [p.numel() for p in model.parameters()]
     buffer = torch.ones(sum(sizes))
     for parameter, part in zip(model.parameters(), buffer.split(sizes), strict=True):
         parameter.grad = part.view_as(parameter)
     scaled_backward(model(X, loss), q, loss_id=1)
-    reference = Two()
+    reference = TwoHeads()
     reference(X, loss).backward()
     reached = [torch.zeros_like(p) if p.grad is None else p.grad for p in reference.parameters()]
     torch.testing.assert_close(buffer, 1 + torch.cat([gradient.flatten() for gradient in reached]))
@@ -256,8 +255,8 @@ def test_gradients_of_a_flat_buffer_stay_in_it(loss):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_failure_leaves_the_gradients_of_other_optimizers_as_without_amp(when):
-    """Before the backward and after it; those of the optimizers that were given are restored."""
-    model, p, q = begin()
+    """Gradients of the optimizers that scale_loss was given are restored."""
+    model, p, q = initialize_two_optimizers()
     second(model, q, 2)
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     with pytest.raises(MemoryError), amp.scale_loss(model(X, "second"), q) as scaled:
