@@ -68,11 +68,11 @@ def vits() -> str:
 def in_place_layer() -> str:
     shape = "128x384x14x14"
     rows = select_rows("layers_cpu", keys=("contender",), shape=shape, threads="1", direction="both")
-    ours, torchs, compiled = (rows[name,] for name in ("InPlaceABN", "torch", "torch.compile"))
+    in_place, eager, compiled = (rows[name,] for name in ("InPlaceABN", "torch", "torch.compile"))
     return (
-        f"InPlaceABN at {shape} takes {ratio(ours, torchs):.2f}x the time of torch's BatchNorm2d and "
-        f"LeakyReLU, and keeps {float(ours['kept']):.2f} tensors, not {float(torchs['kept']):.2f}; of "
-        f"torch.compile of these two it takes {ratio(ours, compiled):.2f}x the time."
+        f"InPlaceABN at {shape} takes {ratio(in_place, eager):.2f}x the time of torch's BatchNorm2d and "
+        f"LeakyReLU, and keeps {float(in_place['kept']):.2f} tensors, not {float(eager['kept']):.2f}; of "
+        f"torch.compile of these two it takes {ratio(in_place, compiled):.2f}x the time."
     )
 
 
@@ -103,7 +103,7 @@ def synchronised_layer() -> str:
 def gpu_layers() -> str:
     rows = select_rows("layers_cuda", keys=("what", "shape", "contender"), direction="both")
     lines = []
-    for title, what, ours, shape in (
+    for title, what, contender, shape in (
         ("BatchNorm and LeakyReLU", "batch norm", "InPlaceABN", "128x256x56x56 channels_last"),
         ("BatchNorm and LeakyReLU", "batch norm", "InPlaceABN", "128x256x56x56"),
         ("BatchNorm and LeakyReLU", "batch norm", "InPlaceABN", "16x256x28x28 channels_last"),
@@ -111,7 +111,7 @@ def gpu_layers() -> str:
         ("GELU", "gelu", "fastvit", "50432x768"),
         ("SwiGLU", "swiglu", "fastvit", "50432x768"),
     ):
-        times = (rows[what, shape, name]["p50_us"] for name in ("torch", "torch.compile", ours))
+        times = (rows[what, shape, name]["p50_us"] for name in ("torch", "torch.compile", contender))
         lines.append((f"{title}, {shape}", *(f"{float(us):.0f} us" for us in times)))
     return "\n".join(markdown_table(["a step on an H200, bf16", "torch", "torch.compile", "fastvit"], lines))
 

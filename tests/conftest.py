@@ -69,8 +69,8 @@ def _use_exact_hardswish():
 def pytest_collection_modifyitems(config, items):
     """Selects the tests of the device, and skips those whose packages or memory this machine lacks."""
     if config.getoption("device") == "cuda_model":
-        others = [item for item in items if not item.get_closest_marker("cuda_model")]
-        config.hook.pytest_deselected(items=others)
+        deselected = [item for item in items if not item.get_closest_marker("cuda_model")]
+        config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item.get_closest_marker("cuda_model")]
         for item in items:
             if "nightly" in item.get_closest_marker("cuda_model").args:

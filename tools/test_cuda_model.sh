@@ -13,7 +13,7 @@ asan)
   variables+=("${sanitizers[@]}")
   ;;
 contract) # Tests that compare the bits of two forms of a kernel.
-  tests=(tests/ops/test_batch_norm.py tests/ops/test_layer_norm.py tests/cuda_host)
+  tests=(tests/ops/test_{batch_norm,layer_norm,strides}.py tests/cuda_host)
   ;;
 esac
 .venv/bin/python tests/cuda_host/build.py "$mode"

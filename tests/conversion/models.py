@@ -1,9 +1,10 @@
-"""A model whose forward is a function, and comparisons of a model's bits with those of its converted copy."""
+"""A model whose forward is a function, writes to tensors, and comparisons with eager's bits."""
 
 import contextlib
 import re
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -25,6 +26,29 @@ def convert_at(level, model):
     return fastvit.convert(model, **LEVELS[level])
 
 
+def run_without_grad(write):
+    """Returns `write` as a function that runs under `torch.no_grad()`."""
+
+    def run(tensor):
+        with torch.no_grad():
+            write(tensor)
+
+    return run
+
+
+# Writes to a tensor. The first four raise the version counter.
+WRITES = {
+    "mul_": run_without_grad(lambda c: c.mul_(0.5)),
+    "lerp_": run_without_grad(lambda c: c.lerp_(torch.ones_like(c), 0.7)),
+    "foreach": run_without_grad(lambda c: torch._foreach_mul_([c], 0.5)),
+    "out": run_without_grad(lambda c: torch.mul(c, 0.5, out=c)),
+    "data": lambda c: c.data.mul_(0.5),
+    "data is replaced": lambda c: setattr(c, "data", c.data * 0.5),
+    "numpy": lambda c: numpy.multiply(c.detach().numpy(), 0.5, out=c.detach().numpy()),
+    "overload": lambda c: torch.ops.aten.mul_.Scalar(c.data, 0.5),
+}
+
+
 class FunctionModel(nn.Module):
     """A model whose forward is `function(self, x)`; `attributes` are its modules, parameters and buffers."""
 
@@ -41,19 +65,49 @@ class FunctionModel(nn.Module):
         return self.function(self, x)
 
 
+class TokenModel(FunctionModel):
+    """A FunctionModel that also has a Linear `first`, a LayerNorm `norm` and a Linear `head`."""
+
+    def __init__(self, function, **attributes):
+        layers = {"first": nn.Linear(DIM, DIM), "norm": nn.LayerNorm(DIM), "head": nn.Linear(DIM, DIM)}
+        super().__init__(function, **layers | attributes)
+
+
+class WrappedNorm(nn.Module):
+    """A module round a norm, as of norms by domain or by part of a batch."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
 def make_tokens(n=8, length=16, dim=DIM):
-    return torch.randn(n, length, dim, generator=torch.Generator().manual_seed(1))
+    return torch.randn(n, length, dim, generator=make_generator(1))
 
 
 def make_images(n=4, channels=3, size=16):
-    return torch.randn(n, channels, size, size, generator=torch.Generator().manual_seed(2))
+    return torch.randn(n, channels, size, size, generator=make_generator(2))
 
 
-def make_step(make, x, context=contextlib.nullcontext, between=lambda model: None):
+def make_generator(seed):
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+def make_autocast(dtype=torch.bfloat16, **options):
+    """Returns a function that makes contexts of autocast for the default device."""
+    return lambda: torch.autocast(torch.get_default_device().type, dtype, **options)
+
+
+def make_step(make, x, context=None, between=lambda model: None):
     """Returns a function `run(convert)`, which takes a step of the model `convert(make())`.
 
-    `run` returns the output and the gradients. `between(model)` is called between forward and backward.
+    `run` returns the output and the gradients. The forward runs in `context()`, if it is not None.
+    `between(model)` is called between forward and backward.
     """
+    context = context or contextlib.nullcontext
 
     def run(convert):
         torch.manual_seed(0)
@@ -79,8 +133,12 @@ def assert_same_bits(actual, expected):
     """Raises unless the tensors have the same dtypes, shapes and bits. NaN must have the same bits, too."""
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
-        assert a.dtype is b.dtype and a.shape == b.shape
-        assert torch.equal(view_as_bytes(a), view_as_bytes(b)), f"they differ by {(a - b).abs().max():.2g}"
+        assert has_same_bits(a, b), f"{a.dtype} {a.shape} and {b.dtype} {b.shape} differ"
+
+
+def has_same_bits(a, b):
+    same_kind = a.dtype is b.dtype and a.shape == b.shape
+    return same_kind and torch.equal(view_as_bytes(a), view_as_bytes(b))
 
 
 def view_as_bytes(tensor):

@@ -1,17 +1,39 @@
-"""A converted ViT under DDP and FSDP2: the bits of the model that is not converted."""
+"""A converted ViT under DDP and FSDP trains with the bits of the model that is not converted."""
 
-import functools
+from functools import partial
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastvit
+from conversion.cases import select_each_value
+from conversion.models import assert_same_bits
 from conversion.vit_models import Block, BlockModel, LayerScale, make_patches, measure_kept_bytes
 
+pytestmark = pytest.mark.nightly
+ORDERS = ["convert, then wrap", "wrap, then convert"]
 
-def trained(model, x, parameters):
+
+def make_vit(depth):
+    return BlockModel(lambda: Block(scale=LayerScale), depth)
+
+
+def make_eager_and_converted(make, wrap, order, **options):
+    """Returns two wrapped models. The second is converted before or after it is wrapped."""
+    eager, model = make(), make()
+    if order == "convert, then wrap":
+        fastvit.convert(model, **options)
+    wrapped = wrap(model)
+    if order == "wrap, then convert":
+        fastvit.convert(model, **options)
+    return wrap(eager), wrapped
+
+
+def train(model, x, find_parameters=nn.Module.parameters):
+    """Takes three steps, and returns the losses and copies of the parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(3):
@@ -20,41 +42,19 @@ def trained(model, x, parameters):
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return [*losses, *(p.detach().clone() for p in parameters())]
+    return [*losses, *(p.detach().clone() for p in find_parameters(model))]
 
 
-def compared(make, wrap, x, parameters, converts_last, **options):
-    """Whether a wrapped model trains as without `convert`, and with FSDP2 the bytes that both keep."""
-    results, sizes = [], []
-    for convert in (False, True):
-        model = make()
-        if convert and not converts_last:
-            fastvit.convert(model, **options)
-        wrapped = wrap(model)
-        if convert and converts_last:
-            fastvit.convert(model, **options)
-        results.append(trained(wrapped, x, lambda wrapped=wrapped: parameters(wrapped)))
-        if parameters is whole:  # a forward of FSDP2 can run alone
-            sizes.append(measure_kept_bytes(wrapped, x))
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True)), *sizes
+@on_ranks(2)
+@pytest.mark.parametrize(("graph", "order"), [("dynamic", ORDERS[0]), ("static", ORDERS[1])])
+def test_a_converted_model_under_ddp_trains_with_eager_bits(rank, world, graph, order):
+    wrap = partial(DistributedDataParallel, static_graph=graph == "static")
+    models = make_eager_and_converted(lambda: make_vit(2), wrap, order)
+    assert_same_bits(*(train(model, make_patches(8)[rank::world]) for model in models))
 
 
-def blocks(depth):
-    return lambda: BlockModel(lambda: Block(scale=LayerScale), depth)
-
-
-def under_ddp(rank, world, static_graph, converts_last):
-    wrap = functools.partial(DistributedDataParallel, static_graph=static_graph)
-    return compared(blocks(2), wrap, make_patches(8)[rank::world], nn.Module.parameters, converts_last)
-
-
-@pytest.mark.parametrize("converts_last", [False, True])
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_ddp_of_a_converted_model_gives_eager_gradients(ranks, static_graph, converts_last):
-    assert all(same for same, *_ in ranks.run(2, under_ddp, static_graph, converts_last))
-
-
-def sharded(modules, model, world):
+def shard(model, modules, world):
+    """Shards the modules and the model by FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -63,30 +63,40 @@ def sharded(modules, model, world):
     return model
 
 
-def whole(model):
-    return [p.full_tensor() for p in model.parameters()]
+def train_sharded_and_measure_kept(models, x):
+    """Returns the kept bytes of two models. Raises unless they train with the same bits."""
+
+    def find_parameters(model):
+        return [p.full_tensor() for p in model.parameters()]
+
+    assert_same_bits(*(train(model, x, find_parameters) for model in models))
+    return [measure_kept_bytes(model, x) for model in models]
 
 
-def under_fsdp(rank, world, units, converts_last):
+# The units of sharding, and the largest share of the bytes that is kept. A norm that is sharded by itself is
+# sharded again when its block ends.
+UNITS = {"model": 0.75, "blocks": 0.75, "layers": 0.9}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("units", "order"), [*select_each_value(UNITS, ORDERS), ("layers", ORDERS[1])])
+def test_a_converted_model_under_fsdp2_trains_with_eager_bits_and_keeps_less(rank, world, units, order):
     def wrap(model):
-        parts = [] if units == "model" else list(model.blocks)
+        modules = [] if units == "model" else list(model.blocks)
         for block in model.blocks if units == "layers" else ():
-            parts[:0] = block.norm1, block.norm2, block.attn, block.mlp.fc1, block.mlp.fc2
-        return sharded(parts, model, world)
+            modules[:0] = block.norm1, block.norm2, block.attn, block.mlp.fc1, block.mlp.fc2
+        return shard(model, modules, world)
 
-    return compared(blocks(3), wrap, make_patches(32)[rank::world], whole, converts_last)
-
-
-@pytest.mark.parametrize("converts_last", [False, True])
-@pytest.mark.parametrize("units", ["model", "blocks", "layers"])
-def test_fsdp2_of_a_converted_model_gives_eager_gradients(ranks, units, converts_last):
-    for same, before, after in ranks.run(2, under_fsdp, units, converts_last):
-        assert same
-        # a norm that is sharded by itself is so again when its block ends
-        assert after < {"layers": 0.9, "blocks": 0.75, "model": 0.75}[units] * before
+    models = make_eager_and_converted(lambda: make_vit(3), wrap, order)
+    return train_sharded_and_measure_kept(models, make_patches(32)[rank::world])
 
 
-class Normed(nn.Module):
+@test_a_converted_model_under_fsdp2_trains_with_eager_bits_and_keeps_less.check
+def _(results, units):
+    assert all(after < UNITS[units] * before for before, after in results)
+
+
+class ConvNormAct(nn.Module):
     """Ends with a norm and an activation, whose result both the activation and the next module save."""
 
     def __init__(self):
@@ -97,38 +107,37 @@ class Normed(nn.Module):
         return self.norm(self.conv(x)).relu()
 
 
-def read_outside(rank, world, converts_last):
+@on_ranks(2)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_reader_behind_a_block_of_fsdp2_keeps_what_it_reads(rank, world, order):
+    """FSDP2 gathers the block before it too late for a recipe of the reader."""
+
     def make():
         torch.manual_seed(0)
-        return nn.Sequential(Normed(), Normed(), nn.Conv2d(12, 4, 1))
+        return nn.Sequential(ConvNormAct(), ConvNormAct(), nn.Conv2d(12, 4, 1))
 
+    models = make_eager_and_converted(make, lambda model: shard(model, model[:2], world), order)
     x = torch.rand(8, 12, 48, 48)  # parameters that are gathered at the time weigh little
-    return compared(make, lambda model: sharded(model[:2], model, world), x, whole, converts_last)
+    return train_sharded_and_measure_kept(models, x)
 
 
-@pytest.mark.parametrize("converts_last", [False, True])
-def test_fsdp2_gathers_a_block_too_late_for_a_reader_behind_it(ranks, converts_last):
-    """So what the head reads is kept, and not recomputed from parameters of the block before it."""
-    for same, before, after in ranks.run(2, read_outside, converts_last):
-        assert same
-        assert after < 1.01 * before
+@test_a_reader_behind_a_block_of_fsdp2_keeps_what_it_reads.check
+def _(results):
+    assert all(after < 1.01 * before for before, after in results)
 
 
-def under_fsdp1(rank, world, kinds, converts_last):
+WRAPPED_CLASSES = {"blocks": {Block}, "layers": {nn.LayerNorm, nn.Linear}}
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("units", "order"), select_each_value(WRAPPED_CLASSES, ORDERS))
+def test_a_converted_model_under_fsdp1_trains_with_eager_bits(rank, world, units, order):
     """Its flat parameters are freed between uses, and parameters of modules are views of them."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    def wrap(model):
-        policy = ModuleWrapPolicy(kinds)
-        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
-
-    x = make_patches(8)[rank::world]
-    return compared(blocks(2), wrap, x, nn.Module.parameters, converts_last, matmuls=True)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("converts_last", [False, True])
-@pytest.mark.parametrize("kinds", [{Block}, {nn.LayerNorm, nn.Linear}], ids=["blocks", "layers"])
-def test_fsdp1_of_a_converted_model_gives_eager_gradients(ranks, kinds, converts_last):
-    assert all(same for same, *_ in ranks.run(2, under_fsdp1, kinds, converts_last))
+    policy = ModuleWrapPolicy(WRAPPED_CLASSES[units])
+    wrap = partial(FullyShardedDataParallel, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    models = make_eager_and_converted(lambda: make_vit(2), wrap, order, matmuls=True)
+    assert_same_bits(*(train(model, make_patches(8)[rank::world]) for model in models))

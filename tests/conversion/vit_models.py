@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastvit
+from conversion.models import has_same_bits, make_generator
 from fastvit.memory import live_bytes
 
 DIM, TOKENS, HEADS = 64, 50, 4  # features of a token, tokens of a sequence, heads of attention
@@ -258,12 +259,7 @@ class BlockModel(nn.Module):
 
 def make_patches(n=4):
     """Returns the input of a BlockModel, `(n, TOKENS, 12)`."""
-    return torch.randn(n, TOKENS, 12, generator=torch.Generator(torch.get_default_device()).manual_seed(7))
-
-
-def make_autocast(dtype=torch.bfloat16, **options):
-    """Returns a function that makes contexts of autocast for the default device."""
-    return lambda: torch.autocast(torch.get_default_device().type, dtype, **options)
+    return torch.randn(n, TOKENS, 12, generator=make_generator(7))
 
 
 def run_step(model, x, context=contextlib.nullcontext, call=None):
@@ -286,9 +282,9 @@ def run_step(model, x, context=contextlib.nullcontext, call=None):
 
 
 def find_differing(actual, expected):
-    """Returns the names of the tensors of two steps whose values differ."""
+    """Returns the names of the tensors of two steps whose bits differ."""
     names = expected.keys() | actual.keys()
-    return [name for name in names if not torch.equal(actual[name], expected[name])]
+    return [name for name in names if not has_same_bits(actual[name], expected[name])]
 
 
 def measure_kept_bytes(model, x, context=contextlib.nullcontext, call=None):

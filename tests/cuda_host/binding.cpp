@@ -12,6 +12,7 @@
 
 extern "C" int cuda_host_allocations;
 extern "C" uint64_t cuda_host_requests;
+extern "C" int cuda_host_failing_request;
 
 namespace cuda_host {
 std::set<std::string> kernels();
@@ -81,6 +82,9 @@ PYBIND11_MODULE(_cuda_host, m) {
   m.def("allocations", [] { return cuda_host_allocations; }, "Memory of torch's allocator that is in use.");
   m.def("launches", &cuda_host::launches, "Kernels launched so far.");
   m.def("requests", [] { return cuda_host_requests; }, "Tensors made by the ops so far, and scratch memory.");
+  m.def(
+      "fail_request", [](int number) { cuda_host_failing_request = number; },
+      "Refuses memory to the request of this number, 0 for the next one; -1: to none.");
   m.def("memsets", [] { return cuda_host::memsets(); }, "Memsets on streams so far.");
   m.def("queries", &cuda_host::queries,
         "Queries of attributes of devices and kernels, and settings of kernels' attributes, so far.");

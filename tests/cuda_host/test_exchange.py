@@ -11,6 +11,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from ops.matrix import name_of
 from sync.one_process import HEADER_PACKETS, Loopback
 
 from fastvit import SyncBatchNorm, ops, sync
@@ -164,6 +165,13 @@ def check_steps(engine, world, steps=(1, 2, 3), residual=False, loop=None, late=
     return loop
 
 
+def describe_case(value) -> str:
+    """Returns a parameter's id."""
+    if isinstance(value, dict):
+        return "-".join(f"{name}={name_of(option)}" for name, option in value.items()) or "plain"
+    return str(value)
+
+
 @pytest.mark.parametrize(
     "world,seeds,options",
     [
@@ -180,14 +188,15 @@ def check_steps(engine, world, steps=(1, 2, 3), residual=False, loop=None, late=
         # More channels than one block takes: blocks send their own, the last to finish awaits all.
         (2, (2,), {"channels": 300, "rows": 1, "steps": (1,)}),
     ],
+    ids=describe_case,
 )
-def test_equals_merged_moments_whatever_the_order(engine, world, seeds, options):
+def test_exchanged_steps_equal_merged_ones_in_any_order(engine, world, seeds, options):
     for engine.config.seed in seeds:
         check_steps(engine, world, **options)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_streams_that_share_a_small_gpu(engine, seed):
+def test_ranks_may_share_a_small_gpu(engine, seed):
     """Each rank's grid has more blocks than the device has room for, and only its last one waits."""
     engine.config.seed, engine.config.resident = seed, 2
     check_steps(engine, 2, steps=(1, 2), loop=Ranks(engine, 2, streams=True), channels=120, rows=1)
@@ -200,17 +209,19 @@ def large(engine):
     return engine
 
 
-@pytest.mark.parametrize("world,dtype,channels", [(2, torch.float64, 520), (3, torch.float64, 260)])
+@pytest.mark.parametrize(
+    "world,dtype,channels", [(2, torch.float64, 520), (3, torch.float64, 260)], ids=name_of
+)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_blocks_that_wait_for_a_part_of_the_channels(large, world, dtype, channels, seed):
+def test_blocks_may_wait_for_a_part_of_the_channels(large, world, dtype, channels, seed):
     """Two blocks of each rank, for a batch of channels each; small planes, so that a block takes several."""
     large.config.seed = seed
     check_steps(large, world, channels=channels, rows=1, inner=(2,), steps=(1,), dtype=dtype)
 
 
-@pytest.mark.parametrize("lost", [(0,), (300,), (599,), (0, 300, 599)])
+@pytest.mark.parametrize("lost", [(0,), (300,), (599,), (0, 300, 599)], ids=str)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_part_that_fails(large, direction, lost):
+def test_blocks_of_a_rank_fail_together_and_report_once(large, direction, lost):
     """The three fail together, one report is made, and the stream's semaphores are zeros again."""
     large.config.seed = 1
     x = torch.randn(5, 3, 600)
@@ -238,7 +249,7 @@ def test_a_part_that_fails(large, direction, lost):
             loop.ranks[0].next_forward_index()
 
 
-def test_epochs_wrap(engine):
+def test_epochs_wrap_past_0_and_1(engine):
     loop = Ranks(engine, 2)
     for rank in range(2):
         loop.words(rank).epoch = 2**32 - 4
@@ -246,7 +257,7 @@ def test_epochs_wrap(engine):
     assert [loop.words(rank).epoch for rank in range(2)] == [6, 6]  # after -3, -2, -1, 2, 3, ...
 
 
-def test_channel_counts_that_change(engine):
+def test_packets_of_an_earlier_longer_message_are_not_read(engine):
     """Packets of an earlier, longer message are never read."""
     loop = Ranks(engine, 2)
     for channels, steps in ((40, (1, 2)), (3, (3, 4)), (90, (5,))):
@@ -284,7 +295,7 @@ def all_nan(*tensors):
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_a_dead_peer(engine, seed):
+def test_a_peer_that_does_not_send_fails_every_rank(engine, seed):
     """Rank 1 does not send: all others raise, and it when it comes; nobody goes on."""
     engine.config.seed = seed
     loop, ranks = Ranks(engine, 3), [Rank(r) for r in range(3)]
@@ -325,7 +336,7 @@ def test_exchanges_after_a_fault_wait_for_nobody(engine):
 
 @pytest.mark.parametrize("packet", [0, 1, HEADER_PACKETS, HEADER_PACKETS + 2, HEADER_PACKETS + 5])
 @pytest.mark.parametrize("half", [0, 8])
-def test_a_lost_packet(engine, packet, half):
+def test_a_lost_packet_fails_both_ranks(engine, packet, half):
     """A lost header, channel or count, or half of one: that rank's result is NaN; the other is notified."""
     loop, ranks = Ranks(engine, 2), [Rank(0), Rank(1)]
     inputs = [rank.input(1) for rank in ranks]
@@ -363,7 +374,7 @@ def test_another_tag_is_an_error_on_both(engine, other):
             loop.ranks[r].next_forward_index()
 
 
-def test_a_backward_that_fails(engine):
+def test_a_failed_backward_keeps_the_local_sums(engine):
     loop, rank = Ranks(engine, 2), Rank(0)
     kept, dy, saved = rank.input(1), rank.input(2), torch.rand(2 * 5 + 2)
     saved[-2:] = torch.tensor([0.0, 80.0])
@@ -374,8 +385,8 @@ def test_a_backward_that_fails(engine):
         loop.ranks[0].merge_over_ranks(own[None], Tag(2, 10))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_numbers_that_no_op_has_at_hand(engine, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+def test_exchange_merge_gives_what_fused_exchanges_give(engine, dtype):
     """exchange_merge; a rank that traces meets one that does not."""
     loop, ranks = Ranks(engine, 3), [Rank(r, dtype=dtype) for r in range(3)]
     inputs = [rank.input(4) for rank in ranks]
@@ -393,7 +404,7 @@ def test_numbers_that_no_op_has_at_hand(engine, dtype):
         assert torch.equal(result, torch.stack([own[0], total]))
 
 
-def test_what_is_loaded_at_set_up(engine):
+def test_all_kernels_of_shared_layers_have_run_at_set_up(engine):
     """All kernels of a shared layer have run once before the ranks wait for each other."""
     engine.kernels()
     cuda_ipc.warm_up_kernels(torch.device("cpu"))
@@ -410,7 +421,7 @@ def test_what_is_loaded_at_set_up(engine):
 
 
 @pytest.mark.parametrize("way,kernels", [("auto", 4), ("collective", 8)])
-def test_a_layer_over_a_group(engine, monkeypatch, way, kernels):
+def test_a_layer_over_a_group_has_the_bits_of_a_local_one(engine, monkeypatch, way, kernels):
     """SyncBatchNorm through the choice of a backend, semaphores and autograd, in a group of one rank.
 
     Forward and backward launch two kernels each; with a collective, two more write and read its message.

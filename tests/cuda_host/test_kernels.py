@@ -1,8 +1,7 @@
-"""The CUDA kernels under conditions that the op tests do not vary: the order of threads and blocks, the
-number of multiprocessors (hence slices and their merging), capture into a graph, misaligned and mixed
-operands.
+"""The CUDA kernels under conditions that the tests of ops do not vary.
 
-Runs with --device cuda_model only.
+These are the order of threads and blocks, the number of multiprocessors (hence of slices), capture into a
+graph, misaligned operands, single launches, and memory that is refused.
 """
 
 import functools
@@ -11,6 +10,10 @@ import os
 import pytest
 import torch
 from ops import reference
+from ops.compare import assert_same_bits
+from ops.inputs import LayerInputs
+from ops.matrix import CORE_DTYPES, name_of
+from ops.op_calls import find_op, make_layer_calls, select_tensors
 
 import fastvit
 from fastvit import ops
@@ -34,31 +37,25 @@ SHAPES_OF_ROUNDS = {
     "folded_planes": lambda r: r(90, 56, 7, 7),
     "rows_of_tiles": lambda r: r(20, 200, 9, 9).contiguous(memory_format=torch.channels_last),
 }
-DTYPES = [torch.float32, torch.bfloat16]
 
 
-def tensor(shape, dtype, seed):
+def make_tensor(shape, dtype, seed):
     g = torch.Generator().manual_seed(seed)
     make = (SHAPES | SHAPES_OF_ROUNDS)[shape]
     return make(lambda *s: torch.randn(*s, generator=g) * 2 + 3).to(dtype)
 
 
-def assert_same(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
-def arguments(weight, bias):
-    """Parameters with an activation, and running statistics."""
+def make_arguments(weight, bias):
+    """Returns parameters with an activation, and running statistics."""
     running = {"running_mean": torch.zeros(len(weight)), "running_var": torch.ones(len(weight))}
     running["num_batches_tracked"] = torch.tensor(0)
     options = {"weight": weight, "bias": bias, "activation": "leaky_relu", "activation_param": 0.2}
     return options, running
 
 
-def step(x, dy, weight, bias, residual=None):
-    """One training step through every op, in place when there is no residual: everything that is written."""
-    moments, (options, running) = ops.bn_stats(x), arguments(weight, bias)
+def run_step(x, dy, weight, bias, residual=None):
+    """Returns all that the ops of a training step write, in place when there is no residual."""
+    moments, (options, running) = ops.bn_stats(x), make_arguments(weight, bias)
     if residual is None:
         y = x.clone()
         saved = ops.bn_forward_inplace(y, **options, moments=moments, **running)
@@ -72,18 +69,18 @@ def step(x, dy, weight, bias, residual=None):
     return [moments, y, saved, *running.values(), sums, *gradients]
 
 
-def inputs(shape, dtype):
-    x, dy, residual = (tensor(shape, dtype, seed) for seed in range(3))
+def make_inputs(shape, dtype):
+    x, dy, residual = (make_tensor(shape, dtype, seed) for seed in range(3))
     c = x.shape[1]
     return x, dy, torch.linspace(-1.5, 1.5, c) + 0.07, torch.linspace(-0.5, 0.5, c), residual
 
 
-@pytest.mark.parametrize("sm_count", [1, 3, 17, 108])
+@pytest.mark.parametrize("sm_count", [3, 17])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_any_number_of_multiprocessors(engine, shape, sm_count):
+def test_moments_and_sums_are_right_on_any_number_of_multiprocessors(engine, shape, sm_count):
     """The slices grow with the device; the last block of each tile merges them."""
     engine.config.sm_count = sm_count
-    x, dy, weight, bias, _ = inputs(shape, torch.float32)
+    x, dy, weight, bias, _ = make_inputs(shape, torch.float32)
     moments, want = ops.bn_stats(x), reference.bn_stats(x.double())
     torch.testing.assert_close(moments.double(), want, rtol=1e-5, atol=1e-5)
     saved = want.clone()
@@ -95,19 +92,19 @@ def test_any_number_of_multiprocessors(engine, shape, sm_count):
     torch.testing.assert_close(sums.double(), wanted, rtol=1e-4, atol=1e-3)
 
 
-def test_nothing_of_torchs_allocator_is_kept(engine):
+def test_ops_keep_no_memory_of_torchs_allocator(engine):
     """Memory that outlives an op would stay in the pool of a CUDA graph in whose warm-up it came to be."""
-    x, dy, weight, bias, _ = inputs("long_planes", torch.float32)
+    x, dy, weight, bias, _ = make_inputs("long_planes", torch.float32)
     for engine.config.stream in (70, 71):  # streams that no other test uses
         before = engine.allocations()
-        step(x, dy, weight, bias)
+        run_step(x, dy, weight, bias)
         assert engine.allocations() == before
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shifts", [(0, 0, 0), (1, 1, 1), (3, 3, 3), (0, 1, 0), (2, 0, 5)])
+@pytest.mark.parametrize("dtype", CORE_DTYPES, ids=name_of)
+@pytest.mark.parametrize("shifts", [(0, 0, 0), (1, 1, 1), (3, 3, 3), (0, 1, 0), (2, 0, 5)], ids=str)
 @pytest.mark.parametrize("shape", ["long_planes", "short_planes"])
-def test_any_alignment(engine, shape, dtype, shifts):
+def test_results_do_not_depend_on_alignment(engine, shape, dtype, shifts):
     """Heads and tails of vectors, and operands whose 16-byte boundaries do not coincide."""
 
     def shifted(t, by):
@@ -115,17 +112,17 @@ def test_any_alignment(engine, shape, dtype, shifts):
             by : by + t.numel()
         ].view(t.shape)
 
-    x, dy, weight, bias, residual = inputs(shape, dtype)
-    want = step(x, dy, weight, bias, residual)
+    x, dy, weight, bias, residual = make_inputs(shape, dtype)
+    want = run_step(x, dy, weight, bias, residual)
     moved = [shifted(t, by) for t, by in zip((x, dy, residual), shifts, strict=True)]
-    got = step(moved[0], moved[1], weight, bias, moved[2])
+    got = run_step(moved[0], moved[1], weight, bias, moved[2])
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2 if a.dtype == torch.bfloat16 else 1e-4, atol=2e-3)
 
 
-def single_launch_step(engine, x, dy, weight, bias, residual=None):
-    """`step` with ops that make their statistics; also says how many kernels each direction launched."""
-    options, running = arguments(weight, bias)
+def run_step_by_single_launches(engine, x, dy, weight, bias, residual=None):
+    """Returns what run_step does but moments, by ops that compute their statistics, and the launches."""
+    options, running = make_arguments(weight, bias)
     launches = [engine.launches()]
     if residual is None:
         y = x.clone()
@@ -142,55 +139,61 @@ def single_launch_step(engine, x, dy, weight, bias, residual=None):
     return [y, saved, *running.values(), sums, *gradients], kernels
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["in_place", "residual"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sm_count", [1, 6, 108])
+@pytest.mark.parametrize(
+    "sm_count,dtype,residual",
+    [
+        pytest.param(1, torch.float32, False, id="1-float32-in_place"),
+        pytest.param(6, torch.bfloat16, False, id="6-bfloat16-in_place"),
+        pytest.param(6, torch.float32, True, id="6-float32-residual"),
+        pytest.param(108, torch.bfloat16, True, id="108-bfloat16-residual"),
+    ],
+)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_single_launches(engine, shape, sm_count, dtype, residual):
+def test_single_launches_have_the_bits_of_two_ops(engine, shape, sm_count, dtype, residual):
     """On chip where whole vectors fit, with the bits of the two ops, in any order of threads and blocks.
 
     A captured launch has semaphores of its own; the others leave theirs as zeros.
     """
     engine.config.sm_count = sm_count
-    x, dy, weight, bias, added = inputs(shape, dtype)
+    x, dy, weight, bias, added = make_inputs(shape, dtype)
     added = added if residual else None
-    moments, *want = step(x, dy, weight, bias, added)
+    moments, *want = run_step(x, dy, weight, bias, added)
     for engine.config.capturing, engine.config.seed in ((False, 0), (True, 1), (False, 2)):
-        got, kernels = single_launch_step(engine, x, dy, weight, bias, added)
-        assert_same(got, want)
-        assert_same(step(x, dy, weight, bias, added), (moments, *want))
+        got, kernels = run_step_by_single_launches(engine, x, dy, weight, bias, added)
+        assert_same_bits(got, want)
+        assert_same_bits(run_step(x, dy, weight, bias, added), (moments, *want))
     vectors = shape not in ("short_odd_planes", "rows_c3")
     assert kernels == [1, 1] if sm_count == 108 and vectors else all(n <= 2 for n in kernels)
 
 
-def device_of_rounds(engine) -> None:
+def set_device_of_rounds(engine) -> None:
     engine.config.sm_count, engine.config.shared_per_sm = 6, 160 << 10
 
 
-def tiles_of_rounds(engine, x: torch.Tensor, operands: int, reduced_operands: int) -> tuple[int, int]:
-    """The tiles of an op's single launch on device_of_rounds, and how many of them are walked at once."""
+def count_tiles_of_rounds(engine, x: torch.Tensor, operands: int, reduced_operands: int) -> tuple[int, int]:
+    """Returns the tiles of a single launch on set_device_of_rounds, and how many are walked at once."""
     smem = (160 << 10) // 2 - (32 << 10)  # as LaunchContext has it
     found = engine.plan(x.shape, x.stride(), 1, x.itemsize, operands, reduced_operands, 6, 2, smem)
     return found["tiles"], found["tiles_at_once"]
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["in_place", "residual"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CORE_DTYPES, ids=name_of)
 @pytest.mark.parametrize("shape", SHAPES_OF_ROUNDS)
-def test_single_launches_of_several_rounds(engine, shape, dtype, residual):
+def test_single_launches_of_several_rounds_have_the_bits_of_two_ops(engine, shape, dtype, residual):
     """Tensors larger than all shared memory, tile by tile: one launch, with the bits of the two ops."""
-    device_of_rounds(engine)
-    x, dy, weight, bias, added = inputs(shape, dtype)
+    set_device_of_rounds(engine)
+    x, dy, weight, bias, added = make_inputs(shape, dtype)
     added = added if residual else None
-    tiles, at_once = tiles_of_rounds(engine, x, 2 + residual, 1)
+    tiles, at_once = count_tiles_of_rounds(engine, x, 2 + residual, 1)
     assert 1 < at_once < tiles and tiles % at_once, "the forward's last round is to be incomplete"
-    tiles, at_once = tiles_of_rounds(engine, x, 3 + 2 * residual, 2 + residual)
+    tiles, at_once = count_tiles_of_rounds(engine, x, 3 + 2 * residual, 2 + residual)
     assert 0 < at_once < tiles
-    _, *want = step(x, dy, weight, bias, added)
+    _, *want = run_step(x, dy, weight, bias, added)
     for engine.config.capturing, engine.config.seed in ((False, 0), (True, 1), (False, 2)):
-        got, kernels = single_launch_step(engine, x, dy, weight, bias, added)
+        got, kernels = run_step_by_single_launches(engine, x, dy, weight, bias, added)
         assert kernels == [1, 1]
-        assert_same(got, want)
+        assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +209,9 @@ def test_single_launches_of_several_rounds(engine, shape, dtype, residual):
         ((128, 256, 56, 56), 1, True, (0, 0, 0)),
         ((256, 64, 112, 112), 1, False, (22, 64, 0)),
     ],
+    ids=str,
 )
-def test_rounds_of_the_benchmarks_shapes(engine, shape, channel_dim, channels_last, rounds):
+def test_shapes_of_the_benchmarks_take_their_rounds(engine, shape, channel_dim, channels_last, rounds):
     """The table in docs/benchmarks.md, in bf16, on 132 multiprocessors of 228 KiB. 0: two launches."""
     x = torch.empty(shape, device="meta")
     x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
@@ -224,11 +228,11 @@ def test_rounds_of_the_benchmarks_shapes(engine, shape, channel_dim, channels_la
 @pytest.mark.parametrize("shape", SHAPES_OF_ROUNDS)
 def test_rounds_read_global_memory_once(engine, shape, residual):
     """Two launches read again what the first reduces. Parameters and results of slices are few bytes."""
-    device_of_rounds(engine)
+    set_device_of_rounds(engine)
     engine.config.checks_races = False
-    x, dy, weight, bias, added = inputs(shape, torch.float32)
+    x, dy, weight, bias, added = make_inputs(shape, torch.float32)
     added = added if residual else None
-    options, running = arguments(weight, bias)
+    options, running = make_arguments(weight, bias)
     # With rows a channel has 1620 values here, and up to 8 slices, each with a result and parameters.
     limit = 0.03 if shape == "rows_of_tiles" else 0.02
     for engine.config.shared_per_sm, launches in ((160 << 10, 1), (0, 2)):
@@ -248,16 +252,16 @@ def test_rounds_read_global_memory_once(engine, shape, residual):
 
 
 @pytest.mark.parametrize("shape", ["long_planes", "rows"])
-def test_single_launches_without_room(engine, shape):
+def test_without_room_for_a_single_launch_there_are_two(engine, shape):
     """Too little shared memory, or blocks that cannot all run at once: two launches, the same bits."""
     engine.config.sm_count = 6
-    x, dy, weight, bias, _ = inputs(shape, torch.float32)
-    want, kernels = single_launch_step(engine, x, dy, weight, bias)
+    x, dy, weight, bias, _ = make_inputs(shape, torch.float32)
+    want, kernels = run_step_by_single_launches(engine, x, dy, weight, bias)
     assert kernels == [1, 1]
     for name, value in (("shared_per_sm", 36 << 10), ("blocks_per_sm", 1), ("cooperative", False)):
         before = getattr(engine.config, name)
         setattr(engine.config, name, value)
-        got, kernels = single_launch_step(engine, x, dy, weight, bias)
+        got, kernels = run_step_by_single_launches(engine, x, dy, weight, bias)
         setattr(engine.config, name, before)
         assert kernels == [2, 2], name
         for a, b in zip(got, want, strict=True):
@@ -268,14 +272,14 @@ def test_single_launches_without_room(engine, shape):
 def test_graphics_cards_have_room_for_a_single_launch(engine, kilobytes):
     """With one block a multiprocessor, of a T4 or of an RTX 3090, whose 100 KB two would have to share."""
     engine.config.sm_count, engine.config.shared_per_sm = 40, kilobytes << 10
-    x, dy, weight, bias, _ = inputs("rows", torch.bfloat16)
-    _, *want = step(x, dy, weight, bias)
-    got, kernels = single_launch_step(engine, x, dy, weight, bias)
+    x, dy, weight, bias, _ = make_inputs("rows", torch.bfloat16)
+    _, *want = run_step(x, dy, weight, bias)
+    got, kernels = run_step_by_single_launches(engine, x, dy, weight, bias)
     assert kernels == [1, 1]
-    assert_same(got, want)
+    assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CORE_DTYPES, ids=name_of)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "rows"])
 @pytest.mark.parametrize("n, c", [(64, 3), (12, 64)])
 def test_few_channels_fill_the_device(engine, n, c, channels_last, dtype):
@@ -294,15 +298,17 @@ def test_few_channels_fill_the_device(engine, n, c, channels_last, dtype):
     assert min(blocks) >= 0.7 * 2 * engine.config.sm_count
 
 
-def plan(engine, rows: int, channels: int, dtype: torch.dtype, sm_count: int = 132, smem: int = 0) -> dict:
-    """How the planner divides an op over tokens, two blocks a multiprocessor."""
+def plan_tokens(
+    engine, rows: int, channels: int, dtype: torch.dtype, sm_count: int = 132, smem: int = 0
+) -> dict:
+    """Returns how the planner divides an op over tokens, with two blocks a multiprocessor."""
     x = torch.empty(1, rows, channels, device="meta")
     return engine.plan(x.shape, x.stride(), 2, dtype.itemsize, 1, 1, sm_count, 2, smem)
 
 
 @pytest.mark.parametrize("rows,vectors", [(2**31 - 1, True), (2**31, False)])
 def test_rows_that_32_bits_do_not_count_have_no_vectors(engine, rows, vectors):
-    found = plan(engine, rows, 8, torch.bfloat16)
+    found = plan_tokens(engine, rows, 8, torch.bfloat16)
     assert found["rows"] and bool(found["vector"]) is vectors and found["units"] == rows
 
 
@@ -313,22 +319,23 @@ def test_rows_that_32_bits_do_not_count_have_no_vectors(engine, rows, vectors):
         (torch.bfloat16, 2600, 256, 40),
         (torch.float32, 4480, 64, 35),
     ],
+    ids=name_of,
 )
-def test_groups_of_slices(engine, dtype, rows, channels, sm_count):
+def test_groups_of_slices_merge_to_the_bits_of_two_ops(engine, dtype, rows, channels, sm_count):
     """More slices than one block merges: in any order of blocks the same bits, by the local ops too."""
-    assert plan(engine, rows, channels, dtype, sm_count, 80 << 10)["groups"]
+    assert plan_tokens(engine, rows, channels, dtype, sm_count, 80 << 10)["groups"]
     engine.config.sm_count = sm_count
     x, dy = (torch.randn(rows, channels, generator=torch.Generator().manual_seed(i)) + 5 for i in range(2))
     x, dy = x.to(dtype), dy.to(dtype)
     weight, bias = torch.linspace(-1.5, 1.5, channels) + 0.07, torch.linspace(-0.5, 0.5, channels)
-    moments, *want = step(x, dy, weight, bias)
+    moments, *want = run_step(x, dy, weight, bias)
     exact = reference.bn_stats(x.double())
     torch.testing.assert_close(moments.double(), exact, rtol=1e-5, atol=1e-5)
     for engine.config.capturing, engine.config.seed in ((False, 0), (True, 1), (False, 2)):
-        got, kernels = single_launch_step(engine, x, dy, weight, bias)
+        got, kernels = run_step_by_single_launches(engine, x, dy, weight, bias)
         assert kernels == [1, 1]
-        assert_same(got, want)
-        assert_same(step(x, dy, weight, bias), (moments, *want))
+        assert_same_bits(got, want)
+        assert_same_bits(run_step(x, dy, weight, bias), (moments, *want))
 
 
 def test_a_gpu_without_code_is_refused_before_a_launch(engine):
@@ -341,10 +348,10 @@ def test_a_gpu_without_code_is_refused_before_a_launch(engine):
 
 
 @pytest.mark.parametrize("shared, launches", [(228 << 10, 1), (0, 2)], ids=["single_launch", "larger"])
-def test_what_a_layers_step_asks_for(engine, shared, launches):
+def test_a_layers_step_launches_and_allocates_what_the_docs_say(engine, shared, launches):
     """The table in docs/benchmarks.md. The results of slices take scratch memory in each direction."""
     engine.config.sm_count, engine.config.shared_per_sm = 6, shared
-    x, dy, *_ = inputs("long_planes", torch.float32)
+    x, dy, *_ = make_inputs("long_planes", torch.float32)
     counts = engine.launches, engine.requests, engine.memsets, engine.queries
 
     def asked(work):
@@ -362,25 +369,48 @@ def test_what_a_layers_step_asks_for(engine, shared, launches):
         assert backward == [launches, 4, 0, 0]
 
 
-def norm_step(x, dy, weight):
+def run_layer_norm_step(x, dy, weight):
     y, saved = ops.layer_norm_forward(x, weight, weight, 1e-5, dy.dtype)
     return [y, saved, *ops.layer_norm_backward(x, dy, saved, weight)]
 
 
-@pytest.mark.parametrize("sm_count", [1, 5])
-@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sm_count,narrow", [(1, torch.float32), (5, torch.bfloat16)], ids=name_of)
 @pytest.mark.parametrize("columns", [33, 192, 384, 768, 4100])  # teams of lanes, of warps; parts
-def test_layer_norm_in_any_order(engine, columns, narrow, sm_count):
+def test_layer_norm_has_the_same_bits_in_any_order(engine, columns, narrow, sm_count):
     """The same bits in any order of teams, warps and blocks; right results at any number of blocks."""
     engine.config.sm_count = sm_count
     g = torch.Generator().manual_seed(0)
     x = torch.randn(90 if columns < 1000 else 30, columns, generator=g) * 2 + 3
     dy, weight = torch.randn(x.shape, generator=g).to(narrow), torch.linspace(-1.5, 1.5, columns)
-    want = norm_step(x, dy, weight)
+    want = run_layer_norm_step(x, dy, weight)
     exact, saved = reference.layer_norm_forward(x, weight, weight, 1e-5, narrow)
     gradients = reference.layer_norm_backward(x, dy, saved, weight)
     for a, b in zip(want, (exact, saved, *gradients), strict=True):
         limits = {"rtol": 1e-2, "atol": 1e-3} if a.dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
         torch.testing.assert_close(a, b, **limits)
     for engine.config.seed in (1, 2):
-        assert all(map(torch.equal, norm_step(x, dy, weight), want))
+        assert all(map(torch.equal, run_layer_norm_step(x, dy, weight), want))
+
+
+def test_ops_that_get_no_memory_write_nothing(engine):
+    """Each of the requests of each op is refused in turn."""
+    case = LayerInputs("tokens", torch.float32)
+    calls = make_layer_calls(case)
+    engine.config.sm_count = 6
+    wide = make_inputs("wide_rows", torch.float32)[0]  # has slices, whose results take scratch memory
+    calls += [("bn_stats", (wide,)), ("bn_forward", (wide,)), ("bn_backward", (wide, wide, torch.ones(1042)))]
+    for op, arguments in calls:
+        tensors = select_tensors(arguments)
+        old_tensors = [t.clone() for t in tensors]
+        number_of_requests = engine.requests()
+        find_op(op)(*arguments)
+        number_of_requests = engine.requests() - number_of_requests
+        for t, old in zip(tensors, old_tensors, strict=True):
+            t.copy_(old)
+        for request in range(number_of_requests):
+            engine.fail_request(request)
+            with pytest.raises(RuntimeError, match="API call failed"):
+                find_op(op)(*arguments)
+            engine.fail_request(-1)
+            assert all(map(torch.equal, tensors, old_tensors)), f"{op} wrote before request {request}"
+        assert engine.allocations() == 0

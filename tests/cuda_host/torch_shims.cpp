@@ -22,19 +22,27 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) {
   return AOTI_TORCH_SUCCESS;
 }
 
-int cuda_host_allocations = 0;    // of torch's allocator that are in use
-uint64_t cuda_host_requests = 0;  // of memory, of torch's allocator and for tensors
+int cuda_host_allocations = 0;       // of torch's allocator that are in use
+uint64_t cuda_host_requests = 0;     // of memory, of torch's allocator and for tensors
+int cuda_host_failing_request = -1;  // the number of requests before one that fails; -1: none fails
+
+static bool count_request() {
+  ++cuda_host_requests;
+  const bool fails = cuda_host_failing_request == 0;
+  if (cuda_host_failing_request >= 0) --cuda_host_failing_request;
+  return !fails;
+}
 AOTITorchError aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
                                         int32_t dtype, int32_t device, int32_t index,
                                         AtenTensorHandle* made) {
   static const auto of_torch =
       reinterpret_cast<decltype(&aoti_torch_empty_strided)>(dlsym(RTLD_NEXT, "aoti_torch_empty_strided"));
-  ++cuda_host_requests;
+  if (!count_request()) return AOTI_TORCH_FAILURE;
   return of_torch(dims, sizes, strides, dtype, device, index, made);
 }
 AOTITorchError aoti_torch_cuda_caching_allocator_raw_alloc(uint64_t bytes, void** data) {
-  if (posix_memalign(data, 512, bytes)) return AOTI_TORCH_FAILURE;
-  ++cuda_host_allocations, ++cuda_host_requests;
+  if (!count_request() || posix_memalign(data, 512, bytes)) return AOTI_TORCH_FAILURE;
+  ++cuda_host_allocations;
   std::memset(*data, 0xff, bytes);
   return AOTI_TORCH_SUCCESS;
 }

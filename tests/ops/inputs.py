@@ -1,59 +1,17 @@
-"""Inputs for the tests of ops and layers in every layout, and comparisons with tests/reference.py."""
-
-from collections.abc import Callable
-from typing import NamedTuple
+"""Inputs for the tests of ops and layers, and steps of layers."""
 
 import torch
 from torch import nn
 
-from fastvit import _checks, ops
-from ops import reference
-from ops.tolerances import FROM_OUTPUT, assert_close_enough
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-ACTIVATIONS, INVERTIBLE = list(_checks.ACTIVATIONS), list(_checks.INVERTIBLE_ACTIVATIONS)
-ACTIVATION_PARAM = 0.2  # the slope of leaky_relu, or the alpha of elu
-
-
-def to_channels_last(x):
-    """Returns images or volumes in channels_last."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.contiguous(memory_format=formats[x.dim()])
-
-
-class Layout(NamedTuple):
-    """A layout of tensors in memory."""
-
-    make_values: Callable[[Callable[..., torch.Tensor]], torch.Tensor]  # takes make_randn's function
-    channel_dim: int
-
-
-# Most sizes are odd, so that vectors do not divide them. `_c1` has one channel, `_c96` 96 channels, and `_s1`
-# one element in each plane. `r(*shape)` returns a float64 tensor of random numbers.
-LAYOUTS = {
-    "nchw": Layout(lambda r: r(6, 5, 7, 11), 1),
-    "nchw_wide": Layout(lambda r: r(3, 3, 61, 67), 1),
-    "nchw_c1": Layout(lambda r: r(6, 1, 13, 11), 1),
-    "nchw_s1": Layout(lambda r: r(7, 5, 1, 1), 1),
-    "ncl": Layout(lambda r: r(5, 19, 23), 1),
-    "ncdhw": Layout(lambda r: r(2, 7, 3, 5, 4), 1),
-    "nc": Layout(lambda r: r(37, 29), 1),
-    "nc_2049": Layout(lambda r: r(5, 2049), 1),
-    "nhwc_c96": Layout(lambda r: to_channels_last(r(3, 96, 5, 7)), 1),
-    "nhwc_c384": Layout(lambda r: to_channels_last(r(2, 384, 3, 5)), 1),
-    "nhwc_c13": Layout(lambda r: to_channels_last(r(6, 13, 7, 11)), 1),
-    "ndhwc": Layout(lambda r: to_channels_last(r(2, 19, 3, 5, 4)), 1),
-    "tokens": Layout(lambda r: r(3, 17, 48), 2),
-    "tokens_c192": Layout(lambda r: r(2, 65, 192), 2),
-    "nhwc_last": Layout(lambda r: r(2, 5, 7, 24), 3),
-    "cropped": Layout(lambda r: r(6, 9, 9, 11)[1:, 2:7, 1:-1, 2:-1], 1),
-    "cropped_nhwc": Layout(lambda r: to_channels_last(r(3, 12, 9, 8))[:, 2:9, 1:-1, 1:], 1),
-    "transposed": Layout(lambda r: r(7, 6, 11, 5).permute(1, 3, 0, 2), 1),
-    "transposed_nc": Layout(lambda r: r(29, 37).t(), 1),
-    "every_other": Layout(lambda r: r(4, 6, 9, 10)[:, :, ::2, ::2], 1),
-    "one_sample": Layout(lambda r: r(1, 8, 14, 14), 1),
-}
-CORE_LAYOUTS = ["nchw", "nhwc_c13", "tokens", "cropped"]
+# Tests of other folders import all of these from here.
+from ops.matrix import ACTIVATION_PARAM as ACTIVATION_PARAM
+from ops.matrix import ACTIVATIONS as ACTIVATIONS
+from ops.matrix import CORE_LAYOUTS as CORE_LAYOUTS
+from ops.matrix import DTYPES as DTYPES
+from ops.matrix import INVERTIBLE as INVERTIBLE
+from ops.matrix import LAYOUTS as LAYOUTS
+from ops.matrix import Layout as Layout
+from ops.matrix import to_channels_last as to_channels_last
 
 
 def make_generator(seed: int = 0) -> torch.Generator:
@@ -71,6 +29,11 @@ def copy_with_strides_of(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     num_elements = strided.untyped_storage().nbytes() // strided.element_size()
     strided.as_strided((num_elements,), (1,)).fill_(float("nan"))
     return strided.copy_(values)
+
+
+def clone_with_strides(x: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of x with the same strides, to which an op may write."""
+    return copy_with_strides_of(x, x)
 
 
 def make_differently_strided(images: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -138,41 +101,6 @@ def copy_to_strides_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor
     return copied
 
 
-# For each op, the rows of TOLERANCES of the tensors that the op writes or returns, in this order.
-TOLERANCE_ROWS = {
-    "bn_stats": ["bn_stats"],
-    "bn_forward": ["bn_forward", "bn_stats"],
-    "bn_forward_inplace": ["bn_forward_inplace", "bn_stats"],
-    "bn_reduce": ["bn_reduce"],
-    "bn_backward": ["bn_backward", "bn_backward", "bn_reduce"],
-    "act_forward": ["act_forward"],
-    "act_backward": ["act_backward", "act_backward"],
-}
-
-
-def assert_matches_reference(
-    op: str, x: torch.Tensor, *arguments, running: LayerInputs | None = None, **options
-) -> list[torch.Tensor]:
-    """Raises unless an op and the reference write and return the same tensors within TOLERANCES.
-
-    Returns x if the op writes to x, then the tensors that the op returned, then the buffers after the op. The
-    op gets copies of the buffers of `running`.
-    """
-    results = []
-    for module in (ops, reference):
-        buffers = running.copy_buffers() if running else {}
-        writable = [clone_with_strides(x)] if op == "bn_forward_inplace" else []
-        outputs = getattr(module, op)(*(writable or [x]), *arguments, **buffers, **options)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        results.append([*writable, *outputs, *buffers.values()])
-    suffix = FROM_OUTPUT if options.get("from_output") else ""
-    rows = [*(row + suffix for row in TOLERANCE_ROWS[op]), *["running"] * 3]
-    for row, *pair in zip(rows, *results, strict=False):
-        actual, expected = (t if t.is_floating_point() else t.float() for t in pair)
-        assert_close_enough(actual, expected, row=row)
-    return results[0]
-
-
 def run_layer_step(layer, x: torch.Tensor, dy: torch.Tensor, *residual: torch.Tensor) -> list:
     """Returns the output of a layer's step and the gradients of its inputs and parameters.
 
@@ -200,24 +128,6 @@ def describe_model(model):
         list(model.state_dict()),
         str(model),
     )
-
-
-def assert_repeats_bits(run) -> None:
-    """Raises unless repeated calls of `run()` return tensors of the same bits, with any number of threads."""
-    old_num_threads = torch.get_num_threads()
-    try:
-        expected = run()
-        for num_threads in (1, 2, 3, 1):
-            torch.set_num_threads(num_threads)
-            for a, b in zip(expected, run(), strict=True):
-                assert torch.equal(a, b), f"{num_threads} threads"
-    finally:
-        torch.set_num_threads(old_num_threads)
-
-
-def clone_with_strides(x: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of x with the same strides, to which an op may write."""
-    return copy_with_strides_of(x, x)
 
 
 class TimmBatchNorm(nn.BatchNorm2d):

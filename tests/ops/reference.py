@@ -25,7 +25,7 @@ def unpack_count(packed: Tensor) -> Tensor:
 
 def channels_first(x: Tensor, channel_dim: int) -> Tensor:
     """Returns x as `(C, values)` in float64."""
-    return x.double().movedim(channel_dim, 0).reshape(x.shape[channel_dim], -1)
+    return x.double().movedim(channel_dim, 0).flatten(1)
 
 
 def along_channels(

@@ -1,373 +1,330 @@
-"""Checks of every op: what it names, one device, existing storage, a bounded number of elements."""
+"""Every op names a wrong argument, and is traced."""
 
-import contextlib
-import ctypes
-import gc
-import math
 import re
 from inspect import Parameter, signature
 
 import pytest
 import torch
-from sync.one_process import make_exchange_of_one_rank
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import ops
-from fastvit.sync.protocol import Tag
+from fastvit.sync.protocol import MAX_RANKS
 from ops import reference
-from ops.inputs import CORE_LAYOUTS, LayerInputs, clone_with_strides
+from ops.inputs import LayerInputs
+from ops.matrix import CORE_LAYOUTS
+from ops.op_calls import (
+    CAPACITY,
+    OTHER_OPS,
+    call_op,
+    find_op,
+    make_exchange_calls,
+    make_layer_calls,
+    make_layer_calls_with_exchange,
+    select_tensors,
+)
 
 pytestmark = pytest.mark.cuda_model
 
 
-def every_call(case):
-    """(name, arguments) of each op, with every tensor it can take, and with few."""
-    d, w, b, x, dy, residual = case.channel_dim, case.weight, case.bias, case.x, case.dy, case.residual
-    moments = ops.bn_stats(x, d)
-    y, saved = ops.bn_forward(x, w, b, channel_dim=d, moments=moments)
-    (sums,) = ops.bn_reduce(x, dy, saved, w, b, channel_dim=d)
-    _, rows = ops.layer_norm_forward(x)
-    columns = torch.ones(x.shape[-1], device=x.device)
-    mean, var, tracked = case.copy_buffers().values()
-    identity, relu = (None, None, None, "identity", 0.0, d), (w, b, residual, "relu", 0.0, d)
-    leaky = w, b, None, "leaky_relu", 0.1, d
-    return [
-        ("bn_stats", (x, d)),
-        ("bn_forward", (x, *relu, moments, mean, var, tracked, None, 1e-5)),
-        ("bn_forward", (x, *identity, None, mean, var, None, 0.1, 1e-5, False)),
-        ("bn_forward", (x, *leaky, moments, mean, var, tracked, 0.1, 1e-5, True, True)),
-        ("bn_forward", (x, *relu, None, mean, var, tracked, None, 1e-5)),
-        ("bn_forward", (x, *identity)),
-        ("bn_forward_inplace", (clone_with_strides(x), *leaky, moments, mean, var, tracked, 0.1, 1e-5)),
-        ("bn_forward_inplace", (clone_with_strides(x), *leaky, None, mean, var, tracked, 0.1, 1e-5)),
-        ("bn_forward_inplace", (clone_with_strides(x), *identity, None, mean, var, None, 0.1, 1e-5, False)),
-        ("bn_apply", (x, saved, w, b, residual, "gelu", 0.0, d)),
-        ("bn_reduce", (x, dy, saved, *relu)),
-        ("bn_reduce", (y, dy, saved, w, b, None, "elu", 1.0, d, True)),
-        ("bn_backward", (x, dy, saved, *relu, False, sums)),
-        ("bn_backward", (x, dy, saved, *identity, False, None, False)),
-        ("bn_backward", (y, dy, saved, *leaky, True, sums)),
-        ("bn_backward", (x, dy, saved, *relu)),
-        ("bn_backward", (x, dy, saved, w, b, None, "relu", 0.0, d)),
-        ("bn_backward", (y, dy, saved, *leaky, True)),
-        ("layer_norm_forward", (x, columns, columns.half(), 1e-5, torch.bfloat16)),
-        ("layer_norm_forward", (x,)),
-        ("layer_norm_backward", (x, dy, rows, columns, True)),
-        ("layer_norm_backward", (x, dy.bfloat16(), rows, None, False)),
-        ("act_forward", (x, None, "gelu_tanh", 0.0)),
-        ("act_forward", (x, residual, "silu", 0.0)),
-        ("act_backward", (x, dy, None, "elu", 1.0)),
-        ("act_backward", (x, dy, residual, "gelu", 0.0)),
-    ]
-
-
-def calls_with_exchange(case, exchange):
-    d, x, dy = case.channel_dim, case.x, case.dy
-    _, saved = ops.bn_forward(x, channel_dim=d)
-    tail = case.weight, case.bias, None, "leaky_relu", 0.1, d
-    return [
-        ("bn_stats", (x, d, exchange)),
-        ("bn_reduce", (x, dy, saved, *tail, False, exchange)),
-        ("bn_reduce", (x, dy, saved, *tail, True, exchange)),
-    ]
-
-
-def schema_of(op):
-    return getattr(torch.ops.fastvit, op).default._schema
-
-
-def every_tensor(case):
-    """(op's name, its arguments, the place and the name of a tensor among them), for each tensor."""
-    for op, arguments in every_call(case):
-        names = [argument.name for argument in schema_of(op).arguments]
-        for at, value in enumerate(arguments):
-            if isinstance(value, torch.Tensor):
-                yield op, list(arguments), at, names[at]
-
-
-def test_the_reference_takes_the_arguments_of_the_ops():
-    names = {op for op, _ in every_call(LayerInputs("nchw", torch.float32, "cpu"))}
-    assert names == set(ops.__all__)
-    for name in sorted(names):
-        theirs = [(n, p.default) for n, p in signature(getattr(reference, name)).parameters.items()]
-        ours = [
+def test_the_table_of_calls_has_every_op_and_the_reference_its_arguments(device, registered_ops):
+    layer_ops = {op for op, _ in make_layer_calls(LayerInputs("nchw", torch.float32, device))}
+    exchange_ops = {op for op, _ in make_exchange_calls(device, registered_ops)}
+    assert layer_ops == set(ops.__all__)
+    assert layer_ops | exchange_ops == registered_ops - OTHER_OPS
+    for op in sorted(layer_ops):
+        parameters = signature(getattr(reference, op)).parameters
+        expected = [
             (argument.name, argument.default_value if argument.has_default_value() else Parameter.empty)
-            for argument in schema_of(name).arguments
+            for argument in find_op(op)._schema.arguments
             if argument.name != "exchange"
         ]
-        assert theirs == ours, name
-
-
-def tensors(values):
-    return [value for value in values if isinstance(value, torch.Tensor)]
+        assert [(name, p.default) for name, p in parameters.items()] == expected, op
 
 
 X, W = torch.randn(4, 3, 5), torch.ones(3)
 MOMENTS, (_, ROWS) = ops.bn_stats(X), ops.layer_norm_forward(X)
 _, SAVED = ops.bn_forward(X)
-BACKWARD = {"input": X, "dy": X, "saved": SAVED}
+RUNNING = {"running_mean": W, "running_var": W}
+FROM_OUTPUT = {"from_output": True, "activation": "leaky_relu"}
+GRADIENT = {"input": X, "dy": X, "saved": SAVED}
+NUMBERS = torch.zeros(6)
+
+
+def make_descriptor(rank: int, world: int, capacity: int = CAPACITY, arenas: int = 0) -> torch.Tensor:
+    """Returns an exchange without memory, for a call that is refused."""
+    return torch.tensor([rank, world, capacity, *[0] * (5 + arenas)])
+
+
+EXCHANGED = {"numbers": NUMBERS, "exchange": make_descriptor(0, 2, arenas=2)}
+COLLECTED = {"numbers": NUMBERS, "exchange": make_descriptor(0, 2)}
+# The smallest valid call of each op.
 VALID = {
     "bn_stats": {"x": X},
     "bn_forward": {"x": X, "moments": MOMENTS},
     "bn_forward_inplace": {"x": X, "moments": MOMENTS},
     "bn_apply": {"x": X, "saved": SAVED},
-    "bn_reduce": BACKWARD,
-    "bn_backward": BACKWARD,
+    "bn_reduce": GRADIENT,
+    "bn_backward": GRADIENT,
     "act_forward": {"x": X},
     "act_backward": {"x": X, "dy": X},
     "layer_norm_forward": {"x": X},
     "layer_norm_backward": {"x": X, "dy": X, "saved": ROWS},
+    "arena_bytes": {"world": 2, "capacity": CAPACITY},
+    "exchange_merge": EXCHANGED,
+    "exchange_wait": {"result": NUMBERS, "exchange": EXCHANGED["exchange"]},
+    "exchange_abandon": {"exchange": EXCHANGED["exchange"]},
+    "merge_received": {"messages": torch.zeros(1, 10).int(), **COLLECTED},
+    "pack_message": COLLECTED,
+    "merge_messages": {"messages": torch.zeros(2 * CAPACITY), **COLLECTED},
 }
-RUNNING = {"running_mean": W, "running_var": W}
-FROM_OUTPUT = {"from_output": True, "activation": "leaky_relu"}
+GPU_OPS = "pack_message", "merge_messages"
+# An op, the arguments that are changed, and the message after the op's name.
+BAD_ARGUMENTS = [
+    ("bn_stats", {"x": X.long()}, "x has dtype Long; float16"),
+    ("bn_stats", {"x": X[0, 0]}, r"x has shape \(5\); 2 to 5"),
+    ("bn_stats", {"x": X[None, None, None]}, "x has shape .*; 2 to 5"),
+    ("bn_stats", {"channel_dim": 3}, r"channel_dim is 3; 0 to 2 expected"),
+    ("bn_forward", {"weight": W[:2]}, r"weight has shape \(2\); \(3,\)"),
+    ("bn_forward", {"weight": W.int()}, "weight has dtype Int"),
+    ("bn_forward", {"bias": torch.ones(6)[::2]}, "bias is not contiguous"),
+    ("bn_forward", {"moments": MOMENTS[:5]}, r"moments has shape \(5\); \(8,\) expected"),
+    ("bn_forward", {"moments": MOMENTS.double()}, "moments has dtype Double; Float expected"),
+    ("bn_forward", {"moments": None, "training": False}, "running_mean is None; without training"),
+    ("bn_forward", RUNNING | {"training": False}, "moments are given; None expected without training"),
+    ("bn_forward", {"running_mean": W}, ".* must be given together"),
+    ("bn_forward", RUNNING | {"momentum": None}, "momentum is None .* needs num_batches_tracked"),
+    ("bn_forward", {"num_batches_tracked": W[0]}, r"num_batches_tracked is Float \(\); one int64 number"),
+    ("bn_forward", {"residual": X[:2]}, r"residual has shape \(2, 3, 5\); \(4, 3, 5\) expected"),
+    ("bn_forward", {"residual": X.double()}, "residual has dtype Double; Float expected"),
+    ("bn_forward", {"residual": X, "invertible": True}, "residual is given; None expected"),
+    ("bn_forward", {"activation": "tanh"}, "activation is 'tanh'; one of identity, relu"),
+    ("bn_forward", {"invertible": True, "activation": "gelu"}, "activation is gelu, which cannot be"),
+    ("bn_forward_inplace", {"residual": X}, "residual is given; None expected"),
+    ("bn_forward_inplace", RUNNING | {"bias": W[:2]}, r"bias has shape \(2\); \(3,\)"),
+    ("bn_forward_inplace", {"activation": "relu"}, "activation is relu, which cannot be inverted"),
+    (
+        "bn_forward_inplace",
+        {"activation": "leaky_relu", "activation_param": 0.0},
+        "activation_param is 0; > 0 expected",
+    ),
+    ("bn_forward_inplace", {"x": X[:1].expand(4, 3, 5)}, "x is expanded"),
+    ("bn_apply", {"saved": SAVED[1:]}, r"saved has shape \(7\); \(8,\) expected"),
+    ("bn_reduce", {"residual": X} | FROM_OUTPUT, "residual is given; None expected"),
+    ("bn_reduce", {"dy": X[:3]}, r"dy has shape \(3, 3, 5\)"),
+    ("bn_reduce", {"input": X.long()}, "input has dtype Long; float16"),
+    ("bn_reduce", {"input": None}, "input is None; a tensor expected"),
+    ("bn_reduce", {"saved": None}, "saved is None; a tensor expected"),
+    ("bn_reduce", {"saved": SAVED[1:]} | FROM_OUTPUT, r"saved has shape \(7\); \(8,\)"),
+    ("bn_reduce", FROM_OUTPUT | {"activation": "silu"}, "activation is silu, which cannot be inverted"),
+    (
+        "bn_backward",
+        {"global_sums": MOMENTS[:6], "training": False},
+        "global_sums are given; None expected without",
+    ),
+    ("bn_backward", {"residual": X} | FROM_OUTPUT, "residual is given; None expected"),
+    ("bn_backward", {"dy": None}, "dy is None; a tensor expected"),
+    ("bn_backward", {"global_sums": SAVED} | FROM_OUTPUT, r"global_sums has shape \(8\); \(6,\)"),
+    ("act_forward", {"x": X.long()}, "x has dtype Long; float16"),
+    ("act_forward", {"activation": "tanh"}, "activation is 'tanh'; one of identity, relu"),
+    ("act_forward", {"gate": X[0]}, r"gate has shape \(3, 5\); \(4, 3, 5\) expected"),
+    ("act_forward", {"gate": X.half()}, "gate has dtype Half; Float expected"),
+    ("act_backward", {"dy": None}, "dy is None; a tensor expected"),
+    ("act_backward", {"dy": X[:3]}, r"dy has shape \(3, 3, 5\); \(4, 3, 5\) expected"),
+    ("act_backward", {"gate": X, "dy": X.half()}, "dy has dtype Half; Float expected"),
+    ("act_backward", {"gate": X[0]}, r"gate has shape \(3, 5\); \(4, 3, 5\) expected"),
+    ("layer_norm_forward", {"x": X.long()}, "x has dtype Long; float16"),
+    ("layer_norm_forward", {"x": X[..., :0]}, r"x has shape \(4, 3, 0\); 1 to 2\^30 values"),
+    ("layer_norm_forward", {"x": X[0, 0, 0]}, r"x has shape \(\); 1 to"),
+    ("layer_norm_forward", {"weight": W}, r"weight has shape \(3\); \(5,\) expected"),
+    ("layer_norm_forward", {"bias": W.int()}, "bias has dtype Int"),
+    (
+        "layer_norm_forward",
+        {"output_dtype": torch.float64},
+        "output_dtype is Double; Float expected, as x's, or 16 bits",
+    ),
+    (
+        "layer_norm_forward",
+        {"x": X.half(), "output_dtype": torch.bfloat16},
+        "output_dtype is BFloat16; Half expected, as x's",
+    ),
+    ("layer_norm_backward", {"dy": None}, "dy is None; a tensor expected"),
+    ("layer_norm_backward", {"dy": X.double()}, "dy is Double; Float expected"),
+    ("layer_norm_backward", {"dy": X[:3]}, r"dy has shape \(3, 3, 5\); \(4, 3, 5\)"),
+    ("layer_norm_backward", {"saved": ROWS[1:]}, r"saved has shape \(23\); \(24,\)"),
+    ("bn_stats", {"exchange": torch.zeros(8)}, "exchange is not a contiguous row of at least 8 int64"),
+    ("bn_stats", {"exchange": make_descriptor(2, 2, arenas=2)}, "exchange has rank 2 of 2"),
+    ("bn_reduce", {"exchange": make_descriptor(0, 2)}, "exchange has 2 ranks and no peer memory"),
+    ("exchange_merge", {"numbers": NUMBERS.half()}, r"numbers is Half \(6\); moments \(2C \+ 2,\) or sums"),
+    ("exchange_merge", {"numbers": NUMBERS[:5]}, r"numbers is Float \(5\); moments"),
+    ("exchange_merge", {"numbers": NUMBERS.view(2, 3)}, r"numbers is Float \(2, 3\); moments"),
+    (
+        "exchange_merge",
+        {"numbers": torch.zeros(70)},
+        "exchange is for 70 numbers, that is 35 packets; an even n > 0 and at most 34 packets expected",
+    ),
+    (
+        "exchange_merge",
+        {"exchange": make_descriptor(0, MAX_RANKS + 1, arenas=MAX_RANKS + 1)},
+        f"exchange has {MAX_RANKS + 1} ranks .*; at most {MAX_RANKS} ranks",
+    ),
+    *(
+        (
+            "exchange_merge",
+            {"exchange": make_descriptor(0, 2, capacity, arenas=2)},
+            f"exchange is for 2 ranks, capacity {capacity}",
+        )
+        for capacity in (2**59, 2**60, 2**63 - 1)
+    ),
+    (
+        "exchange_wait",
+        {"result": NUMBERS.view(1, 6)},
+        r"result has shape \(1, 6\); \(2C \+ 2,\) or \(2, 2C\)",
+    ),
+    ("exchange_abandon", {"exchange": make_descriptor(0, 2)}, "exchange has 2 ranks and no peer memory"),
+    *(
+        ("arena_bytes", sizes, f"world is for {sizes['world']} ranks and {sizes['capacity']} packets")
+        for number in (2**59, 2**60, 2**63 - 1)
+        for sizes in ({"world": 2, "capacity": number}, {"world": number, "capacity": 2})
+    ),
+    *(
+        (
+            "merge_received",
+            {"messages": messages.int(), "exchange": make_descriptor(0, 3)},
+            r"messages is Int .*; Int \(2, 10\) or wider",
+        )
+        for messages in (torch.zeros(2, 8), torch.zeros(3, 10), torch.zeros(2, 11), torch.zeros(20))
+    ),
+    ("merge_received", {"messages": torch.zeros(1, 10)}, "messages is Float"),
+    ("merge_received", {"numbers": NUMBERS.half()}, "numbers is Half"),
+    (
+        "pack_message",
+        {"exchange": make_descriptor(0, 2, capacity=4)},
+        r"numbers is Float \(6\); at most 4 numbers of float32",
+    ),
+    (
+        "pack_message",
+        {"numbers": NUMBERS.double()},
+        r"numbers is Double \(6\); at most 34 numbers of float32",
+    ),
+    (
+        "merge_messages",
+        {"messages": torch.zeros(21), "exchange": make_descriptor(0, 2, capacity=14)},
+        r"messages is Float \(21\); 32 numbers expected, .* of 2 ranks",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "op,change,message",
-    [
-        ("bn_stats", {"x": X.long()}, "x has dtype Long; float16"),
-        ("bn_stats", {"x": X[0, 0]}, r"x has shape \(5\); 2 to 5"),
-        ("bn_stats", {"x": X[None, None, None]}, "x has shape .*; 2 to 5"),
-        ("bn_stats", {"channel_dim": 3}, r"channel_dim is 3; 0 to 2 expected"),
-        ("bn_forward", {"weight": W[:2]}, r"weight has shape \(2\); \(3,\)"),
-        ("bn_forward", {"weight": W.int()}, "weight has dtype Int"),
-        ("bn_forward", {"bias": torch.ones(6)[::2]}, "bias is not contiguous"),
-        ("bn_forward", {"moments": MOMENTS[:5]}, r"moments has shape \(5\); \(8,\) expected"),
-        ("bn_forward", {"moments": MOMENTS.double()}, "moments has dtype Double; Float expected"),
-        ("bn_forward", {"moments": None, "training": False}, "running_mean is None; without training"),
-        (
-            "bn_forward",
-            RUNNING | {"training": False},
-            "moments are given; None expected without training",
-        ),
-        (
-            "bn_backward",
-            {"global_sums": MOMENTS[:6], "training": False},
-            "global_sums are given; None expected without",
-        ),
-        ("bn_forward", {"running_mean": W}, ".* must be given together"),
-        ("bn_forward", RUNNING | {"momentum": None}, "momentum is None .* needs num_batches_tracked"),
-        ("bn_forward", {"num_batches_tracked": W[0]}, r"num_batches_tracked is Float \(\); one int64 number"),
-        ("bn_forward", {"residual": X[:2]}, r"residual has shape \(2, 3, 5\); \(4, 3, 5\) expected"),
-        ("bn_forward", {"residual": X.double()}, "residual has dtype Double; Float expected"),
-        ("bn_forward", {"residual": X, "invertible": True}, "residual is given; None expected"),
-        ("bn_forward_inplace", {"residual": X}, "residual is given; None expected"),
-        ("bn_reduce", {"residual": X} | FROM_OUTPUT, "residual is given; None expected"),
-        ("bn_backward", {"residual": X} | FROM_OUTPUT, "residual is given; None expected"),
-        ("bn_forward", {"activation": "tanh"}, "activation is 'tanh'; one of identity, relu"),
-        ("bn_forward_inplace", RUNNING | {"bias": W[:2]}, r"bias has shape \(2\); \(3,\)"),
-        ("bn_forward_inplace", {"activation": "relu"}, "activation is relu, which cannot be inverted"),
-        (
-            "bn_forward_inplace",
-            {"activation": "leaky_relu", "activation_param": 0.0},
-            "activation_param is 0; > 0 expected",
-        ),
-        ("bn_forward_inplace", {"x": X[:1].expand(4, 3, 5)}, "x is expanded"),
-        ("bn_apply", {"saved": SAVED[1:]}, r"saved has shape \(7\); \(8,\) expected"),
-        ("bn_forward", {"invertible": True, "activation": "gelu"}, "activation is gelu, which cannot be"),
-        ("bn_reduce", {"dy": X[:3]}, r"dy has shape \(3, 3, 5\)"),
-        ("bn_reduce", {"input": X.long()}, "input has dtype Long; float16"),
-        ("bn_reduce", {"input": None}, "input is None; a tensor expected"),
-        ("bn_reduce", {"saved": None}, "saved is None; a tensor expected"),
-        ("bn_backward", {"dy": None}, "dy is None; a tensor expected"),
-        ("act_backward", {"dy": None}, "dy is None; a tensor expected"),
-        ("layer_norm_backward", {"dy": None}, "dy is None; a tensor expected"),
-        ("bn_reduce", {"saved": SAVED[1:]} | FROM_OUTPUT, r"saved has shape \(7\); \(8,\)"),
-        ("bn_reduce", FROM_OUTPUT | {"activation": "silu"}, "activation is silu, which cannot be inverted"),
-        ("bn_backward", {"global_sums": SAVED} | FROM_OUTPUT, r"global_sums has shape \(8\); \(6,\)"),
-        ("act_forward", {"x": X.long()}, "x has dtype Long; float16"),
-        ("act_forward", {"activation": "tanh"}, "activation is 'tanh'; one of identity, relu"),
-        ("act_backward", {"dy": X[:3]}, r"dy has shape \(3, 3, 5\); \(4, 3, 5\) expected"),
-        ("act_forward", {"gate": X[0]}, r"gate has shape \(3, 5\); \(4, 3, 5\) expected"),
-        ("act_forward", {"gate": X.half()}, "gate has dtype Half; Float expected"),
-        ("act_backward", {"gate": X, "dy": X.half()}, "dy has dtype Half; Float expected"),
-        ("act_backward", {"gate": X[0]}, r"gate has shape \(3, 5\); \(4, 3, 5\) expected"),
-        ("layer_norm_forward", {"x": X.long()}, "x has dtype Long; float16"),
-        ("layer_norm_forward", {"x": X[..., :0]}, r"x has shape \(4, 3, 0\); 1 to 2\^30 values"),
-        ("layer_norm_forward", {"x": X[0, 0, 0]}, r"x has shape \(\); 1 to"),
-        ("layer_norm_forward", {"weight": W}, r"weight has shape \(3\); \(5,\) expected"),
-        ("layer_norm_forward", {"bias": W.int()}, "bias has dtype Int"),
-        (
-            "layer_norm_forward",
-            {"output_dtype": torch.float64},
-            "output_dtype is Double; Float expected, as x's, or 16 bits",
-        ),
-        (
-            "layer_norm_forward",
-            {"x": X.half(), "output_dtype": torch.bfloat16},
-            "output_dtype is BFloat16; Half expected, as x's",
-        ),
-        ("layer_norm_backward", {"dy": X.double()}, "dy is Double; Float expected"),
-        ("layer_norm_backward", {"dy": X[:3]}, r"dy has shape \(3, 3, 5\); \(4, 3, 5\)"),
-        ("layer_norm_backward", {"saved": ROWS[1:]}, r"saved has shape \(23\); \(24,\)"),
-    ],
-)
-def test_bad_input_is_named(op, change, message):
-    given = VALID[op] | change
-    before = [t.clone() for t in tensors(given.values())]
+def make_case_name(case: tuple) -> str:
+    op, _, message = case
+    return f"{op}-{'_'.join(re.findall(r'[a-zA-Z0-9_]+', message)[:6])}"
+
+
+def assert_refused(op: str, arguments: dict, message: str) -> None:
+    """Raises unless the op names the fault before it writes anything."""
+    tensors = select_tensors(arguments.values())
+    old_tensors = [t.clone() for t in tensors]
     with pytest.raises(RuntimeError, match=f"{op}: {message}"):
-        getattr(ops, op)(**given)
-    assert all(map(torch.equal, tensors(given.values()), before))
+        find_op(op)(**arguments)
+    assert all(map(torch.equal, tensors, old_tensors))
 
 
-NOT_FINITE = (-math.inf, math.inf, math.nan)
-WRONG_EPS = [
-    ({"eps": v}, re.escape(f"eps is {v:g}; a number from 0 to 2**126 expected"))
-    for v in (-1e-5, 1e39, *NOT_FINITE)
-]
-WRONG_MOMENTUM = [
-    ({"momentum": v}, f"momentum is {v:g}; 0 to 1, or None, expected") for v in (-0.1, 1.1, *NOT_FINITE)
-]
+def make_bad_cases() -> list:
+    """Returns the rows of BAD_ARGUMENTS. On the model of CUDA a push runs those of ops of GPUs alone."""
+    marks = {
+        case[0]: [] if case[0] in GPU_OPS else [pytest.mark.cuda_model("nightly")] for case in BAD_ARGUMENTS
+    }
+    return [pytest.param(*case, marks=marks[case[0]], id=make_case_name(case)) for case in BAD_ARGUMENTS]
 
 
+@pytest.mark.parametrize("op,changed,message", make_bad_cases())
+def test_bad_arguments_are_named(op, changed, message, device_option, registered_ops):
+    if op not in registered_ops | {"arena_bytes"}:
+        pytest.skip(f"{op} is no op of {device_option}")
+    arguments = VALID[op] | changed
+    if device_option == "cuda" and op in GPU_OPS:
+        moved = {name: t.cuda() for name, t in arguments.items() if name != "exchange"}
+        arguments |= moved
+    assert_refused(op, arguments, message)
+
+
+INFINITIES_AND_NAN = [float("-inf"), float("inf"), float("nan")]
+WRONG_NUMBERS = {
+    "eps": ([-1e-5, 1e39, *INFINITIES_AND_NAN], "a number from 0 to 2**126 expected"),
+    "momentum": ([-0.1, 1.1, *INFINITIES_AND_NAN], "0 to 1, or None, expected"),
+}
+
+
+@pytest.mark.cuda_model("nightly")
+@pytest.mark.parametrize("argument", WRONG_NUMBERS)
+@pytest.mark.parametrize("op", ["bn_forward", "bn_forward_inplace", "layer_norm_forward"])
+def test_wrong_eps_and_momentum_are_refused_even_where_unused(op, argument):
+    if (op, argument) == ("layer_norm_forward", "momentum"):
+        pytest.skip("layer_norm_forward has no momentum")
+    in_evaluation = RUNNING | {"moments": None, "training": False}
+    numbers, expected = WRONG_NUMBERS[argument]
+    for number in numbers:
+        for others in [{}] if op == "layer_norm_forward" else [{}, RUNNING, in_evaluation]:
+            message = re.escape(f"{argument} is {number:g}; {expected}")
+            assert_refused(op, VALID[op] | others | {argument: number}, message)
+
+
+@pytest.mark.cuda_model("nightly")
 @pytest.mark.parametrize(
-    "op,wrong,message",
-    [
-        *(("layer_norm_forward", *one) for one in WRONG_EPS),
-        *(("bn_forward", *one) for one in WRONG_EPS + WRONG_MOMENTUM),
-        *(("bn_forward_inplace", *one) for one in WRONG_EPS + WRONG_MOMENTUM),
-    ],
-    ids=str,
-)
-def test_an_eps_or_a_momentum_that_is_none(op, wrong, message):
-    """They are refused also where they are not used."""
-    evaluated = RUNNING | {"moments": None, "training": False}
-    for more in [{}] if op == "layer_norm_forward" else [{}, RUNNING, evaluated]:
-        given = VALID[op] | more
-        before = [t.clone() for t in tensors(given.values())]
-        with pytest.raises(RuntimeError, match=f"{op}: {message}"):
-            getattr(ops, op)(**given, **wrong)
-        assert all(map(torch.equal, tensors(given.values()), before))
-
-
-def test_zeros_as_eps_and_momentum(device):
-    """Allowed: statistics that are not updated, and a constant channel whose deviation has no bound."""
-    x = torch.randn(8, 3, device=device)
-    x[:, 1] = 2
-    given = {"weight": torch.ones(3, device=device), "bias": torch.zeros(3, device=device), "eps": 0.0}
-    ours, theirs = (
-        {"running_mean": torch.zeros(3, device=device), "running_var": torch.ones(3, device=device)}
-        for _ in range(2)
-    )
-    for module, running in ((ops, ours), (reference, theirs)):
-        y, saved = module.bn_forward(x, **given, **running, momentum=0.0)
-        assert saved[3:6].isinf().tolist() == [False, True, False]
-        assert y.isnan().any(0).tolist() == [False, True, False]
-        assert running["running_mean"].tolist() == [0.0] * 3 and running["running_var"].tolist() == [1.0] * 3
-    y, saved = ops.layer_norm_forward(x.t()[:2], eps=0.0)
-    assert saved[2:].isinf().tolist() == [False, True] and y.isnan().any(1).tolist() == [False, True]
-
-
-class MallocInfo(ctypes.Structure):
-    """glibc's struct mallinfo2."""
-
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
-
-
-def test_a_call_frees_what_it_takes(device):
-    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo is None:
-        pytest.skip("glibc 2.33 counts allocated bytes")
-    mallinfo.restype = MallocInfo
-    case = LayerInputs("nchw", torch.float32, device)
-    exchange, _arena = make_exchange_of_one_rank(device)
-    wrong = ("act_forward", (case.x, None, "an activation of more than 15 characters"))
-    gc.collect()
-    for op, arguments in (*every_call(case), *calls_with_exchange(case, exchange.with_tag(Tag(0, 1))), wrong):
-        left = []
-        for _ in range(4):  # the first makes what stays; others in the process make and free objects
-            before = mallinfo().uordblks
-            for _ in range(500):
-                with contextlib.suppress(RuntimeError if arguments is wrong[1] else ()):
-                    getattr(ops, op)(*arguments)
-            left.append((mallinfo().uordblks - before) / 500)
-        assert sorted(left[1:])[1] < 16, f"{op}: {left} bytes a call"
-
-
-@pytest.mark.parametrize("layout", CORE_LAYOUTS)
-def test_opcheck(layout, device):
-    case = LayerInputs(layout, torch.float32, device)
-    exchange, _arena = make_exchange_of_one_rank(device)
-    for op, arguments in (*every_call(case), *calls_with_exchange(case, exchange.with_tag(Tag(0, 1)))):
-        torch.library.opcheck(
-            getattr(ops, op),
-            arguments,
-            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-        )
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_an_argument_on_meta_beside_others_is_refused(traced, device):
-    """torch calls the fake when one tensor is on meta, and its result would be uninitialised memory."""
-    mode = FakeTensorMode()
-    for op, arguments, at, name in every_tensor(LayerInputs("nchw", torch.float32, device)):
-        here, first = arguments[0].device, arguments[0]
-        if len(tensors(arguments)) == 1:
-            continue
-        arguments[at] = arguments[at].to("meta")
-        expected = rf"{op}: \w+ is on {here}; meta expected, where (x|input) is"
-        if at:
-            expected = rf"{op}: {name} is on meta; {here} expected, where (x|input) is"
-        kept = first.clone()
-        with pytest.raises(RuntimeError, match=expected):
-            if traced:
-                arguments = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-            getattr(ops, op)(*arguments)
-        assert torch.equal(first, kept)
-
-
-def test_all_on_meta_gives_shapes(device):
-    for op, arguments in every_call(LayerInputs("nhwc_c13", torch.float32, device)):
-        moved = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]
-        got, want = getattr(ops, op)(*moved), getattr(ops, op)(*arguments)
-        got, want = (value if isinstance(value, tuple) else (value,) for value in (got, want))
-        for a, b in zip(got, want, strict=True):
-            assert a.is_meta and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-
-
-@pytest.mark.parametrize("layout", ["nchw", "cropped"])
-@pytest.mark.parametrize("left", ["nothing", "all but a byte"])
-def test_freed_and_shrunk_storage_is_refused(left, layout, device):
-    for op, arguments, at, name in every_tensor(LayerInputs(layout, torch.float32, device)):
-        t = arguments[at]
-        others = [(a, a.clone()) for a in tensors(arguments) if a is not t]
-        arguments[at] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
-        storage = arguments[at].untyped_storage()
-        storage.resize_(0 if left == "nothing" else storage.nbytes() - 1)
-        message = (
-            rf"{op}: {name} has shape .*, but its storage was freed or shrunk to {storage.nbytes()} bytes"
-        )
-        with pytest.raises(RuntimeError, match=message):
-            getattr(ops, op)(*arguments)
-        assert all(torch.equal(a, kept) for a, kept in others), f"{op} wrote before it looked at {name}"
-
-
-def test_storage_is_counted_from_where_the_tensor_begins(device):
-    base = torch.randn(40, device=device)
-    x = base[4:].view(3, 4, 3)[:, :3, :2]  # its last number is base[4 + 35 - 4]
-    want = ops.bn_stats(x)
-    base.untyped_storage().resize_(4 * 36)
-    assert torch.equal(ops.bn_stats(x), want)
-    base.untyped_storage().resize_(4 * 35)
-    with pytest.raises(RuntimeError, match="bn_stats: x has shape .*freed or shrunk to 140 bytes"):
-        ops.bn_stats(x)
-
-
-def test_an_empty_tensor_needs_no_storage(device):
-    x = torch.randn(0, 3, device=device)
-    x.untyped_storage().resize_(0)
-    y, saved = ops.bn_forward(x, moments=ops.bn_stats(x))
-    assert y.shape == (0, 3) and saved[-2:].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [(2**40, 2, 2**21), (2**31, 2, 2**30), (2**48, 2), (1, 2**62), (0, 2**62)],
-    ids=str,
+    "shape", [(2**40, 2, 2**21), (2**31, 2, 2**30), (2**48, 2), (1, 2**62), (0, 2**62)], ids=str
 )
 def test_more_elements_than_can_be_counted_are_refused(shape, device):
     x = torch.zeros(4, device=device).as_strided(shape, [0] * len(shape))
-    for call in (ops.bn_stats, ops.bn_forward):
+    for op in (ops.bn_stats, ops.bn_forward):
         with pytest.raises(RuntimeError, match=r"bn_\w+: x has shape \(\d+, .*; at most 2\^48 elements"):
-            call(x)
+            op(x)
+
+
+@pytest.mark.cuda_model("nightly")
+@pytest.mark.parametrize("layout", CORE_LAYOUTS)
+def test_schemas_and_fakes_agree_with_the_ops(layout, device):
+    case = LayerInputs(layout, torch.float32, device)
+    for op, arguments in (*make_layer_calls(case), *make_layer_calls_with_exchange(case)):
+        torch.library.opcheck(find_op(op), arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.cuda_model("nightly")
+@pytest.mark.parametrize("calls", ["one_of_each_op", pytest.param("all", marks=pytest.mark.nightly)])
+def test_ops_are_traced_with_dynamic_shapes(calls, device):
+    case = LayerInputs("nchw", torch.float32, device)
+    layer_calls, traced_ops = [*make_layer_calls(case), *make_layer_calls_with_exchange(case)], set()
+    for op, arguments in layer_calls:
+        if calls == "all" or op not in traced_ops:
+            torch.library.opcheck(find_op(op), arguments, test_utils="test_aot_dispatch_dynamic")
+        traced_ops.add(op)
+
+
+def test_schemas_of_exchange_ops_name_what_they_write(device, registered_ops):
+    for op, arguments in make_exchange_calls(device, registered_ops):
+        torch.library.opcheck(find_op(op), arguments, test_utils="test_schema")
+
+
+@pytest.mark.parametrize("is_traced", [False, True], ids=["eager", "traced"])
+def test_an_argument_on_meta_beside_others_is_refused(is_traced, device):
+    """torch calls the fake when one tensor is on meta, and its result would be uninitialised memory."""
+    mode = FakeTensorMode()
+    for op, arguments in make_layer_calls(LayerInputs("nchw", torch.float32, device)):
+        first, names = arguments[0], [argument.name for argument in find_op(op)._schema.arguments]
+        places = [place for place, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
+        for place in places if len(places) > 1 else ():
+            expected = rf"{op}: \w+ is on {first.device}; meta expected, where (x|input) is"
+            if place:
+                expected = rf"{op}: {names[place]} is on meta; {first.device} expected, where (x|input) is"
+            moved, old_first = list(arguments), first.clone()
+            moved[place] = moved[place].to("meta")
+            with pytest.raises(RuntimeError, match=expected):
+                if is_traced:
+                    moved = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in moved]
+                find_op(op)(*moved)
+            assert torch.equal(first, old_first)
+
+
+def test_all_on_meta_gives_shapes(device):
+    for op, arguments in make_layer_calls(LayerInputs("nhwc_c13", torch.float32, device)):
+        moved = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]
+        for a, b in zip(call_op(op, moved), call_op(op, arguments), strict=True):
+            assert a.is_meta and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)

@@ -10,15 +10,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastvit
 from fastvit import ops
+from ops.compare import assert_same_bits
 from ops.inputs import LayerInputs, clone_with_strides
+from ops.matrix import CORE_DTYPES, name_of
 
 FILE = Path(__file__).with_name("saved_layers.pt")
 LEAKY = {"activation": "leaky_relu", "activation_param": 0.02}
 SILU = {"activation": "silu", "activation_param": 0.0}
 
 
-def old_calls(case):
-    """(old name, all arguments by name and in their old order, what the op of today returns and writes)."""
+def make_old_calls(case):
+    """Returns each old op's name, its arguments in order, and what the new op returns and writes."""
     x, dy, gate = case.x, case.dy, case.residual
     parameters, options = {"weight": case.weight, "bias": case.bias}, {"momentum": 0.2, "eps": 1e-3}
     tail = parameters | LEAKY
@@ -48,16 +50,11 @@ def old_calls(case):
     ]
 
 
-def everything(name, made, arguments):
+def select_results(name, made, arguments):
     """Returns all that a call has returned, and has written into its arguments."""
     written = ["x"] * name.endswith("_") + ["running_mean", "running_var", "num_batches_tracked"]
     returned = made if isinstance(made, tuple) else (made,)
     return [*returned, *(arguments[argument] for argument in written if argument in arguments)]
-
-
-def assert_same(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b) and a.dtype == b.dtype
 
 
 CALLS = {
@@ -67,65 +64,69 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", CORE_DTYPES, ids=name_of)
 @pytest.mark.parametrize("how", CALLS)
 def test_old_names_give_the_bits_of_the_new_ones(how, dtype, device):
-    for name, arguments, want in old_calls(LayerInputs("nchw", dtype, device)):
+    for name, arguments, want in make_old_calls(LayerInputs("nchw", dtype, device)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             made = CALLS[how](name, arguments)
-        assert_same(everything(name, made, arguments), want)
+        assert_same_bits(select_results(name, made, arguments), want)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_old_names_raise_the_versions_of_what_they_write(device):
-    for name, arguments, _ in old_calls(LayerInputs("nchw", torch.float32, device)):
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_old_names_raise_the_versions_of_what_they_write(training, device):
+    """Running statistics are written in training alone."""
+    for name, arguments, _ in make_old_calls(LayerInputs("nchw", torch.float32, device)):
+        if not training and name.startswith("abn_forward"):
+            arguments |= {"training": False, "moments": None}
         tensors = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor)}
-        before = {n: t._version for n, t in tensors.items()}
+        old_versions = {n: t._version for n, t in tensors.items()}
         getattr(ops, name)(**arguments)
-        raised = {n for n, t in tensors.items() if t._version > before[n]}
-        running = {"running_mean", "running_var", "num_batches_tracked"} & set(arguments)
-        assert raised == (running | {"x"} if name.endswith("_") else running)
+        raised = {n for n, t in tensors.items() if t._version > old_versions[n]}
+        running = {"running_mean", "running_var", "num_batches_tracked"} if training else set()
+        assert raised == (running & set(arguments)) | ({"x"} if name.endswith("_") else set())
 
 
 def test_old_names_warn(device):
-    for name, arguments, _ in old_calls(LayerInputs("nchw", torch.float32, device)):
+    for name, arguments, _ in make_old_calls(LayerInputs("nchw", torch.float32, device)):
         with pytest.warns(DeprecationWarning, match=rf"fastvit: the op {name} is \w+ now"):
             getattr(ops, name)(**arguments)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_defaults_of_old_names(device):
+def test_old_names_have_the_defaults_of_the_new_ones(device):
     case = LayerInputs("nchw", torch.float32, device)
     x, dy, gate, leaky = case.x, case.dy, case.residual, {"activation": "leaky_relu"}
     y, saved = ops.bn_forward(x, **leaky, invertible=True)
     given = {**leaky, "from_output": True}
-    assert_same(ops.abn_forward(x), (y, saved))
-    assert_same([ops.abn_forward_(clone_with_strides(x))], [saved])
-    assert_same(ops.abn_reduce(y, dy, saved), ops.bn_reduce(y, dy, saved, **given))
-    assert_same(ops.abn_backward(y, dy, saved), ops.bn_backward(y, dy, saved, **given)[::2])
-    assert_same([ops.glu_forward(x, gate)], [ops.act_forward(x, gate, "silu")])
-    assert_same(ops.glu_backward(x, gate, dy), ops.act_backward(x, dy, gate, "silu"))
+    assert_same_bits(ops.abn_forward(x), (y, saved))
+    assert_same_bits([ops.abn_forward_(clone_with_strides(x))], [saved])
+    assert_same_bits(ops.abn_reduce(y, dy, saved), ops.bn_reduce(y, dy, saved, **given))
+    assert_same_bits(ops.abn_backward(y, dy, saved), ops.bn_backward(y, dy, saved, **given)[::2])
+    assert_same_bits([ops.glu_forward(x, gate)], [ops.act_forward(x, gate, "silu")])
+    assert_same_bits(ops.glu_backward(x, gate, dy), ops.act_backward(x, dy, gate, "silu"))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_saved_graph_is_traced(device):
-    """Its ops have fakes, and say what they write."""
-    for name, arguments, want in old_calls(LayerInputs("nchw", torch.float32, device)):
+def test_fakes_of_old_names_have_the_shapes_of_results(device):
+    """A saved graph is traced by them. The schemas name what the ops write."""
+    for name, arguments, want in make_old_calls(LayerInputs("nchw", torch.float32, device)):
         mode = FakeTensorMode()
         with mode:
             fakes = {
                 n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in arguments.items()
             }
             made = getattr(torch.ops.fastvit, name)(*fakes.values())
-        for a, b in zip(everything(name, made, fakes), want, strict=True):
+        for a, b in zip(select_results(name, made, fakes), want, strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
         writes = [a.name for a in getattr(torch.ops.fastvit, name).default._schema.arguments if a.alias_info]
         expected = ["x"] * name.endswith("_") + ["running_mean", "running_var", "num_batches_tracked"]
         assert writes == [argument for argument in expected if argument in arguments]
 
 
-def saved_layers():
+def make_layers():
     return nn.Sequential(
         fastvit.InPlaceABN(3, activation="elu", activation_param=0.5),
         fastvit.BatchNormAct(3, activation="silu"),
@@ -135,9 +136,9 @@ def saved_layers():
     )
 
 
-def test_a_file_of_layers_is_loaded():
+def test_layers_of_an_old_file_compute_what_new_ones_do():
     """A pickle names the classes of layers, and has their attributes."""
-    old, new = torch.load(FILE, weights_only=False), saved_layers()
+    old, new = torch.load(FILE, weights_only=False), make_layers()
     new.load_state_dict(old.state_dict())
     assert repr(old) == repr(new) and old[0].num_batches_tracked == 1
     x = torch.randn(8, 3, 4)
@@ -149,4 +150,4 @@ def test_a_file_of_layers_is_loaded():
             y = model(leaf * 1)
             y.square().sum().backward()
             results.append([y, leaf.grad, *(p.grad for p in model.parameters()), *model.buffers()])
-        assert_same(*results)
+        assert_same_bits(*results)

@@ -28,6 +28,7 @@ FRAGMENTS = {  # lines to put into a loop of one's own; those of trainers are ru
 RUN = [page for page in PAGES if "```python" in page.read_text() and page.name not in FRAGMENTS]
 SUMMARY = re.compile(r"a training forward keeps .*")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
+NAMED_FILE = re.compile(r"\b(?:tests|tools|benchmarks|csrc|examples)/[\w/]*\w\.\w+")
 
 
 def find_blocks(page: Path, language: str) -> list[str]:
@@ -84,7 +85,9 @@ def test_make_targets_and_ci_steps_that_are_named_exist():
 
 def test_files_that_are_named_exist():
     for page in PAGES:
-        for named in re.findall(r"\b(?:tests|tools|benchmarks|csrc|examples)/[\w/]*\w\.\w+", page.read_text()):
+        for named in re.findall(
+            r"\b(?:tests|tools|benchmarks|csrc|examples)/[\w/]*\w\.\w+", page.read_text()
+        ):
             assert (ROOT / named).exists(), f"{page.name} names {named}"
 
 
