@@ -5,6 +5,7 @@ CUDA in tests/cuda_host: tensors stay on the CPU, and the emulated kernels repla
 """
 
 import contextlib
+import enum
 import gc
 import importlib.util
 import os
@@ -94,11 +95,14 @@ def _free_gigabytes(device: str) -> float:
 
 
 def pytest_make_parametrize_id(val, argname):
-    """Returns the id of a parameter that pytest would number. A test gives other objects an id itself."""
+    """Returns the id of a parameter, which pytest would number in the names of tests."""
     if isinstance(val, torch.dtype):
         return str(val).removeprefix("torch.")
     if isinstance(val, tuple) and all(isinstance(item, int) for item in val):
         return "x".join(map(str, val))
+    has_id = isinstance(val, (str, bytes, int, float, enum.Enum, type(None)))
+    if not has_id and getattr(val, "__name__", "<lambda>") == "<lambda>":
+        raise TypeError(f"the parameter {argname} needs an id, as `ids=` or by pytest.param: {val!r}")
     return None
 
 

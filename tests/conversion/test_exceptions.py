@@ -95,7 +95,7 @@ def step_in_scope():
         step(make_mlp())
 
 
-# What is called after the exception.
+# The calls after the exception.
 NEXT_CALLS = {
     "the model": lambda model: step(mend(model)),
     "another model": lambda model: step(fastvit.convert(make_mlp())),
