@@ -5,11 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from fastvit import ops
-from ops import reference
+from ops.compare import assert_layer_norm_matches_reference
 from ops.inputs import make_generator
 from ops.matrix import DTYPES, name_of
-from ops.tolerances import assert_close_enough
 
 pytestmark = pytest.mark.cuda_model
 
@@ -52,27 +50,6 @@ def make_row_inputs(shape, x_dtype, y_dtype, device, parameters=F32) -> list[tor
         parameters = F64
     dtypes = x_dtype, y_dtype, parameters, parameters
     return [t.to(dtype).to(device) for t, dtype in zip((x, dy, weight, bias), dtypes, strict=True)]
-
-
-def assert_layer_norm_matches_reference(x, dy, weight, bias, output_dtype=None, eps=1e-5) -> None:
-    y, saved = ops.layer_norm_forward(x, weight, bias, eps, output_dtype)
-    expected_y, expected_saved = reference.layer_norm_forward(x, weight, bias, eps, output_dtype)
-    assert y.dtype == expected_y.dtype and y.is_contiguous()
-    assert_close_enough(y, expected_y, row="layer_norm_forward")
-    assert_close_enough(saved, expected_saved, row="layer_norm_saved", dtype=x.dtype)
-
-    dx, sums = ops.layer_norm_backward(x, dy, expected_saved, weight)
-    expected_dx, expected_sums = reference.layer_norm_backward(x, dy, expected_saved, weight)
-    assert dx.dtype == x.dtype and dx.is_contiguous()
-    # The scale is that of dx before its mean is subtracted: of a row of one value dx is 0.
-    invstd = expected_saved.chunk(2)[1].double().view(*x.shape[:-1], 1)
-    unreduced_dx = invstd * dy.double() * (1 if weight is None else weight.double())
-    scale = unreduced_dx.abs().max().item() if x.numel() else 1.0
-    assert_close_enough(dx, expected_dx, row="layer_norm_backward", least_scale=scale)
-    scale = max(x.numel() / x.shape[-1], 1) ** 0.5
-    assert_close_enough(sums, expected_sums, row="layer_norm_sums", dtype=x.dtype, least_scale=scale)
-    dx_alone, no_sums = ops.layer_norm_backward(x, dy, expected_saved, weight, False)
-    assert torch.equal(dx_alone, dx) and no_sums.numel() == 0
 
 
 @pytest.mark.parametrize("shape,x_dtype,y_dtype", make_row_cases())

@@ -9,10 +9,9 @@ import torch
 from hypothesis import assume, given
 
 from fastvit import ops
-from ops.compare import assert_matches_reference, assert_same_bits
+from ops.compare import assert_layer_norm_matches_reference, assert_matches_reference, assert_same_bits
 from ops.inputs import make_generator, make_randn
 from ops.matrix import DTYPES
-from ops.test_layer_norm import assert_layer_norm_matches_reference
 
 pytestmark = pytest.mark.cuda_model
 
