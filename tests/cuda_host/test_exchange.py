@@ -116,7 +116,7 @@ def local_step(ranks, step, residual=False):
     kept = x if residual else [y for y, _ in passed]
     parts = list(zip(ranks, kept, dy, passed, added, strict=True))
     own = torch.cat([r.reduce(k, d, saved, u) for r, k, d, (_, saved), u in parts])
-    total = own.double().sum(0).to(own.dtype)
+    total = sum(own.double()).to(own.dtype)  # Tensor.sum would add many rows in another order.
     dx = [r.backward(k, d, saved, total, u) for r, k, d, (_, saved), u in parts]
     sums = [torch.stack([row, total]) for row in own]
     return [[y, saved, s, *g] for (y, saved), s, g in zip(passed, sums, dx, strict=True)]
@@ -183,6 +183,7 @@ def describe_case(value) -> str:
         (9, (3,), {"residual": True}),
         (3, (1,), {"dtype": torch.bfloat16}),
         (3, (1,), {"dtype": torch.float64}),
+        (17, (4,), {"dtype": torch.float64, "steps": (1,)}),  # threads wait for several ranks in turn
         (3, (5,), {"late": 1}),
         (2, (0,), {"rows": (3, 0), "steps": (1, 2)}),  # a rank without values
         # More channels than one block takes: blocks send their own, the last to finish awaits all.
