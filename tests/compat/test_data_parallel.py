@@ -72,6 +72,13 @@ def _(results, level, infinite_on):
     torch.testing.assert_close(first[:2], alone[:2], rtol=tolerance, atol=tolerance)
 
 
+@on_ranks(2)
+def test_gradients_are_reduced_before_the_first_forward_of_the_wrapper(rank, world):
+    parallel = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    parallel.module(torch.full((1, 2), float(rank))).sum().backward()
+    assert parallel.module.weight.grad.tolist() == [[0.5, 0.5]]
+
+
 def accumulate(rank, world, level, no_sync, delay=False, make=DistributedDataParallel, compiled=False):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))

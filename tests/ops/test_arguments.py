@@ -168,6 +168,16 @@ BAD_ARGUMENTS = [
         f"exchange has {MAX_RANKS + 1} ranks .*; at most {MAX_RANKS} ranks",
     ),
     *(
+        ("exchange_merge", {"exchange": make_descriptor(*descriptor, arenas=2)}, f"exchange has rank {said}")
+        for descriptor, said in (
+            ((2, 2), "2 of 2, capacity 34, 10 numbers"),
+            ((-1, 2), "-1 of 2"),
+            ((0, 0), "0 of 0"),
+            ((0, 2, 0), "0 of 2, capacity 0"),
+            ((0, 3), "0 of 3, capacity 34, 10 numbers"),
+        )
+    ),
+    *(
         (
             "exchange_merge",
             {"exchange": make_descriptor(0, 2, capacity, arenas=2)},
