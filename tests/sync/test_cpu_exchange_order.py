@@ -105,6 +105,7 @@ class ExchangesInAnyOrder(RuleBasedStateMachine):
             assert not arena[-CpuRanks.GUARD_BYTES :].any()
 
 
+@pytest.mark.hypothesis  # as hypothesis marks tests with @given
 def test_every_order_of_events_gives_the_result_of_the_messages():
     run_state_machine_as_test(ExchangesInAnyOrder)
 
