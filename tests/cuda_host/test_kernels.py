@@ -312,6 +312,16 @@ def test_rows_that_32_bits_do_not_count_have_no_vectors(engine, rows, vectors):
     assert found["rows"] and bool(found["vector"]) is vectors and found["units"] == rows
 
 
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_planes_have_vectors_if_they_have_two(engine, element_size):
+    """A plane may begin between two boundaries of 16 bytes; one of two vectors has a whole one anyway."""
+    width = 16 // element_size
+    for inner in (width, 2 * width - 1, 2 * width, 2 * width + 1):
+        x = torch.empty(1000, 3, 40, device="meta")[:, :, :inner]
+        found = engine.plan(x.shape, x.stride(), 1, element_size, 2, 1, 132, 2, 0)
+        assert not found["rows"] and bool(found["vector"]) is (inner >= 2 * width)
+
+
 @pytest.mark.parametrize(
     "dtype, rows, channels, sm_count",  # 40 slices in groups of 32, of one tile and of two; 70 of 64
     [
