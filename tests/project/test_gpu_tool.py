@@ -246,5 +246,5 @@ def test_a_process_that_lost_its_gpu_ends(tmp_path):
     (tmp_path / "test_lost.py").write_text(LOST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "1", "."]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert re.search(r"^[12] failed, 3 passed", run.stdout, re.M), run.stdout

@@ -88,9 +88,7 @@ def test_an_interrupt_of_the_rank_alone_ends_its_workers(tmp_path):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)  # The pipes are open until the workers end.
     assert process.returncode == 130 and "KeyboardInterrupt: --resume run continues the run after" in err
-    # A thread of multiprocessing reports a worker that ends while it connects.
-    tracebacks = re.findall(r"^Traceback.*\n((?: .*\n)+)", err, re.MULTILINE)
-    assert all("resource_sharer.py" in frames and "fastvit" not in frames for frames in tracebacks), err
+    assert "Traceback" not in err
 
 
 # Data
