@@ -275,7 +275,6 @@ def test_ops_that_walk_cache_tiles_have_the_bits_of_two_ops(dtype, activation, h
     assert count_allocations(lambda: ops.bn_forward(x[:3], **options | {"residual": None})) == 3
 
 
-@pytest.mark.nightly
 @pytest.mark.memory(20)
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 @pytest.mark.timeout(600)
