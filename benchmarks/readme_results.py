@@ -59,10 +59,8 @@ def convolutional_models() -> str:
 
 
 def vits() -> str:
-    names = ("vit_small_patch16_224",)
-    return convert_table(
-        dict(zip(names, names, strict=True)), {"convert": "`convert`", "products": "`matmuls=True`"}
-    )
+    model = "vit_small_patch16_224"
+    return convert_table({model: model}, {"convert": "`convert`", "products": "`matmuls=True`"})
 
 
 def in_place_layer() -> str:

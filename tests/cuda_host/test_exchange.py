@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ops.matrix import name_of
-from sync.one_process import HEADER_PACKETS, Loopback
+from sync.one_process import Loopback
+from sync.wire_format import HEADER_PACKETS
 
 from fastvit import SyncBatchNorm, ops, sync
 from fastvit.sync import cuda_ipc, statistics_group

@@ -5,7 +5,8 @@ The tests of tests/ops and tests/layers show with `--device cuda` that ops and l
 
 import pytest
 import torch
-from ops.inputs import DTYPES, LAYOUTS, LayerInputs, Layout, to_channels_last
+from ops.inputs import LayerInputs
+from ops.matrix import DTYPES, LAYOUTS, Layout, to_channels_last
 from ops.tolerances import assert_close_enough
 from torch import nn
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from ops.inputs import ACTIVATION_PARAM, ACTIVATIONS, INVERTIBLE, LayerInputs, run_layer_step
+from ops.inputs import LayerInputs, run_layer_step
+from ops.matrix import ACTIVATION_PARAM, ACTIVATIONS, INVERTIBLE
 from ops.tolerances import assert_close_enough
 from torch import nn
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.inputs import ACTIVATIONS, DTYPES
+from ops.matrix import ACTIVATIONS, DTYPES
 from ops.tolerances import assert_close_enough
 from torch import nn
 from torch.nn import functional as F

@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ops.inputs import CORE_LAYOUTS, DTYPES, LAYOUTS, LayerInputs, make_differently_strided, run_layer_step
+from ops.inputs import LayerInputs, make_differently_strided, run_layer_step
+from ops.matrix import CORE_LAYOUTS, DTYPES, LAYOUTS
 from ops.tolerances import assert_close_enough
 from torch import nn
 from torch.nn import functional as F

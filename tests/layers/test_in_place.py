@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from ops.inputs import ACTIVATION_PARAM, DTYPES, INVERTIBLE, LayerInputs, run_layer_step
+from ops.inputs import LayerInputs, run_layer_step
+from ops.matrix import ACTIVATION_PARAM, DTYPES, INVERTIBLE
 from ops.tolerances import assert_close_enough, relative_error
 from torch import nn
 from torch.nn import functional as F

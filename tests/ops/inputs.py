@@ -3,15 +3,7 @@
 import torch
 from torch import nn
 
-# Tests of other folders import all of these from here.
-from ops.matrix import ACTIVATION_PARAM as ACTIVATION_PARAM
-from ops.matrix import ACTIVATIONS as ACTIVATIONS
-from ops.matrix import CORE_LAYOUTS as CORE_LAYOUTS
-from ops.matrix import DTYPES as DTYPES
-from ops.matrix import INVERTIBLE as INVERTIBLE
-from ops.matrix import LAYOUTS as LAYOUTS
-from ops.matrix import Layout as Layout
-from ops.matrix import to_channels_last as to_channels_last
+from ops.matrix import LAYOUTS, to_channels_last
 
 
 def make_generator(seed: int = 0) -> torch.Generator:

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from ops.inputs import ACTIVATIONS
+from ops.matrix import ACTIVATIONS
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -15,8 +15,6 @@ from fastvit.sync.cuda_ipc import CudaIpcBackend, warm_up_kernels
 from fastvit.sync.protocol import MIN_ARENA_PACKETS, Arena, Exchange, ExchangeState, Tag
 from fastvit.sync.shared_memory import arena_bytes
 from fastvit.sync.store_consensus import StoreConsensus
-from sync.wire_format import HEADER_PACKETS as HEADER_PACKETS
-from sync.wire_format import INBOX_OFFSET as INBOX_OFFSET
 from sync.wire_format import PACKET_BYTES, encode_message, message_offset
 
 T = TypeVar("T")
