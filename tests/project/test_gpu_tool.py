@@ -86,24 +86,37 @@ def test_fine(i): pass
 @pytest.mark.parametrize("i", range(6))
 def test_wrong(i, device_option): assert device_option == "cuda"
 
-def test_slow(): time.sleep(60)
+def test_slow(request):
+    request.path.with_name("late").touch()
+    time.sleep(60)
 """
 
 
 def test_a_failing_step_keeps_no_other_from_running(gpu, tmp_path, monkeypatch, capsys):
-    """The output of an interrupted pytest is reported, and equal failures are counted."""
+    """The output of an interrupted pytest is reported, and equal failures are counted.
+
+    The last test of test_cuda ends the step's time, however long its collection took.
+    """
     trouble = tmp_path / "tests/test_trouble.py"
     trouble.parent.mkdir()
     trouble.write_text(TROUBLE)
     shutil.copy(ROOT / "tests/conftest.py", trouble.parent)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu, "MIN_STEP_SECONDS", 0)
-    seconds, needs, command = gpu.plan_steps("cpu", tmp_path, "")["test_cuda"]
+    late, poll = trouble.with_name("late"), gpu.Step.poll
+
+    def poll_until_late(step):
+        if step.name == "test_cuda" and late.exists():
+            late.unlink()
+            step.end = time.monotonic()
+        return poll(step)
+
+    monkeypatch.setattr(gpu.Step, "poll", poll_until_late)
+    _, needs, command = gpu.plan_steps("cpu", tmp_path, "")["test_cuda"]
     command = [*command[: command.index("tests/gpu")], str(trouble)]
     change(
         gpu,
         monkeypatch,
-        test_cuda=(3, needs, command),
+        test_cuda=(60, needs, command),
         test_compile=(60, "", ["false"]),
         ncu=(60, "", TRIVIAL),
     )
