@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -111,7 +112,17 @@ class _Loader(DataLoader):
 
 def _watch_rank(worker: int) -> None:
     """Starts a thread in a worker, as its `worker_init_fn`. The thread ends the worker with its rank."""
+    sys.excepthook = _print_error_of_thread
     threading.Thread(target=_exit_with_rank, daemon=True).start()
+
+
+def _print_error_of_thread(*error: Any) -> None:
+    """Prints an error of the thread that sends batches, unless the rank ends, which closes its connection."""
+    rank_process = multiprocessing.parent_process()
+    assert rank_process is not None
+    rank_process.join(1)
+    if rank_process.is_alive():
+        sys.__excepthook__(*error)
 
 
 def _exit_with_rank() -> None:

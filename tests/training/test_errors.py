@@ -91,6 +91,28 @@ def test_an_interrupt_of_the_rank_alone_ends_its_workers(tmp_path):
     assert "Traceback" not in err
 
 
+ENDS_WHILE_A_BATCH_IS_SENT = """
+import os, sys
+from multiprocessing import current_process, resource_sharer
+from multiprocessing.connection import Client
+from fastvit.training.__main__ import main
+
+def connect_and_end(identifier):
+    Client(identifier[0], authkey=current_process().authkey)
+    os._exit(3)
+
+resource_sharer._resource_sharer.get_connection = connect_and_end
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.nightly
+def test_a_worker_prints_nothing_of_a_rank_that_has_ended(tmp_path):
+    arguments = [*SIX_BATCHES, "--workers", "1", "--out", "run"]
+    done = run_program(sys.executable, "-c", ENDS_WHILE_A_BATCH_IS_SENT, *arguments, cwd=tmp_path)
+    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
+
+
 # Data
 
 
