@@ -62,9 +62,9 @@ def compile_commands(include: Path, folder: Path) -> list[list[str | Path]]:
     if not (nvcc := find_program("nvcc")):
         print("CUDA sources are not compiled: there is no nvcc", flush=True)
         return commands
-    cuda = "-gencode=arch=compute_80,code=compute_80 -fdevice-syntax-only -DUSE_CUDA -Xcompiler -Wno-psabi -c"
+    cuda = "-cuda -gencode=arch=compute_80,code=compute_80 -fdevice-syntax-only -DUSE_CUDA"
     for source in sorted(ROOT.glob("csrc/cuda/*.cu")):
-        commands.append([nvcc, *cuda.split(), *common, source, "-o", folder / f"{source.stem}.o"])
+        commands.append([nvcc, *cuda.split(), *common, source, "-o", folder / f"{source.stem}.cpp"])
     return commands
 
 
