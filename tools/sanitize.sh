@@ -10,7 +10,7 @@ cuda)
   modes=(race asan)
   if grep -qw fma /proc/cpuinfo; then modes+=(contract); else echo "$0: this CPU has no FMA to fuse with" >&2; fi
   .venv/bin/python tests/cuda_host/build.py
-  .venv/bin/python -m pytest -q --device cuda_model tests/cuda_host/selftest
+  .venv/bin/python -m pytest -q --device cuda_model -m "" tests/cuda_host/selftest
   for mode in "${modes[@]}"; do
     tools/test_cuda_model.sh "$mode" -m "not memory"
   done
