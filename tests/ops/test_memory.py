@@ -4,6 +4,7 @@ import ctypes
 import functools
 import gc
 import math
+import os
 
 import pytest
 import torch
@@ -103,6 +104,7 @@ class MallocInfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
+@pytest.mark.skipif(os.environ.get("FASTVIT_CUDA_HOST") == "race", reason="the race checker allocates, too")
 @pytest.mark.cuda_model("nightly")
 def test_a_call_frees_what_it_allocates(device, device_option):
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
