@@ -24,7 +24,9 @@ def sanitizer_environment() -> dict:
         ).stdout.strip()
         for name in ("asan", "ubsan")
     ]
-    return {"LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
+    # Python leaks, and a test asks for more memory than there is.
+    options = "detect_leaks=0:allocator_may_return_null=1"
+    return {"LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": options}
 
 
 def list_registered_ops() -> list[str]:
