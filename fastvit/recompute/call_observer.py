@@ -212,7 +212,9 @@ def _store_bias(observer: CallObserver, y: Any, bias: Any, first_sequence_nr: in
     if node is not None and isinstance(bias, Tensor) and bias.is_leaf:
         pinned = _pin_cast_bias(observer, node, bias, y.dtype, first_sequence_nr)
         if pinned is not None:
-            observer.store_call_args(node, CallArgs(bias=pinned, leaves=(pinned,)))
+            # The graph of a sum has a bias that requires a gradient. The term that it lacks is the product.
+            is_in_graph = bias.requires_grad and node.name() == "AddBackward0"
+            observer.store_call_args(node, CallArgs(bias=None if is_in_graph else pinned, leaves=(pinned,)))
     return y
 
 

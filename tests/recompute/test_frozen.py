@@ -1,6 +1,7 @@
 """Frozen convolutions and norms: inputs are not kept, nor what only they read; gradients are eager's."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -251,3 +252,12 @@ def test_adapters_in_a_frozen_transformer_keep_less():
         compare_and_measure_kept(eager, x, matmuls=matmuls) for matmuls in (False, True)
     )
     assert after_matmuls < 0.6 * before and after_matmuls < 0.8 * after
+
+
+@pytest.mark.parametrize("reader", [torch.mul, torch.matmul], ids=["mul", "matmul"])
+def test_a_frozen_product_of_a_strided_input_is_not_in_the_graph_of_its_biased_sum(reader):
+    """torch adds the trained bias in place to a product that no op of the graph can recompute."""
+    x, weight, bias = torch.randn(8, 16, 6, 6), torch.randn(6, 6), torch.randn(6, requires_grad=True)
+    leaf = torch.randn(8, 8, 6, 6, requires_grad=True)
+    scope = functools.partial(fastvit.recompute_scope, matmuls=True)
+    compare_and_measure_freed(lambda: reader(F.linear(x[:, 4:12], weight, bias), leaf), [bias, leaf], scope)
