@@ -62,6 +62,7 @@ def compile_commands(include: Path, folder: Path) -> list[list[str | Path]]:
     if not (nvcc := find_program("nvcc")):
         print("CUDA sources are not compiled: there is no nvcc", flush=True)
         return commands
+    # -cuda ends with C++ code, whose types nvcc has checked by then.
     cuda = "-cuda -gencode=arch=compute_80,code=compute_80 -fdevice-syntax-only -DUSE_CUDA"
     for source in sorted(ROOT.glob("csrc/cuda/*.cu")):
         commands.append([nvcc, *cuda.split(), *common, source, "-o", folder / f"{source.stem}.cpp"])

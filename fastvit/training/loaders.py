@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -111,28 +113,26 @@ class _Loader(DataLoader):
 
 
 def _watch_rank(worker: int) -> None:
-    """Starts a thread in a worker, as its `worker_init_fn`. The thread ends the worker with its rank."""
-    sys.excepthook = _print_error_of_thread
-    threading.Thread(target=_exit_with_rank, daemon=True).start()
-
-
-def _print_error_of_thread(*error: Any) -> None:
-    """Prints an error of the thread that sends batches, unless the rank ends, which closes its connection."""
+    """Lets a worker end with its rank, and print nothing then, as its `worker_init_fn`."""
     rank_process = multiprocessing.parent_process()
     assert rank_process is not None
+    sys.excepthook = partial(_print_error_of_thread, rank_process)
+    threading.Thread(target=_exit_with_rank, args=(rank_process,), daemon=True).start()
+
+
+def _print_error_of_thread(rank_process: BaseProcess, *error: Any) -> None:
+    """Prints an error of the thread that sends batches, unless the rank ends, which closes its connection."""
     rank_process.join(1)
     if rank_process.is_alive():
         sys.__excepthook__(*error)
 
 
-def _exit_with_rank() -> None:
+def _exit_with_rank(rank_process: BaseProcess) -> None:
     """Ends a worker on SIGTERM only if its rank has sent the signal, or has ended.
 
     In the rank, DataLoader and the interpreter's exit send SIGTERM to workers. This thread receives it though
     the main thread may hang in a read. If the rank dies first, DataLoader's own loop ends the worker.
     """
-    rank_process = multiprocessing.parent_process()
-    assert rank_process is not None
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank_process.pid and rank_process.is_alive():
         pass
     os._exit(0)  # DataLoader reports any other status as a failure of the worker.
