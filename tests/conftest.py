@@ -9,6 +9,7 @@ import enum
 import gc
 import importlib.util
 import os
+import socket
 import tempfile
 
 # torch reads this variable when it loads OpenMP. Else idle threads spin on cores that other processes need.
@@ -162,6 +163,19 @@ def amp_off():
     yield
     amp._amp_state.allow_incoming_model_not_fp32 = False
     amp.initialize([], enabled=False)
+
+
+@pytest.fixture
+def port():
+    """Returns a port at which a server of the test can listen.
+
+    A socket is bound to the port and does not listen. The kernel then gives the port to no connection of
+    another process, while a server with SO_REUSEADDR, as torch's stores have, can listen there.
+    """
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("127.0.0.1", 0))
+        yield reservation.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

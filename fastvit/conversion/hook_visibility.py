@@ -8,8 +8,8 @@ compiles hooks.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
+import weakref
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Mapping
 
@@ -27,10 +27,8 @@ class ConversionHook:
 
     def __init__(self) -> None:
         _change_hook_count(1)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            _change_hook_count(-1)
+        # __del__ would be called at the interpreter's end, too, when this module has lost its globals.
+        weakref.finalize(self, _change_hook_count, -1).atexit = False
 
 
 def is_conversion_hook(hook: object) -> bool:

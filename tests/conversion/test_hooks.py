@@ -75,6 +75,20 @@ def test_a_converted_encoder_keeps_less_in_training():
     assert measure_kept_bytes(fastvit.convert(copy.deepcopy(model)), x) < 0.8 * measure_kept_bytes(model, x)
 
 
+def test_a_hook_that_outlives_its_module_says_nothing():
+    """At the interpreter's end, modules that are still referenced lose their globals one by one."""
+    code = """
+import ctypes, torch, fastvit
+from fastvit.conversion import hook_visibility
+for module in (ctypes, hook_visibility):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+ctypes.model = fastvit.convert(torch.nn.Linear(2, 2))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert not done.stderr
+
+
 # --- TorchScript
 
 

@@ -71,14 +71,12 @@ def test_a_rank_that_comes_anew_is_answered_anew(rank):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"], ids=["IPv4", "IPv6"])
-def test_ranks_meet_by_both_families_of_addresses_or_give_up_in_time(address):
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
+def test_ranks_meet_by_both_families_of_addresses_or_give_up_in_time(address, port):
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         try:
             probe.bind((address, 0))
         except OSError:
             pytest.skip(f"this host has no {address}")
-        port = probe.getsockname()[1]
     with ThreadPoolExecutor(2) as pool:
         stores = list(pool.map(lambda rank: open_rendezvous_store(rank, 2, address, port, 20.0), (1, 0)))
     stores[0].set("key", "value")

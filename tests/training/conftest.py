@@ -1,10 +1,10 @@
-"""The fixtures of several files: runs that were stopped, and a port."""
+"""The fixtures of several files: runs that were stopped."""
 
 import shutil
 
 import pytest
 
-from training.runs import TWO_EPOCHS, free_port, run_here
+from training.runs import TWO_EPOCHS, run_here
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +19,3 @@ def run_of_one_epoch(tmp_path_factory):
 def copied_run(run_of_one_epoch, tmp_path):
     """Returns the directory of a copy of `run_of_one_epoch`, with its links."""
     return shutil.copytree(run_of_one_epoch, tmp_path / "run", symlinks=True)
-
-
-@pytest.fixture
-def port():
-    return free_port()

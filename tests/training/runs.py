@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 
@@ -98,12 +97,6 @@ def background_run(directory, *arguments, data=SIX_BATCHES, **options):
     finally:
         process.kill()
         process.wait(timeout=60)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def train_on_rank(rank, world, arguments):

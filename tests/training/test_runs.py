@@ -25,7 +25,6 @@ from training.runs import (
     after_each_step,
     assert_equal_runs,
     background_run,
-    free_port,
     make_image_folder,
     rows_of,
     run_here,
@@ -126,11 +125,11 @@ def test_a_killed_rank_is_started_again(uninterrupted, tmp_path):
 
 
 @nightly
-def test_a_killed_host_is_replaced(uninterrupted, tmp_path):
+def test_a_killed_host_is_replaced(uninterrupted, tmp_path, port):
     """The hosts are agents of torchrun. A later agent is not told the address of rank 0 by default."""
     (tmp_path / "once.py").write_text(KILL_ONCE_SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    command += ["--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    command += ["--max-restarts=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     variables = {"KILLED": "host", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     agents = []
 
