@@ -206,6 +206,12 @@ class Recipe:
         if output.dtype is not self.dtype and self.dtype is not None:
             output = output.to(self.dtype)
         args = self.info.as_strided_args
+        if args is not None and output.shape != args.size:  # A copy would broadcast it.
+            op = display_op_name(self.info.node_name)
+            raise RuntimeError(
+                f"fastvit: recomputing the output of {op} gave the shape {tuple(output.shape)}, and the op "
+                f"gave {tuple(args.size)}; this is an error of fastvit's rule for {op}"
+            )
         if args is not None and output.stride() != args.stride:
             strided = torch.empty_strided(args.size, args.stride, dtype=output.dtype, device=output.device)
             output = strided.copy_(output)

@@ -14,6 +14,8 @@ from fastvit import BatchNormAct, recompute_scope
 from fastvit.memory import live_bytes
 from fastvit.recompute import norm_rules
 from fastvit.recompute.packed_tensor import PackedTensor
+from fastvit.recompute.policy import RecomputeLevel
+from fastvit.recompute.recompute_rules import RECOMPUTE_RULES
 from recompute.models import (
     READERS,
     ReaderModel,
@@ -155,6 +157,19 @@ def test_writes_that_make_the_gradient_wrong_are_refused(target, device):
         RuntimeError, match="modified by an inplace operation.* is at version .; expected version ."
     ):
         out.backward()
+
+
+def test_a_rule_that_gives_another_shape_is_an_error_in_the_backward(monkeypatch, device):
+    """Both shapes are broadcast where they are read: the second has the strides of the output, too."""
+    x = torch.randn(64, 64, device=device)
+    for recompute in (lambda t: t[:, 0], lambda t: t[:1]):
+        rule = (RecomputeLevel.CHEAP, lambda reader, f=recompute: (f, (reader.saved_operand("self"),)))
+        monkeypatch.setitem(RECOMPUTE_RULES, "SiluBackward0", rule)
+        weight = torch.ones(64, 64, device=device, requires_grad=True)
+        with recompute_scope():
+            loss = (nn.functional.silu(x * weight) * weight).sum()
+        with pytest.raises(RuntimeError, match=r"recomputing the output of silu gave the shape \(.*64, 64"):
+            loss.backward()
 
 
 def test_an_output_whose_input_is_written_before_it_is_saved_is_kept(device):
