@@ -58,13 +58,13 @@ def run_without_and_with_convert(run, adapter=None):
 @pytest.mark.packages("timm")
 def test_timms_loop_trains_the_same_bits():
     """As timm's train.py: optimizer, EMA, bf16 and accumulation."""
-    timm = import_or_skip("timm")
+    optim, utils = import_or_skip("timm.optim"), import_or_skip("timm.utils")
 
     def train():
         model = make_timm_vit()
         run_page_block("A loop of your own, timm's train.py", model=model)
-        optimizer = timm.optim.create_optimizer_v2(model, "adamw", 1e-2, weight_decay=0.05)
-        ema, losses = timm.utils.ModelEmaV3(model, decay=0.5), []
+        optimizer = optim.create_optimizer_v2(model, "adamw", 1e-2, weight_decay=0.05)
+        ema, losses = utils.ModelEmaV3(model, decay=0.5), []
         for step, (images, labels) in enumerate(zip(IMAGES.split(4), LABELS.split(4), strict=True)):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = F.cross_entropy(model(images), labels)
