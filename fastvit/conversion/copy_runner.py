@@ -196,11 +196,21 @@ class CopyRunner:
         """Returns the peak of a step of a copy that is neither converted nor fused."""
         return self.measure_step_peak(revert(self.copy_for_training()))
 
-    def measure_step_peak(self, model: nn.Module) -> int:
-        """Returns the peak bytes of a step above those before the step, without gradients of parameters."""
+    def measure_step_peak(self, model: nn.Module, *, keeps_gradients: bool = False) -> int:
+        """Returns the peak bytes of a step above those before the step.
+
+        Args:
+            model: a copy, whose gradients are dropped.
+            keeps_gradients: The bytes of the parameters' gradients count, too.
+        """
         # A copy of a scripted module has parameters that are no leaves, and get no gradients.
         trained = [p for p in model.parameters() if p.requires_grad and p.is_leaf]
-        hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
+
+        def drop_gradients(*parameters: Tensor) -> None:
+            for parameter in parameters:
+                parameter.grad = None
+
+        hooks = [p.register_post_accumulate_grad_hook(drop_gradients) for p in trained if not keeps_gradients]
 
         def run_step() -> None:
             tensors = tensor_leaves(self.run_forward(model, arguments))
@@ -217,10 +227,12 @@ class CopyRunner:
             with self.preserve_random_state():
                 arguments = self.copy_inputs()
                 run_step()  # A first step allocates caches, which do not count.
+            drop_gradients(*trained)
             with self.preserve_random_state():
                 arguments = self.copy_inputs()
                 return peak_bytes(run_step, self.devices[0])
         finally:
+            drop_gradients(*trained)
             for hook in hooks:
                 hook.remove()
 

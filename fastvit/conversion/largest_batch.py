@@ -23,7 +23,6 @@ from .step_memory import StepMemory, extrapolate_record
 _MIN_BATCH = 4  # The inputs' batch is halved for the second measured step; a smaller one is doubled.
 _MAX_BATCH = 2**40  # It ends the search for a model whose bytes do not depend on the batch.
 _MAX_PLANS = 3  # Each plan is made for the largest batch that the plan before can fit.
-_MAX_EXCESS_FRACTION = 0.1  # Excess is measured but not on paper; more of it is extrapolated by itself.
 
 Result = TypeVar("Result")
 
@@ -45,9 +44,10 @@ class BatchSearch:
     A step holds the model, two tensors like each trained parameter, which are AdamW's state, the inputs, the
     activations, and the gradients of parameters that the backward has made so far. Steps are recorded with
     two batches and replayed. In each slot, a moment of the replay, the bytes are an affine function of the
-    batch. Their peak is not: another batch may have it in another slot. A measured step gives the factor by
-    which the peak differs from that on paper. If it differs much, as with compiled code, the difference is
-    an affine function of the batch.
+    batch. Their peak is not: another batch may have it in another slot. What ops hold while they run, such as
+    the workspace of a convolution, is not on paper. It may make the peak of small batches in a slot where a
+    large batch has none. So a peak is the one on paper, or on the line through both measured peaks, whichever
+    is larger.
 
     Args:
         runner: the runner of the model, with a batch of inputs.
@@ -99,31 +99,40 @@ class BatchSearch:
             runner.arguments = arguments
 
     def find_batch(
-        self, peaks: tuple[int, int], timelines: tuple[list[int], list[int]], gradients: list[int]
+        self,
+        timelines: tuple[list[int], list[int]],
+        gradients: list[int],
+        peaks: tuple[int, int] | None = None,
     ) -> int:
         """Returns the largest batch that fits; 0 if no batch fits.
 
         Args:
-            peaks: measured peaks of steps with the two batches.
-            timelines: bytes in each slot of these steps, on paper.
+            timelines: bytes in each slot of steps with the two batches, on paper.
             gradients: bytes of the gradients of parameters in each slot of the second step.
+            peaks: measured peaks of these steps, with the gradients; None: those on paper.
         """
         small, large = self.sizes
         slots = list(zip(*self._align(timelines), gradients, strict=True))
-        small_excess, large_excess = peaks[0] - max(timelines[0]), peaks[1] - max(timelines[1])
-        is_proportional = abs(large_excess) < _MAX_EXCESS_FRACTION * peaks[1]
-        excess_fraction = large_excess / max(*timelines[1], 1)
 
-        def count_bytes(batch: int) -> int:
+        def find_paper_peak(batch: int) -> float:
             distance = (batch - large) / (large - small)
-            paper_peak = max(
+            return max(
                 large_bytes + (large_bytes - small_bytes) * distance + gradient_bytes
                 for small_bytes, large_bytes, gradient_bytes in slots
             )
-            excess = large_excess + (large_excess - small_excess) * distance
-            backward_peak = paper_peak + (paper_peak * excess_fraction if is_proportional else excess)
+
+        small_peak, large_peak = peaks or (find_paper_peak(small), find_paper_peak(large))
+        small_excess, large_excess = small_peak - find_paper_peak(small), large_peak - find_paper_peak(large)
+
+        def find_backward_peak(batch: int) -> float:
+            distance = (batch - large) / (large - small)
+            if large_excess < 0:  # Compiled code holds less than the ops of the record.
+                return find_paper_peak(batch) + large_excess + (large_excess - small_excess) * distance
+            return max(find_paper_peak(batch), large_peak + (large_peak - small_peak) * distance)
+
+        def count_bytes(batch: int) -> int:
             optimizer_peak = self._gradient_bytes + self._optimizer_bytes  # Activations are free by then.
-            step_bytes = max(backward_peak, optimizer_peak)
+            step_bytes = max(find_backward_peak(batch), optimizer_peak)
             return math.ceil(self.model_bytes + self._input_bytes * batch + step_bytes)
 
         limit = 1
@@ -152,7 +161,7 @@ class BatchSearch:
 
     def _find_batch_on_paper(self, steps: tuple[StepMemory, StepMemory], plan: Plan) -> int:
         small, large = (step.replay(plan.sites) for step in steps)
-        return self.find_batch((max(small), max(large)), (small, large), steps[1].weight_gradients)
+        return self.find_batch((small, large), steps[1].weight_gradients)
 
     def _align(self, timelines: tuple[list[int], list[int]]) -> tuple[list[float], list[int]]:
         """Returns timelines of equal length. If other ops ran, the second one, scaled, replaces the first."""

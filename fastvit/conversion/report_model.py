@@ -77,7 +77,10 @@ def report(model: nn.Module, *inputs: object, memory: object = None, **kwinputs:
     kept_after, peak_after = runner.measure_kept_bytes(model_copy), runner.measure_step_peak(model_copy)
     if any(module._compiled_call_impl is not None for module in model.modules()):
         notes.append("measured without Module.compile, which is not copied; pass torch.compile(model)")
-    peaks = _measure_peaks(search, runner, model_copy) if search else {}
+    peaks: dict[str, tuple[int, int]] = {}
+    if search:
+        peaks["as it was"] = _measure_peaks(search, runner, revert(runner.copy_for_training()))
+        peaks["as converted"] = _measure_peaks(search, runner, model_copy)
     # From now on the copy recomputes every op that it can. A replay computes, on paper (without a run), the
     # step in which only some sites, op calls in a block, are recomputed.
     change_policies(model_copy, make_recording_policy)
@@ -119,16 +122,9 @@ def _observe_forward(
     return rows, sites, list(notes)
 
 
-def _measure_peaks(
-    search: BatchSearch, runner: CopyRunner, model_copy: nn.Module
-) -> dict[str, tuple[int, int]]:
-    """Returns the peaks of steps with both batch sizes of the search, by the name of the model's state."""
-
-    def measure(model: nn.Module) -> tuple[int, int]:
-        return search.run_sizes(lambda: runner.measure_step_peak(model))
-
-    original_peaks = measure(revert(runner.copy_for_training()))
-    return {"as it was": original_peaks, "as converted": measure(model_copy)}
+def _measure_peaks(search: BatchSearch, runner: CopyRunner, model_copy: nn.Module) -> tuple[int, int]:
+    """Returns the peaks of steps with both batch sizes of the search."""
+    return search.run_sizes(lambda: runner.measure_step_peak(model_copy, keeps_gradients=True))
 
 
 def _find_batches(
@@ -154,9 +150,9 @@ def _find_batches(
             plan = search.find_least_plan(steps, plan, batches["as converted"])
             sites = plan.sites
             change_policies(model_copy, partial(dataclasses.replace, level=plan.level, only_sites=sites))
-            peaks = peaks | {name: search.run_sizes(lambda: runner.measure_step_peak(model_copy))}
+            peaks = peaks | {name: _measure_peaks(search, runner, model_copy)}
         timelines = steps[0].replay(sites), steps[1].replay(sites)
-        batches[name] = search.find_batch(peaks[name], timelines, steps[1].weight_gradients)
+        batches[name] = search.find_batch(timelines, steps[1].weight_gradients, peaks[name])
     return batches
 
 

@@ -55,6 +55,31 @@ def test_the_largest_batch_is_that_which_fits(name, monkeypatch):
     check_batches(monkeypatch, nn.Sequential(model, MeanOfTokens()), x, "48 MiB")
 
 
+class ScratchFunction(torch.autograd.Function):
+    """The identity; its backward holds a workspace while it runs, as convolutions do."""
+
+    @staticmethod
+    def forward(ctx, x, nbytes):
+        ctx.nbytes = nbytes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        torch.empty(ctx.nbytes, dtype=torch.uint8)
+        return dy, None
+
+
+class Scratch(nn.Module):
+    def forward(self, x):
+        return ScratchFunction.apply(x, 10 * 2**20)
+
+
+def test_a_workspace_and_gradients_that_are_not_held_at_once_do_not_add_up(monkeypatch):
+    """The backward begins with the workspace. A small batch has its peak there, a large one does not."""
+    model, x = make_vit_example()
+    check_batches(monkeypatch, nn.Sequential(model, MeanOfTokens(), Scratch()), x, "48 MiB")
+
+
 @pytest.mark.nightly
 @pytest.mark.packages("timm")
 @pytest.mark.parametrize(
