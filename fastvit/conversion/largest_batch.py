@@ -44,10 +44,10 @@ class BatchSearch:
     A step holds the model, two tensors like each trained parameter, which are AdamW's state, the inputs, the
     activations, and the gradients of parameters that the backward has made so far. Steps are recorded with
     two batches and replayed. In each slot, a moment of the replay, the bytes are an affine function of the
-    batch. Their peak is not: another batch may have it in another slot. What ops hold while they run, such as
-    the workspace of a convolution, is not on paper. It may make the peak of small batches in a slot where a
-    large batch has none. So a peak is the one on paper, or on the line through both measured peaks, whichever
-    is larger.
+    batch. Their peak is not: another batch may have it in another slot. Memory that an op holds while it
+    runs, such as the workspace of a convolution, is not on paper. It may make the peak of small batches in a
+    slot where a large batch has none. A peak is therefore the one on paper, or the one on the line through
+    both measured peaks, whichever is larger.
 
     Args:
         runner: the runner of the model, with a batch of inputs.
