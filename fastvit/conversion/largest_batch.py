@@ -121,8 +121,10 @@ class BatchSearch:
                 for small_bytes, large_bytes, gradient_bytes in slots
             )
 
-        small_peak, large_peak = peaks or (find_paper_peak(small), find_paper_peak(large))
-        small_excess, large_excess = small_peak - find_paper_peak(small), large_peak - find_paper_peak(large)
+        paper_peaks = find_paper_peak(small), find_paper_peak(large)
+        small_peak, large_peak = peaks or paper_peaks
+        large_excess = large_peak - paper_peaks[1]
+        small_excess = min(0, small_peak - paper_peaks[0])  # of compiled code, not of a workspace
 
         def find_backward_peak(batch: int) -> float:
             distance = (batch - large) / (large - small)

@@ -206,15 +206,16 @@ class Recipe:
         if output.dtype is not self.dtype and self.dtype is not None:
             output = output.to(self.dtype)
         args = self.info.as_strided_args
-        if args is not None and output.shape != args.size:  # A copy would broadcast it.
-            op = display_op_name(self.info.node_name)
-            raise RuntimeError(
-                f"fastvit: recomputing the output of {op} gave the shape {tuple(output.shape)}, and the op "
-                f"gave {tuple(args.size)}; this is an error of fastvit's rule for {op}"
-            )
-        if args is not None and output.stride() != args.stride:
-            strided = torch.empty_strided(args.size, args.stride, dtype=output.dtype, device=output.device)
-            output = strided.copy_(output)
+        if args is not None:
+            if output.shape != args.size:  # A copy would broadcast it.
+                op = display_op_name(self.info.node_name)
+                raise RuntimeError(
+                    f"fastvit: recomputing the output of {op} gave the shape {tuple(output.shape)}, and the "
+                    f"op gave {tuple(args.size)}; this is an error of fastvit's rule for {op}"
+                )
+            if output.stride() != args.stride:
+                memory = torch.empty_strided(args.size, args.stride, dtype=output.dtype, device=output.device)
+                output = memory.copy_(output)
         self.output, self.stream, self.version = output, current_stream_id(output), output._version
 
     def in_topological_order(self, skip: Callable[[Recipe], bool] = lambda _: False) -> list[Recipe]:
