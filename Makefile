@@ -18,7 +18,7 @@ export PYTEST_XDIST_AUTO_NUM_WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 CPP_FILES := git ls-files 'csrc/*' 'tests/*.cpp' 'tests/*.cu' 'tests/*.h' tests/cuda_host/cuda/atomic
 
-.PHONY: help install demo test test-cuda-model sanitizers coverage wheel bench gpu sass lint format docs clean
+.PHONY: help install demo test test-cuda-model sanitizers coverage wheel results gpu sass lint format docs clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -57,9 +57,9 @@ wheel: install  ## A wheel for any Linux in dist/, tried in bare environments
 		--wheel-dir dist build/wheel/*.whl
 	$(RUN) tools/wheel_matrix.py dist/*.whl $(or $(ARGS),--torch '$(TORCH)')
 
-bench: install  ## Time layers and the backends of statistics; writes benchmarks/results
-	$(RUN) benchmarks/bench_layers.py --threads 1 2
-	$(RUN) benchmarks/bench_sync.py --world 2 4 8
+results: install  ## Measure everything on this CPU into benchmarks/results; hours, and resumes
+	$(PIP) timm transformers torchvision '$(TORCH)'
+	$(RUN) benchmarks/run_benchmarks.py $(ARGS)
 
 gpu:  ## On a CUDA GPU: tests, then measurements, in minutes
 	$(or $(wildcard $(RUN)),$(PYTHON)) tools/run_gpu_checks.py --out runs/gpu $(ARGS)

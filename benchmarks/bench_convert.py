@@ -3,13 +3,16 @@
 Each contender is made from a copy of the eager model, whose rows are named torch:
 
     convert             fastvit.convert
-    products            fastvit.convert with matmuls=True
+    matmuls             fastvit.convert with matmuls=True
     0.8, least          fastvit.convert with budget=0.8, another share, or "least"
     weight_casts        fastvit.convert with recompute_weight_casts=True (bf16 only)
     fuse                fastvit.fuse, then fastvit.convert (only models with BatchNorm); it rounds otherwise
     sac                 selective checkpointing of blocks: keeps matmuls, convolutions and attention
     sac_half            torchtitan's selective checkpointing, which recomputes every second matmul too
     checkpoint          each block is checkpointed as a whole
+    accumulate          the eager model takes two halves of the batch, and adds their gradients (--curve only)
+    compiled_eager      torch.compile of the eager model (--curve only, models of COMPILED_MODELS)
+    compiled_convert    torch.compile of a converted model (likewise)
 
 Kept bytes are the allocator's live bytes after one training forward minus those before. The peak is that of a
 whole step, above the bytes before the step and without the gradients of weights. Gradients are compared with
@@ -17,21 +20,20 @@ the eager model's, bit by bit. Time is processor time; with a GPU, wall time unt
 Contenders take turns, and the median counts.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
-                                       [--precision fp32|bf16|fp32,bf16] [--batch 8] [--threads 1]
-                                       [--repeats 5] [--contenders convert,products] [--device cpu|cuda]
+                                       [--precision fp32|bf16|fp32,bf16] [--batch 4] [--threads 1]
+                                       [--repeats 5] [--contenders convert,matmuls] [--device cpu|cuda]
                                        [--resume]
 
 This writes results/convert_vits_DEVICE.csv (of ViTs and two language models) and convert_DEVICE.csv (of
 models with BatchNorm), in which rows of models that were not measured remain, and their tables. `--resume`
-skips models whose rows are of this commit, batch and number of threads.
+skips models whose rows are of this code, batch and number of threads.
 
-    python benchmarks/bench_convert.py --curve [--compiled] [the options above]
+    python benchmarks/bench_convert.py --curve [the options above]
 
-This measures budgets from 0.8 of the peak to "least", beside convert, products and checkpointing. It
+This measures budgets from 0.8 of the peak to "least", beside convert, matmuls and checkpointing. It
 writes curve_DEVICE.csv and its table, and draws peak against time to curve_DEVICE.png. The default is the
 models and batches of CURVE, both precisions, and 7 repeats: about an hour of one core. A budget that
-cannot be met is left out. `--compiled` adds torch.compile of the model, of selective checkpointing, and of
-converted models.
+cannot be met is left out.
 
     python benchmarks/bench_convert.py --check-curve
 
@@ -50,12 +52,13 @@ from convert_contenders import (
     COMPILED,
     CONTENDER_FACTORIES,
     MIB,
+    NUM_PARTS,
     Contender,
     make_contender,
     select_autocast,
 )
 from harness import (
-    current_commit,
+    checksum_sources,
     make_parser,
     percentiles,
     provenance,
@@ -90,9 +93,11 @@ CURVE = {
     "swin_tiny_patch4_window7_224": (2, 3),
     "mobilevit_s": (2, 2),
     "transformers:clip": (2, 4),
-    "transformers:llama": (1, 2),
-    "transformers:gpt2": (1, 2),
+    "transformers:llama": (2, 2),
+    "transformers:gpt2": (2, 2),
 }
+# A compilation takes a minute, so one model of each kind is compiled.
+COMPILED_MODELS = ("vit_small_patch16_224", "resnet50", "mobilevit_s", "transformers:llama")
 # The name of a file of results -> its models.
 MODELS = {"convert_vits": VITS.split(), "convert": NORMS.split(), "curve": list(CURVE)}
 # A word of --models -> a key of MODELS.
@@ -106,7 +111,7 @@ def select_contenders(name: str, precision: str, arguments) -> list[str]:
         return arguments.contenders.split(",")
     if arguments.curve:
         uncompiled = [name for name in CONTENDER_FACTORIES if name not in ("fuse", "weight_casts")]
-        return [*uncompiled, *BUDGETS, *(COMPILED if arguments.compiled else ())]
+        return [*uncompiled, *BUDGETS, *(COMPILED if name in COMPILED_MODELS else ())]
     extra = ["fuse"] if name in MODELS["convert"] else []
     extra += ["weight_casts"] if precision == "bf16" else []
     return ["convert", "products", *extra, "sac", "sac_half", "checkpoint"]
@@ -120,7 +125,7 @@ def _strip_wrapper_prefixes(name: str) -> str:
 def select_batch(name: str, precision: str, arguments) -> int:
     """Returns --batch, or the default of the model and precision."""
     if arguments.batch or not arguments.curve:
-        return arguments.batch or 8
+        return arguments.batch or 4
     fp32_and_bf16_batch = CURVE.get(name, (1, 4))
     return fp32_and_bf16_batch[PRECISIONS.index(precision)]
 
@@ -144,7 +149,7 @@ def measure_model(name: str, precision: str, arguments) -> list[dict]:
                 autocast = select_autocast(contender, precision, arguments)
                 with autocast():
                     model = make_contender(contender, eager, x)
-                contenders[contender] = Contender(model, autocast)
+                contenders[contender] = Contender(model, autocast, NUM_PARTS.get(contender, 1))
             actual = contenders[contender].compute_gradients(x)
             rows[contender] = {
                 "what": name,
@@ -184,13 +189,11 @@ def _print_weight_share(name: str, model, peak_mib: float) -> None:
 
 
 def is_measured(rows: list[dict], name: str, precision: str, arguments) -> bool:
-    """Returns whether the rows of a model were measured on this commit, without changes, by these options."""
-    commit = current_commit()
-    if commit == "unknown" or commit.endswith("+changes"):
-        return False
-    expected = (commit, str(arguments.threads), str(select_batch(name, precision, arguments)))
+    """Returns whether the rows of a model were measured with this code, by these options."""
+    sources = checksum_sources("curve" if arguments.curve else "convert")
+    expected = (sources, str(arguments.threads), str(select_batch(name, precision, arguments)))
     measured = [
-        (row["commit"], row["threads"], row["shape"].split("x")[0])
+        (row["sources"], row["threads"], row["shape"].split("x")[0])
         for row in rows
         if (row["what"], row["dtype"]) == (name, precision)
     ]
@@ -209,15 +212,12 @@ def parse_arguments():
     parser = make_parser(__doc__)
     parser.add_argument("--models", help="vits, norms, curve, or names of models, separated by commas")
     parser.add_argument("--precision", help="fp32, bf16 or fp32,bf16 (default: fp32; with --curve both)")
-    parser.add_argument("--batch", type=int, help="default: 8; with --curve by model and precision")
+    parser.add_argument("--batch", type=int, help="default: 4; with --curve by model and precision")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, help="default: 5; with --curve 7")
     parser.add_argument("--contenders", help="names from the list above, separated by commas")
     parser.add_argument("--curve", action="store_true", help="measure peak against time for each budget")
-    parser.add_argument(
-        "--compiled", action="store_true", help="with --curve: measure under torch.compile too"
-    )
-    parser.add_argument("--resume", action="store_true", help="skip models that were measured on this commit")
+    parser.add_argument("--resume", action="store_true", help="skip models that were measured with this code")
     parser.add_argument(
         "--check-curve", action="store_true", help="measure nothing; print the faults of the curve"
     )

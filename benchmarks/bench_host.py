@@ -9,7 +9,7 @@ which the least and the median would hide. The column `times` is a ratio: torch'
 
     vit_tiny    A ViT of 12 blocks takes 8 images of 32 pixels, in fp32 and under bf16 autocast. Contenders
                 are torch's model, `fastvit.convert` of the model (convert), and the same with matmuls=True
-                (products). A step makes gradients and drops them.
+                (matmuls). A step makes gradients and drops them.
     BatchNorm   torch's norm and activation, or one layer of fastvit, take an input of (4, 8, 4, 4). A
                 multiplication makes the input an activation; the time of the multiplication is subtracted.
 
@@ -98,7 +98,7 @@ def bench_models(rounds: int, device: str) -> list[dict]:
     contenders = {
         "torch": eager,
         "convert": fastvit.convert(copy.deepcopy(eager)),
-        "products": fastvit.convert(copy.deepcopy(eager), matmuls=True),
+        "matmuls": fastvit.convert(copy.deepcopy(eager), matmuls=True),
     }
     x = torch.randn(8, 3, 32, 32, device=device)
 

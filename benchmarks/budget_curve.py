@@ -21,9 +21,9 @@ from harness import markdown_table
 
 BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "least")
 RIVALS = {  # a contender -> its name in the picture, and its marker
-    "products": ("matmuls=True", "v"),
+    "matmuls": ("matmuls=True", "v"),
     "sac": ("selective checkpointing", "s"),
-    "sac_half": ("every second product", "D"),
+    "sac_half": ("every second matmul", "D"),
     "checkpoint": ("block checkpointing", "^"),
 }
 COLORS = {"fp32": "#1f5fa8", "bf16": "#c8641e"}
@@ -117,7 +117,7 @@ def find_faults(points: Iterable[CurvePoint]) -> list[CurveFault]:
     """Returns the faults of the curve of one model in one precision."""
     points = list(points)
     curve = select_curve(points)
-    rivals = [point for point in points if point not in curve]
+    rivals = [point for point in points if point.contender in RIVALS]
     budgets = sorted(
         (point for point in curve if is_budget(point.contender)),
         key=lambda point: get_budget_share(point.contender),

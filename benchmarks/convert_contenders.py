@@ -21,10 +21,13 @@ MIB = 2**20
 
 
 class Contender:
-    """A model, with the autocast context of its forward and the times of its steps in microseconds."""
+    """A model, with the autocast context of its forward and the times of its steps in microseconds.
 
-    def __init__(self, model, autocast):
-        self.model, self.autocast = model, autocast
+    A step takes `num_parts` equal parts of the batch one after the other, and adds their gradients.
+    """
+
+    def __init__(self, model, autocast, num_parts=1):
+        self.model, self.autocast, self.num_parts = model, autocast, num_parts
         self.times_us = []
 
     def forward(self, x):
@@ -33,7 +36,8 @@ class Contender:
             return self.model(x)
 
     def step(self, x) -> None:
-        self.forward(x).float().square().mean().backward()
+        for part in x.chunk(self.num_parts):
+            (self.forward(part).float().square().mean() / self.num_parts).backward()
 
     def zero_grad(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -48,7 +52,8 @@ class Contender:
 
     def measure_kept(self, x) -> float:
         """Returns the MiB that a training forward leaves allocated."""
-        return live_bytes(lambda: self.forward(x), x.device)[0] / MIB
+        part = x.chunk(self.num_parts)[0]
+        return live_bytes(lambda: self.forward(part), x.device)[0] / MIB
 
     def measure_peak(self, x) -> float:
         """Returns the peak of a step in MiB. Gradients of weights are freed at once, so they hardly count."""
@@ -119,22 +124,27 @@ def selective_checkpoint_context(recomputes_half: bool):
 
 CONTENDER_FACTORIES = {  # a contender's name -> a function that converts a copy of the eager model
     "convert": fastvit.convert,
-    "products": lambda model: fastvit.convert(model, matmuls=True),
+    "matmuls": lambda model: fastvit.convert(model, matmuls=True),
     "weight_casts": lambda model: fastvit.convert(model, recompute_weight_casts=True),
     "fuse": lambda model: fastvit.convert(fastvit.fuse(model)),
     "sac": lambda model: with_checkpointing(model, selective_checkpoint_context(False)),
     "sac_half": lambda model: with_checkpointing(model, selective_checkpoint_context(True)),
     "checkpoint": with_checkpointing,
+    "accumulate": lambda model: model,
 }
 CHECKPOINTING = ("sac", "sac_half", "checkpoint")
-COMPILED = tuple(f"compiled_{name}" for name in ("eager", "sac", "convert", "0.4", "0.2", "0.1"))
+COMPILED = ("compiled_eager", "compiled_convert")
+NUM_PARTS = {"accumulate": 2}  # a contender -> the parts of its batch
 
 
 def make_contender(contender: str, eager, x):
-    """Returns a contender made from a copy of the eager model; `x` is the example input of a budget."""
+    """Returns a contender made from a copy of the eager model.
+
+    `x` is the example input of a budget. Without it the budget's plan is made in the first training step.
+    """
     model, name = copy.deepcopy(eager), contender.removeprefix("compiled_")
     if is_budget(name):
-        has_casts = torch.is_autocast_enabled(x.device.type)
+        has_casts = torch.is_autocast_enabled(next(eager.parameters()).device.type)
         budget = "least" if name == "least" else float(name)
         model = fastvit.convert(model, recompute_weight_casts=has_casts, budget=budget, example_inputs=x)
     elif name != "eager":

@@ -2,13 +2,15 @@
 
 A copy of the same size is timed in each turn, too. All results have one form. A row has the case (`what`,
 `shape`, `dtype`, `threads`), the `contender` and the `direction`, the time in us, its spread and its ratios,
-and the conditions: device, torch, CUDA, commit, date. result_tables.py writes such a file as a table.
+and the conditions: device, torch, CUDA, commit, sources, date. `sources` is a checksum of the code that a
+result measures. result_tables.py writes such a file as a table.
 """
 
 import argparse
 import csv
 import datetime
 import gc
+import hashlib
 import os
 import platform
 import subprocess
@@ -271,16 +273,42 @@ def device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
+# The beginning of a result's name -> the code that the result measures, as globs. A result on a CPU does not
+# measure csrc/cuda, and one on a GPU does not measure csrc/cpu.
+MEASURED_CODE = {
+    "batches": ("fastvit/recompute/*.py", "fastvit/conversion/*.py"),
+    "convert": ("fastvit/recompute/*.py", "fastvit/conversion/*.py"),
+    "curve": ("fastvit/recompute/*.py", "fastvit/conversion/*.py"),
+    "host": ("csrc/**/*", "fastvit/*.py", "fastvit/recompute/*.py", "fastvit/sync/*.py"),
+    "layers": ("csrc/**/*", "fastvit/*.py"),
+    "ops": ("csrc/**/*", "fastvit/ops.py"),
+    "sync": ("csrc/**/*", "fastvit/*.py", "fastvit/sync/*.py"),
+    "train": ("csrc/**/*", *(f"fastvit/{folder}*.py" for folder in ("", "sync/", "models/", "training/"))),
+}
+
+
+def checksum_sources(name: str) -> str:
+    """Returns a checksum of the code that the result of this name measures."""
+    globs = next(globs for prefix, globs in MEASURED_CODE.items() if name.startswith(prefix))
+    other_kernels = ROOT / "csrc" / ("cpu" if "cuda" in name else "cuda")
+    paths = {path for pattern in globs for path in ROOT.glob(pattern) if other_kernels not in path.parents}
+    sources = b"".join(path.read_bytes() for path in sorted(paths) if path.is_file())
+    return hashlib.sha256(sources).hexdigest()[:8]
+
+
 def current_commit() -> str:
-    """Returns the commit of this tree: FASTVIT_COMMIT, which a copy without this history needs, or git's."""
+    """Returns the last commit that changed the code or the benchmarks, by git or FASTVIT_COMMIT.
+
+    A copy without this history needs the variable.
+    """
     if commit := os.environ.get("FASTVIT_COMMIT"):
         return commit
     git = ("git", "-c", "safe.directory=*", "-C", str(ROOT))
-    head = run_command(*git, "rev-parse", "--short", "HEAD")
-    if not head:
+    code = ("--", "csrc", "fastvit", "setup.py", "benchmarks/*.py")
+    commit = run_command(*git, "log", "-1", "--format=%h", *code)
+    if not commit:
         return "unknown"
-    changes = run_command(*git, "status", "--porcelain", "--", "csrc", "fastvit", "setup.py")
-    return head + ("+changes" if changes else "")
+    return commit + ("+changes" if run_command(*git, "status", "--porcelain", *code) else "")
 
 
 def provenance(device: str) -> dict[str, str]:
@@ -304,6 +332,15 @@ def format_conditions(row: dict[str, str], *details: str) -> str:
     )
 
 
+def describe_changes(name: str, rows: list[dict[str, str]]) -> list[str]:
+    """Returns a line for the result's table if the code that it measures has changed since."""
+    today = checksum_sources(name)
+    commits = dict.fromkeys(row["commit"] for row in rows if row.get("sources") != today)
+    if not commits:
+        return []
+    return ["", f"**The code that this measures has changed since commit {', '.join(commits)}.**"]
+
+
 def make_parser(description: str, device: str | None = "cpu") -> argparse.ArgumentParser:
     """Returns a parser with the options --out and, unless `device` is None, --device with this default."""
     parser = argparse.ArgumentParser(
@@ -321,7 +358,7 @@ def read_csv(name: str, folder: Path = RESULTS) -> list[dict[str, str]]:
     if not path.exists():
         return []
     with path.open() as file:
-        return list(csv.DictReader(file))
+        return [{"sources": ""} | row for row in csv.DictReader(file)]
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -332,8 +369,12 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> l
 
 
 def write_csv(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:
-    """Writes rows to NAME.csv in a folder, and returns the path. Floats get four digits."""
+    """Writes rows to NAME.csv in a folder, and returns the path. Floats get four digits.
+
+    Rows without the checksum of their sources get that of today.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    rows = [row | {"sources": row.get("sources", checksum_sources(name))} for row in rows]
     path, new_path = folder / f"{name}.csv", folder / f".{name}.csv"
     fields = list(dict.fromkeys(key for row in rows for key in row))
     try:

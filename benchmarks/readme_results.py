@@ -60,7 +60,7 @@ def convolutional_models() -> str:
 
 def vits() -> str:
     model = "vit_small_patch16_224"
-    return convert_table({model: model}, {"convert": "`convert`", "products": "`matmuls=True`"})
+    return convert_table({model: model}, {"convert": "`convert`", "matmuls": "`matmuls=True`"})
 
 
 def in_place_layer() -> str:
@@ -119,7 +119,7 @@ def gpu_models() -> str:
     vit, resnet = "vit_small_patch16_224", "resnet50"
     savings = {
         (model, name): format_less(rows[model, name], rows[model, "torch"])
-        for model, name in ((vit, "convert"), (vit, "products"), (resnet, "convert"))
+        for model, name in ((vit, "convert"), (vit, "matmuls"), (resnet, "convert"))
     }
     return (
         f"`convert` of {vit} with 512 images keeps {savings[vit, 'convert']} the time, with `matmuls=True` "

@@ -8,16 +8,17 @@ The program writes results/NAME.md from results/NAME.csv. The default is every C
 from pathlib import Path
 
 from budget_curve import check_curve, order_contenders
-from harness import format_conditions, make_parser, markdown_table, read_csv
+from harness import describe_changes, format_conditions, make_parser, markdown_table, read_csv
 
 # The columns of a CSV that identify a case, which is one line of the table.
-CASE_COLUMNS = ("world", "what", "shape", "dtype", "threads", "direction")
+CASE_COLUMNS = ("world", "what", "shape", "dtype", "threads", "memory_MiB", "direction")
 CONVERT_NOTE = """\
 peak: of a whole step, above the model and without the gradients of weights. kept: what a training forward
 leaves allocated. x: the time of a step divided by torch's; on a CPU processor time. bf16 is autocast, with
 cache_enabled=False for weight_casts and for budgets, which include weight_casts then. sac: selective
-checkpointing of each block, which keeps products, convolutions and attention; sac_half: every second product
-is repeated too; checkpoint: of whole blocks."""
+checkpointing of each block, which keeps matmuls, convolutions and attention; sac_half: every second matmul is
+repeated too; checkpoint: of whole blocks; accumulate: two halves of the batch, one after the other;
+compiled_eager: torch.compile; compiled_convert: torch.compile of a converted model."""
 CURVE_NOTE = f"""\
 {CONVERT_NOTE} Under bf16 these three have cache_enabled=False too.
 A number at the head of a column is a budget, a share of the peak; an empty cell is one that cannot be met.
@@ -30,6 +31,10 @@ the least, divided by the median. host: what the host spends on queueing one cal
 host was late, so that gaps between launches may be in the time"""
 # The beginning of a result's name -> the note under its table; the first that matches counts.
 TABLE_NOTES = {
+    "batches": "The largest batch whose training steps with AdamW fit into memory_MiB, under bf16 autocast, "
+    "by torch's allocator: the model, its gradients, AdamW's state, the batch and activations. In brackets: "
+    'what `fastvit.report(model, x, memory=...).batches` says, from a batch of 8. least: budget="least". '
+    "checkpoint: torch's checkpointing of whole blocks.",
     "convert": CONVERT_NOTE,
     "curve": CURVE_NOTE,
     "layers": f"{COPY_NOTE}. A batch norm's bytes are 3 passes over the activation forward and 5 backward.\n"
@@ -54,6 +59,8 @@ COLUMN_FORMATS = {  # A cell has the values of these columns, without zeros.
 
 def format_cell(row: dict[str, str], torch_row: dict[str, str]) -> str:
     """Returns the text of a row's numbers. A model's are relative to the eager model's, `torch_row`."""
+    if row.get("batch"):
+        return row["batch"] + (f" ({row['said']})" if row["said"] else "")
     if row.get("kept_MiB"):
         names = ("peak_MiB", "kept_MiB", "p50_us")
         peak, kept, us = (float(row[name]) for name in names)
@@ -90,7 +97,8 @@ def format_table(name: str, rows: list[dict[str, str]]) -> str:
     faults = ["", *check_curve(rows)[0]] if name.startswith("curve") else []
     conditions = "; ".join(dict.fromkeys(format_conditions(row, *details) for row in rows))
     table = markdown_table([*columns, *contenders], lines)
-    return "\n".join([*table, "", note.replace("NAME", name), *faults, "", f"{conditions}.", ""])
+    changes = describe_changes(name, rows)
+    return "\n".join([*table, "", note.replace("NAME", name), *faults, *changes, "", f"{conditions}.", ""])
 
 
 def write_table(path: Path) -> Path:

@@ -42,7 +42,7 @@ NCU = "ncu --clock-control none --kernel-name-base demangled"
 NCU += " -k regex:(stats|forward|reduce|backward)(_single_launch)?_kernel"
 NCU += " --section SpeedOfLight --section MemoryWorkloadAnalysis --section WarpStateStats"
 CONVERT_OPTIONS = "--models vit_small_patch16_224,resnet50 --precision bf16 --batch 512"
-CONVERT_OPTIONS += " --contenders convert,products,sac,checkpoint"
+CONVERT_OPTIONS += " --contenders convert,matmuls,sac,checkpoint"
 CONVERT_REHEARSAL = "--models resnet18 --batch 1 --repeats 1 --contenders convert"
 
 

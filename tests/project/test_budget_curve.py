@@ -191,10 +191,9 @@ def test_a_curve_is_measured_in_both_precisions_and_resumed(run, tmp_path, monke
     again, printed = run(*options, "--models", "resnet26,xcit", "--resume")
     assert "1/4 resnet26 fp32: measured before" in printed and "2/4 xcit fp32, " in printed
     assert [row for row in again if row["what"] == "resnet26"] == [r for r in rows if r["what"] == "resnet26"]
-    for commit in ("abc1235", "abc1234+changes"):
-        monkeypatch.setenv("FASTVIT_COMMIT", commit)
-        command = ("--curve", "--models", "resnet26", "--precision", "fp32", "--contenders", "convert")
-        assert "1/1 resnet26 fp32, " in run(*command, "--batch", "2", "--resume")[1]
+    monkeypatch.setattr(bench_convert, "checksum_sources", lambda name: "0ther")
+    command = ("--curve", "--models", "resnet26", "--precision", "fp32", "--contenders", "convert")
+    assert "1/1 resnet26 fp32, " in run(*command, "--batch", "2", "--resume")[1]
 
 
 def test_other_options_are_measured_again(run):
