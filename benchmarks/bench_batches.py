@@ -60,8 +60,8 @@ def find_largest_batch(measure_peak: Callable[[int], int], memory: int, guess: i
         exceeds = min((batch for batch, peak in peaks.items() if peak > memory), default=2 * guess + 2)
         if exceeds == fits + 1:
             return fits, peaks.get(fits, 0)
-        near, *others = sorted(peaks, key=lambda batch: abs(peaks[batch] - memory))
-        slope = (peaks[near] - peaks[others[0]]) / (near - others[0]) if others else peaks[near] / near
+        near, *further = sorted(peaks, key=lambda batch: abs(peaks[batch] - memory))
+        slope = (peaks[near] - peaks[further[0]]) / (near - further[0]) if further else peaks[near] / near
         guess = near + round((memory - peaks[near]) / slope - 0.5)
         guess = max(fits + 1, min(guess, exceeds - 1))
     raise RuntimeError(f"bench_batches: no largest batch for {memory} bytes in {MAX_PEAKS} steps: {peaks}")
@@ -78,9 +78,9 @@ def bench_model(name: str, options) -> list[dict]:
     torch.manual_seed(0)
     eager, size = create_model(name)
     eager_cast, least_cast = (select_autocast(k, "bf16", options) for k in ("torch", "least"))
-    said = report_batches(eager, name, size, options.memory, eager_cast)
-    least = fastvit.convert(copy.deepcopy(eager), recompute_weight_casts=True)
-    said["least"] = report_batches(least, name, size, options.memory, least_cast)["least"]
+    reported = report_batches(eager, name, size, options.memory, eager_cast)
+    converted = fastvit.convert(copy.deepcopy(eager), recompute_weight_casts=True)
+    reported["least"] = report_batches(converted, name, size, options.memory, least_cast)["least"]
     memory, rows = parse_memory(options.memory), []
     for contender, line in CONTENDERS.items():
         autocast = select_autocast(contender, "bf16", options)
@@ -91,10 +91,10 @@ def bench_model(name: str, options) -> list[dict]:
             print(f"{name}: {contender}: {batch} images, {peak / MIB:.0f} MiB", flush=True)
             return peak
 
-        batch, peak = find_largest_batch(measure_peak, memory, said[line or "least"])
+        batch, peak = find_largest_batch(measure_peak, memory, reported[line or "least"])
         row = {"what": name, "shape": f"3x{size}x{size}", "dtype": "bf16", "threads": options.threads}
         row |= {"memory_MiB": memory // MIB, "contender": contender, "batch": batch}
-        rows.append(row | {"said": said.get(line, ""), "peak_MiB": peak / MIB})
+        rows.append(row | {"reported": reported.get(line, ""), "peak_MiB": peak / MIB})
     return rows
 
 

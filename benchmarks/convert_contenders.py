@@ -36,8 +36,8 @@ class Contender:
             return self.model(x)
 
     def step(self, x) -> None:
-        for part in x.chunk(self.num_parts):
-            (self.forward(part).float().square().mean() / self.num_parts).backward()
+        for chunk in x.chunk(self.num_parts):
+            (self.forward(chunk).float().square().mean() / self.num_parts).backward()
 
     def zero_grad(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -52,8 +52,8 @@ class Contender:
 
     def measure_kept(self, x) -> float:
         """Returns the MiB that a training forward leaves allocated."""
-        part = x.chunk(self.num_parts)[0]
-        return live_bytes(lambda: self.forward(part), x.device)[0] / MIB
+        chunk = x.chunk(self.num_parts)[0]
+        return live_bytes(lambda: self.forward(chunk), x.device)[0] / MIB
 
     def measure_peak(self, x) -> float:
         """Returns the peak of a step in MiB. Gradients of weights are freed at once, so they hardly count."""

@@ -60,7 +60,7 @@ COLUMN_FORMATS = {  # A cell has the values of these columns, without zeros.
 def format_cell(row: dict[str, str], torch_row: dict[str, str]) -> str:
     """Returns the text of a row's numbers. A model's are relative to the eager model's, `torch_row`."""
     if row.get("batch"):
-        return row["batch"] + (f" ({row['said']})" if row["said"] else "")
+        return row["batch"] + (f" ({row['reported']})" if row["reported"] else "")
     if row.get("kept_MiB"):
         names = ("peak_MiB", "kept_MiB", "p50_us")
         peak, kept, us = (float(row[name]) for name in names)
