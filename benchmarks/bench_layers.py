@@ -7,17 +7,17 @@ Contenders take turns, each on a new input that is in no cache. Forward and back
 added. Bandwidths count the bytes that a step must read and write. A batch norm makes 3 passes over the
 activation forward and 5 backward; other layers read their operands and write their results once. `kept` is
 the memory that a forward leaves allocated, its result included, as a multiple of the input. torch.compile
-compiles torch's layers for each shape (dynamic=False); the layers of a ViT are compiled on a GPU only. apex's
-SyncBatchNorm (FASTVIT_APEX=folder of its sources) and mapillary's compiled InPlaceABN take part if they can
-be imported.
+compiles torch's layers for each shape (dynamic=False). apex's SyncBatchNorm (FASTVIT_APEX=folder of its
+sources) and mapillary's compiled InPlaceABN take part if they can be imported.
 
-The program writes layers_DEVICE.csv after every case, and its table. A CPU computes batch norms in fp32, and
-the layers of a ViT-S/16 with 32 images in three dtypes; a GPU computes in bf16, with 128 and 256 images.
+The program writes layers_DEVICE.csv after every case, and its table. A CPU computes batch norms in fp32 and
+bf16, and the layers of a ViT-S/16 with 32 images in three dtypes; a GPU computes in bf16, with 128 and 256
+images.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 
 import torch
 from bench_ops import warmup_slice
@@ -75,17 +75,17 @@ def compile_layer(layer: Callable, quick: bool) -> Callable:
 
 def batch_norms(quick: bool, device: str) -> Iterator[Case]:
     """Yields fastvit's layers against torch's BatchNorm and leaky_relu, in place unless compiled."""
-    nhwc, nchw, dtype = torch.channels_last, torch.contiguous_format, "fp32"
+    nhwc, nchw, dtypes = torch.channels_last, torch.contiguous_format, ["fp32"]
     if quick:
         inputs = [((4, 8, 6, 6), nchw), ((64, 384), nchw), ((4, 8, 6, 6), nhwc)]
     elif device == "cuda":
-        shapes, dtype = [(128, 256, 56, 56), (128, 1024, 14, 14)], "bf16"
+        shapes, dtypes = [(128, 256, 56, 56), (128, 1024, 14, 14)], ["bf16"]
         inputs = [(shape, layout) for shape in shapes for layout in (nhwc, nchw)]
         inputs += [((128 * 197, 768), nchw), ((16, 256, 28, 28), nhwc)]  # A ViT has 197 tokens per image.
     else:
         shapes = [(32, 64, 56, 56), (32, 256, 14, 14), (128, 384, 14, 14), (12608, 384)]
-        inputs = [*((shape, nchw) for shape in shapes), (shapes[0], nhwc)]
-    for shape, memory_format in inputs:
+        inputs, dtypes = [*((shape, nchw) for shape in shapes), (shapes[0], nhwc)], ["fp32", "bf16"]
+    for dtype, (shape, memory_format) in product(dtypes, inputs):
         x = torch.randn(shape, device=device).to(DTYPES[dtype]).contiguous(memory_format=memory_format)
         channels, is_2d = shape[1], len(shape) == 2
 
@@ -147,7 +147,7 @@ def _layer_norm(shape: tuple[int, int], dtype: str, quick: bool, device: str) ->
 
     result_bytes = x.numel() * dtype_out.itemsize
     bytes_moved = _bytes_by_direction(x.nbytes + result_bytes, 2 * x.nbytes + result_bytes)
-    contenders = _make_contenders(torch_layer_norm, fastvit_layer_norm, quick, device)
+    contenders = _make_contenders(torch_layer_norm, fastvit_layer_norm, quick)
     return Case("layer_norm", _format_shape(shape), dtype, [x], contenders, bytes_moved, [weight, bias])
 
 
@@ -159,17 +159,17 @@ def _pointwise(name: str, operands: list[torch.Tensor], dtype: str, quick: bool)
             return functional.gated_act(*operands, GATES[name])
         return functional.act(*operands, name)
 
-    contenders = _make_contenders(POINTWISE[name], fastvit_function, quick, x.device.type)
+    contenders = _make_contenders(POINTWISE[name], fastvit_function, quick)
     # The forward reads all operands and writes y. The backward reads dy too, and writes a gradient for each.
     bytes_moved = _bytes_by_direction((num_operands + 1) * x.nbytes, (2 * num_operands + 1) * x.nbytes)
     return Case(name, _format_shape(x.shape), dtype, operands, contenders, bytes_moved)
 
 
 def _make_contenders(
-    torch_function: Callable, fastvit_function: Callable, quick: bool, device: str
+    torch_function: Callable, fastvit_function: Callable, quick: bool
 ) -> dict[str, Callable]:
-    compiled = {COMPILED: compile_layer(torch_function, quick)} if device == "cuda" else {}
-    return {"torch": torch_function, **compiled, "fastvit": fastvit_function}
+    compiled = compile_layer(torch_function, quick)
+    return {"torch": torch_function, COMPILED: compiled, "fastvit": fastvit_function}
 
 
 def _format_shape(shape: Sequence[int]) -> str:

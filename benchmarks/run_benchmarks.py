@@ -23,7 +23,7 @@ import torch
 from harness import RESULTS, ROOT, checksum_sources, current_commit, device_name, read_csv
 
 BENCHMARKS = {  # a result -> the command that measures it, with variables of its environment in front
-    "layers_cpu": "bench_layers.py --threads 1 2",
+    "layers_cpu": "bench_layers.py --threads 1",
     "ops_cpu": "bench_ops.py --threads 1",
     "ops_cpu_avx2": "ATEN_CPU_CAPABILITY=avx2 bench_ops.py --threads 1",
     "host_cpu": "bench_host.py",

@@ -64,7 +64,7 @@ def test_bench_layers_measures_every_layer(tmp_path):
         assert len(found) == 9 and {row["direction"] for row in found} == DIRECTIONS, layer
         assert all(float(row["kept"]) == pytest.approx(kept, rel=0.3) for row in found), layer
     assert {row["what"] for row in rows} == {"batch norm", "layer_norm", *bench_layers.POINTWISE}
-    assert sum(row["what"] != "batch norm" for row in rows) == 2 * 3 * (3 * 6 + 1)
+    assert sum(row["what"] != "batch norm" for row in rows) == 3 * 3 * (3 * 6 + 1)
     assert "| InPlaceABN |" in (tmp_path / "layers_cpu.md").read_text()
 
 
