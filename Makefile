@@ -73,7 +73,7 @@ lint: install  ## What CI checks of the style
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo --no-cache
-	$(RUN) benchmarks/readme_results.py --check
+	$(RUN) benchmarks/page_results.py --check
 	.venv/bin/clang-format --dry-run --Werror $$($(CPP_FILES))
 
 format: install  ## Put the style right

@@ -12,8 +12,9 @@ import copy
 from collections.abc import Callable
 
 import torch
+from conditions import provenance
 from convert_contenders import MIB, make_contender, select_autocast
-from harness import make_parser, provenance, restart_with_reused_memory, write_csv
+from harness import make_parser, restart_with_reused_memory, write_csv
 from real_models import create_model, random_inputs
 from result_tables import write_table
 from torch import nn
@@ -62,7 +63,7 @@ def find_largest_batch(measure_peak: Callable[[int], int], memory: int, guess: i
             return fits, peaks.get(fits, 0)
         near, *further = sorted(peaks, key=lambda batch: abs(peaks[batch] - memory))
         slope = (peaks[near] - peaks[further[0]]) / (near - further[0]) if further else peaks[near] / near
-        guess = near + round((memory - peaks[near]) / slope - 0.5)
+        guess = near + round((memory - peaks[near]) / max(slope, 1) - 0.5)
         guess = max(fits + 1, min(guess, exceeds - 1))
     raise RuntimeError(f"bench_batches: no largest batch for {memory} bytes in {MAX_PEAKS} steps: {peaks}")
 

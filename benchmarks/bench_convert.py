@@ -48,6 +48,7 @@ import time
 
 import torch
 from budget_curve import BUDGETS, check_curve, draw_curve, is_budget
+from conditions import checksum_sources, provenance
 from convert_contenders import (
     COMPILED,
     CONTENDER_FACTORIES,
@@ -57,15 +58,7 @@ from convert_contenders import (
     make_contender,
     select_autocast,
 )
-from harness import (
-    checksum_sources,
-    make_parser,
-    percentiles,
-    provenance,
-    read_csv,
-    restart_with_reused_memory,
-    write_csv,
-)
+from harness import make_parser, percentiles, read_csv, restart_with_reused_memory, write_csv
 from real_models import create_model, random_inputs
 from result_tables import write_table
 

@@ -23,7 +23,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from harness import WARM_UP_TURNS, make_parser, provenance, write_csv
+from conditions import provenance
+from harness import WARM_UP_TURNS, make_parser, write_csv
 from real_models import import_torchvision
 from result_tables import write_table
 from torch import nn

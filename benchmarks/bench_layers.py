@@ -21,6 +21,7 @@ from itertools import cycle, islice, product
 
 import torch
 from bench_ops import warmup_slice
+from conditions import provenance
 from harness import (
     COMPILED,
     DTYPES,
@@ -29,7 +30,6 @@ from harness import (
     make_parser,
     make_timer,
     measure_in_turns,
-    provenance,
     restart_with_reused_memory,
     third_party_layers,
     write_csv,

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import cycle, islice
 
 import torch
+from conditions import provenance
 from harness import (
     DTYPES,
     Timer,
@@ -25,7 +26,6 @@ from harness import (
     make_parser,
     make_timer,
     measure_in_turns,
-    provenance,
     restart_with_reused_memory,
     write_csv,
 )

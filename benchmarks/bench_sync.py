@@ -39,10 +39,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conditions import provenance
 from harness import (
     make_parser,
     percentiles,
-    provenance,
     restart_with_reused_memory,
     third_party_layers,
     time_us,

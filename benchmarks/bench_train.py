@@ -16,15 +16,8 @@ import time
 from pathlib import Path
 
 import torch
-from harness import (
-    describe_changes,
-    format_conditions,
-    make_parser,
-    markdown_table,
-    provenance,
-    read_csv,
-    write_csv,
-)
+from conditions import describe_changes, format_conditions, provenance
+from harness import make_parser, markdown_table, read_csv, write_csv
 
 from fastvit.training.config import AMP_LEVELS, NORM_NAMES, Config
 from fastvit.training.nvidia_apex import import_apex
@@ -77,9 +70,9 @@ def format_table(rows: list[dict]) -> str:
         f"vit_digits on scikit-learn's digits, {first['ranks']} gloo ranks, {first['epochs']} epochs of the "
         "default recipe, the other option at its default "
         f"(--norm {DEFAULT_CONFIG.norm}, --amp {DEFAULT_CONFIG.amp}). {format_conditions(first)}. "
+        f"{describe_changes('train_accuracy', rows)} "
         "On the CPU the half precision of O1 to O3 is bfloat16; --norm torch-sync trains on CUDA only; "
         "--norm apex-sync is apex 25.05's own layer, from the same initial weights.",
-        *describe_changes("train_accuracy", rows),
         "",
     ]
     return "\n".join(lines)

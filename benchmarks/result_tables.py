@@ -8,7 +8,8 @@ The program writes results/NAME.md from results/NAME.csv. The default is every C
 from pathlib import Path
 
 from budget_curve import check_curve, order_contenders
-from harness import describe_changes, format_conditions, make_parser, markdown_table, read_csv
+from conditions import describe_changes, format_conditions
+from harness import make_parser, markdown_table, read_csv
 
 # The columns of a CSV that identify a case, which is one line of the table.
 CASE_COLUMNS = ("world", "what", "shape", "dtype", "threads", "memory_MiB", "direction")
@@ -97,8 +98,8 @@ def format_table(name: str, rows: list[dict[str, str]]) -> str:
     faults = ["", *check_curve(rows)[0]] if name.startswith("curve") else []
     conditions = "; ".join(dict.fromkeys(format_conditions(row, *details) for row in rows))
     table = markdown_table([*columns, *contenders], lines)
-    changes = describe_changes(name, rows)
-    return "\n".join([*table, "", note.replace("NAME", name), *faults, *changes, "", f"{conditions}.", ""])
+    last_line = f"{conditions}. {describe_changes(name, rows)}".rstrip()
+    return "\n".join([*table, "", note.replace("NAME", name), *faults, "", last_line, ""])
 
 
 def write_table(path: Path) -> Path:

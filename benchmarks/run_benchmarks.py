@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 
 import torch
-from harness import RESULTS, ROOT, checksum_sources, current_commit, device_name, read_csv
+from conditions import ROOT, checksum_sources, current_commit, device_name
+from harness import RESULTS, read_csv
 
 BENCHMARKS = {  # a result -> the command that measures it, with variables of its environment in front
     "layers_cpu": "bench_layers.py --threads 1",

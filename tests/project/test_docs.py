@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 import types
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,18 +22,11 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FRAGMENTS = {  # lines to put into a loop of one's own; those of trainers are run by test_trainers.py
-    "deadlocks-and-time-outs.md",
-    "in-your-trainer.md",
-}
+FRAGMENTS = {"in-your-trainer.md"}  # tests/conversion/stacks runs its lines in each trainer
 RUN = [page for page in PAGES if "```python" in page.read_text() and page.name not in FRAGMENTS]
 SUMMARY = re.compile(r"a training forward keeps .*")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 NAMED_FILE = re.compile(r"\b(?:tests|tools|benchmarks|csrc|examples)/[\w/]*\w\.\w+")
-
-
-def find_blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.M | re.S)
 
 
 def find_anchors(page: Path) -> set[str]:
@@ -40,24 +34,39 @@ def find_anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def find_shown_lines(language: str, block: str) -> list[str]:
+    """Returns the lines that a block of a page says are printed: those of a text, or of comments in code."""
+    lines = block.splitlines() if language == "text" else SUMMARY.findall(block)
+    return [" ".join(line.split()) for line in lines if line.strip(" .")]
+
+
+def is_printed(shown: str, printed: list[str]) -> bool:
+    """Returns whether a line was printed, with numbers that differ by 5 % at most."""
+    for line in printed:
+        if NUMBER.sub("#", line) == NUMBER.sub("#", shown):
+            pairs = zip(map(float, NUMBER.findall(line)), map(float, NUMBER.findall(shown)), strict=True)
+            return all(abs(one - other) <= 0.05 * other for one, other in pairs)
+    return False
+
+
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs_and_says_what_the_page_says(page, tmp_path, monkeypatch):
+def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch):
+    """A text that is the next block after code is what this code prints."""
     monkeypatch.chdir(tmp_path)
     if "matplotlib" in page.read_text() or "plot(" in page.read_text():
         pytest.importorskip("matplotlib")
-    text, said, names = page.read_text(), io.StringIO(), {"__name__": "__main__"}
-    with contextlib.redirect_stdout(said):
-        for block in find_blocks(page, "python"):
-            lines_before = text[: text.index(block)].count("\n")  # a traceback has the lines of the page
-            exec(compile("\n" * lines_before + block, str(page), "exec"), names)
-    examples = find_blocks(page, "python") + find_blocks(page, "text")
-    shown = [line for example in examples for line in SUMMARY.findall(example)]
-    got = SUMMARY.findall(said.getvalue())
-    assert len(got) == len(shown)
-    for one, other in zip(got, shown, strict=True):
-        assert NUMBER.sub("#", one) == NUMBER.sub("#", other)
-        numbers = [torch.tensor([float(n) for n in NUMBER.findall(line)]) for line in (one, other)]
-        torch.testing.assert_close(*numbers, rtol=0.05, atol=0)
+    text, names = page.read_text(), {"__name__": "__main__"}
+    fences = [*re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S), re.match("()()", "")]
+    for fence, next_fence in pairwise(fences):
+        if fence[1] != "python":
+            continue
+        lines_before = text[: fence.start(2)].count("\n")  # A traceback has the lines of the page.
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile("\n" * lines_before + fence[2], str(page), "exec"), names)
+        printed = [" ".join(line.split()) for line in output.getvalue().splitlines()]
+        shown = find_shown_lines("python", fence[2])
+        shown += find_shown_lines("text", next_fence[2]) if next_fence[1] == "text" else []
+        assert not [line for line in shown if not is_printed(line, printed)], printed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

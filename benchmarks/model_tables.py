@@ -1,0 +1,150 @@
+"""The tables of models that pages quote; page_results.py calls these functions."""
+
+from harness import markdown_table
+from layer_tables import APEX
+from quoting import Rows, describe_conditions, format_range, format_saving, make_table, ratio, select_rows
+
+MODELS = {  # a model of the curve -> its title
+    "vit_small_patch16_224": "ViT-S/16",
+    "resnet50": "ResNet-50",
+    "mobilevit_s": "MobileViT-S",
+    "transformers:llama": "a Llama of 8 blocks",
+}
+CONTENDERS = {  # a contender -> its title
+    "convert": "`convert(model)`",
+    "0.5": "`convert(model, budget=0.5)`",
+    "least": '`convert(model, budget="least")`',
+    "matmuls": "`convert(model, matmuls=True)`",
+    "checkpoint": "`torch.utils.checkpoint` of each block",
+    "sac": "selective checkpointing: keeps matmuls, convolutions, attention",
+    "sac_half": "the same, every second matmul recomputed",
+    "accumulate": "two half batches, gradients accumulated",
+    "compiled_eager": "`torch.compile`",
+    "compiled_convert": "`torch.compile(convert(model))`",
+}
+HEADLINE = ("convert", "0.5", "least", "checkpoint", "compiled_eager")
+
+
+def select_curve(dtype: str) -> Rows:
+    return select_rows("curve_cpu", keys=("what", "contender"), dtype=dtype)
+
+
+def models() -> str:
+    """The peak and the time of a step in bf16, beside checkpointing and torch.compile."""
+    rows, lines = select_curve("bf16"), []
+    for model, title in MODELS.items():
+        eager = rows[model, "torch"]
+        batch = eager["shape"].split("x")[0]
+        peak, ms = float(eager["peak_MiB"]), float(eager["p50_us"]) / 1e3
+        savings = (format_saving(rows[model, name], eager) for name in HEADLINE)
+        lines.append((f"{title}, batch {batch}", f"{peak:.0f} MiB, {ms:.0f} ms", *savings))
+    header = ["bf16", "original", "`convert`", "`budget=0.5`", '`budget="least"`', "checkpoint", "compile"]
+    return make_table(header, lines, "curve_cpu")
+
+
+def _choices(dtype: str) -> str:
+    """Every contender of the curve, with a column for each model."""
+    rows, lines = select_curve(dtype), []
+    for contender, title in CONTENDERS.items():
+        cells = [
+            format_saving(rows[model, contender], rows[model, "torch"]) if (model, contender) in rows else ""
+            for model in MODELS
+        ]
+        lines.append((title, *cells))
+    return make_table(["", *MODELS.values()], lines, "curve_cpu")
+
+
+def choices_fp32() -> str:
+    """Every contender of the curve in fp32."""
+    return _choices("fp32")
+
+
+def choices_bf16() -> str:
+    """Every contender of the curve under bf16 autocast."""
+    return _choices("bf16")
+
+
+def largest_batches() -> str:
+    """The largest batch of each tool, and what a report says of it."""
+    rows = select_rows("batches_cpu", keys=("what", "contender"))
+    titles = {
+        "torch": "original",
+        "convert": "`convert`",
+        "least": '`budget="least"`',
+        "checkpoint": "checkpoint",
+    }
+    lines = []
+    for model in dict.fromkeys(model for model, _ in rows):
+        cells = (rows[model, name] for name in titles)
+        batches = (row["batch"] + (f" ({row['reported']})" if row["reported"] else "") for row in cells)
+        lines.append((MODELS[model], *batches))
+    memory = next(iter(rows.values()))["memory_MiB"]
+    return make_table([f"images in {int(memory) / 1024:g} GiB, bf16", *titles.values()], lines, "batches_cpu")
+
+
+def wants() -> str:
+    """One row for each of the four people whom README names."""
+    batches = select_rows("batches_cpu", keys=("what", "contender"))
+    hybrid, memory = batches["mobilevit_s", "convert"], int(batches["mobilevit_s", "torch"]["memory_MiB"])
+    curve = select_curve("bf16")
+    half, eager = (curve["vit_small_patch16_224", name] for name in ("0.5", "torch"))
+    sync = select_rows("sync_cpu", keys=("shape", "contender"), world="2", what="step", direction="both")
+    shapes = dict.fromkeys(shape for shape, _ in sync)
+    of_local = [ratio(sync[shape, "SharedMemory"], sync[shape, "local"]) for shape in shapes]
+    of_apex = [ratio(sync[shape, "SharedMemory"], sync[shape, APEX]) for shape in shapes]
+    lines = [
+        (
+            "am out of memory with a convolutional or hybrid model",
+            "`fastvit.convert(model)`",
+            f"MobileViT-S trains {hybrid['batch']} images, not {batches['mobilevit_s', 'torch']['batch']}, "
+            f"in {memory / 1024:g} GiB",
+            "[choosing](docs/choosing.md)",
+        ),
+        (
+            "am out of memory with a ViT",
+            "`fastvit.convert(vit, budget=0.5)`",
+            f"a step of ViT-S/16 has {ratio(half, eager, 'peak_MiB'):.0%} of the peak and takes "
+            f"{ratio(half, eager):.2f}x the time",
+            "[converting](docs/converting.md)",
+        ),
+        (
+            "need fast synchronised BatchNorm",
+            "`model = fastvit.convert_syncbn_model(model)`",
+            f"over 2 CPU ranks a layer's step takes {format_range(of_local)} the time of one without "
+            f"exchange, and {format_range(of_apex)} that of apex's, which is Python over gloo there",
+            "[statistics](docs/sharing-statistics.md)",
+        ),
+        (
+            "have a script with `from apex import amp`",
+            "`python -m fastvit.compat train.py`",
+            "the script runs unchanged, with or without a GPU",
+            "[from apex](docs/migrating-from-apex.md)",
+        ),
+    ]
+    conditions = describe_conditions("batches_cpu", "curve_cpu", "sync_cpu")
+    return "\n".join([*markdown_table(["I", "type", "and get", "read"], lines), "", conditions])
+
+
+def gpu_models() -> str:
+    """Converted models on a GPU."""
+    rows = select_rows("convert_vits_cuda", "convert_cuda", keys=("what", "contender"), dtype="bf16")
+    header = ["a step in bf16, 512 images", "original", "`convert`", "`matmuls=True`", "checkpoint"]
+    lines = []
+    for model in ("vit_small_patch16_224", "resnet50"):
+        eager = rows[model, "torch"]
+        peak, ms = float(eager["peak_MiB"]) / 1024, float(eager["p50_us"]) / 1e3
+        savings = (format_saving(rows[model, name], eager) for name in ("convert", "matmuls", "checkpoint"))
+        lines.append((MODELS[model], f"{peak:.1f} GiB, {ms:.0f} ms", *savings))
+    return make_table(header, lines, "convert_vits_cuda", "convert_cuda")
+
+
+def frozen_models() -> str:
+    """Frozen networks behind a trained layer."""
+    rows = select_rows("convert_vits_cpu", keys=("what", "contender"), dtype="fp32")
+    names = {"frozen:mobilenet_v2": "MobileNetV2", "frozen:vgg16": "VGG-16"}
+    phrases = []
+    for name, title in names.items():
+        converted, eager = rows[name, "convert"], rows[name, "torch"]
+        less = f"{1 - ratio(converted, eager, 'kept_MiB'):.1%} less"
+        phrases.append(f"a frozen {title} keeps {less} at {ratio(converted, eager):.2f}x the time")
+    return f"Behind a trained layer {' and '.join(phrases)}. {describe_conditions('convert_vits_cpu')}"

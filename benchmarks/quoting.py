@@ -1,0 +1,51 @@
+"""Selects rows of results, and formats them for the pages that quote results (page_results.py)."""
+
+from collections.abc import Iterable, Sequence
+
+from conditions import describe_changes, format_conditions
+from harness import markdown_table, read_csv
+
+Row = dict[str, str]
+Rows = dict[tuple[str, ...], Row]
+
+
+def select_rows(*names: str, keys: tuple[str, ...], **conditions: str) -> Rows:
+    """Returns the rows of some results that meet the conditions, by their values of `keys`."""
+    return {
+        tuple(row[key] for key in keys): row
+        for name in names
+        for row in read_csv(name)
+        if all(row[column] == value for column, value in conditions.items())
+    }
+
+
+def ratio(row: Row, other: Row, column: str = "p50_us") -> float:
+    return float(row[column]) / float(other[column])
+
+
+def format_range(values: Iterable[float], form: str = "{:.2f}", unit: str = "x") -> str:
+    """Returns the least and the largest value, or one of them if both read the same."""
+    texts = [form.format(value) for value in sorted(values)]
+    return f"{texts[0]}{unit}" if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}{unit}"
+
+
+def format_ms(rows: Iterable[Row]) -> str:
+    return format_range([float(row["p50_us"]) / 1e3 for row in rows], "{:.1f}", " ms")
+
+
+def format_saving(row: Row, eager: Row, column: str = "peak_MiB") -> str:
+    """Returns the change of a model's bytes and the time of its step, relative to the eager model's."""
+    return f"{ratio(row, eager, column) - 1:+.0%}, {ratio(row, eager):.2f}x"
+
+
+def make_table(header: Sequence[str], rows: Iterable[Sequence[object]], *names: str) -> str:
+    """Returns a table of some results and the line of conditions under it."""
+    return "\n".join([*markdown_table(header, rows), "", describe_conditions(*names)])
+
+
+def describe_conditions(*names: str) -> str:
+    """Returns where results were measured, and whether the code has changed since."""
+    rows_by_name = {name: read_csv(name) for name in names}
+    conditions = dict.fromkeys(format_conditions(row) for rows in rows_by_name.values() for row in rows)
+    changes = dict.fromkeys(describe_changes(name, rows) for name, rows in rows_by_name.items())
+    return " ".join([f"{'; '.join(conditions)}.", *filter(None, changes)])
