@@ -176,6 +176,15 @@ class BuildLibraries(cpp_extension.BuildExtension):
         ext.extra_objects += self.compiler.compile(sorted(sources), folder, extra_postargs=options)
 
 
+def read_description() -> str:
+    """Returns README.md with absolute links, into the repository at the tag of this version."""
+    project = Path("pyproject.toml").read_text(encoding="utf-8")
+    version, source = (re.search(rf'^{key} = "(.+)"$', project, re.M)[1] for key in ("version", "Source"))
+    readme = Path("README.md").read_text(encoding="utf-8")
+    readme = re.sub(r"(!\[[^]]*\]\()(?!\w+:|#)", rf"\1{source}/raw/v{version}/", readme)  # images
+    return re.sub(r"\]\((?!\w+:|#)", f"]({source}/blob/v{version}/", readme)
+
+
 class AbiIndependentWheel(bdist_wheel):
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
@@ -195,4 +204,9 @@ if read_option("FASTVIT_KERNELS", "1", "0") == "1":
     ]
 build_ext = BuildLibraries.with_options(no_python_abi_suffix=True)
 commands = {"build_ext": build_ext, "bdist_wheel": AbiIndependentWheel}
-setuptools.setup(ext_modules=extensions, cmdclass=commands)
+setuptools.setup(
+    ext_modules=extensions,
+    cmdclass=commands,
+    long_description=read_description(),
+    long_description_content_type="text/markdown",
+)

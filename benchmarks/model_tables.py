@@ -145,6 +145,6 @@ def frozen_models() -> str:
     phrases = []
     for name, title in names.items():
         converted, eager = rows[name, "convert"], rows[name, "torch"]
-        less = f"{1 - ratio(converted, eager, 'kept_MiB'):.1%} less"
-        phrases.append(f"a frozen {title} keeps {less} at {ratio(converted, eager):.2f}x the time")
+        saving = f"{1 - ratio(converted, eager, 'kept_MiB'):.1%} less"
+        phrases.append(f"a frozen {title} keeps {saving} at {ratio(converted, eager):.2f}x the time")
     return f"Behind a trained layer {' and '.join(phrases)}. {describe_conditions('convert_vits_cpu')}"

@@ -1,11 +1,13 @@
-"""setup.py: what it refuses, in one sentence each; and that the libraries are of these sources."""
+"""setup.py: what it refuses, in one sentence each; the metadata; the libraries are of these sources."""
 
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,27 @@ def test_a_script_beside_the_clone_imports_the_package(tmp_path):
     (tmp_path / "script.py").write_text("import fastvit; print(fastvit.InPlaceABN(4))\n")
     result = python("script.py", cwd=tmp_path, PYTHONPATH="")
     assert result.returncode == 0 and result.stdout.startswith("InPlaceABN(4"), result.stderr
+
+
+def test_the_description_of_the_package_has_no_relative_link(tmp_path):
+    """A package index does not have the repository's files."""
+    run = python("setup.py", "-q", "egg_info", "-e", tmp_path, FASTVIT_KERNELS="0")
+    assert run.returncode == 0, run.stderr
+    metadata = PathDistribution(tmp_path / "fastvit.egg-info").metadata
+    source = dict(url.split(", ") for url in metadata.get_all("Project-URL"))["Source"]
+    in_source = re.compile(rf"{re.escape(source)}/(?:blob|raw)/v{re.escape(metadata['Version'])}/([^#]+)")
+    links = r"\]\(([^)\s]*)|\b(?:src|href)=[\"']?([^\"'\s>]*)|^\[[^]]+\]: *(\S+)"
+    targets = ["".join(groups) for groups in re.findall(links, metadata["Description"], re.M)]
+    assert targets and [target for target in targets if "://" not in target] == []
+    paths = [match[1] for target in targets if (match := in_source.match(target))]
+    assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+    assert metadata["Description-Content-Type"] == "text/markdown"
+
+
+def test_the_citation_has_the_version_of_the_package():
+    project, citation = (ROOT / "pyproject.toml").read_text(), (ROOT / "CITATION.cff").read_text()
+    (version,) = re.findall(r'^version = "(.+)"$', project, re.M)
+    assert re.findall(r"^version: (.+)$", citation, re.M) == [version]
 
 
 @pytest.mark.nightly
