@@ -14,6 +14,7 @@ import torch
 
 import fastvit
 from fastvit import ops
+from fastvit.training.command_line import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -79,6 +80,21 @@ def test_links_to_files_lead_somewhere(page):
         assert found.exists(), f"{page.name} links to {target}"
         if anchor and found.suffix == ".md" and "api" not in found.parts:
             assert anchor in find_anchors(found), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [*(ROOT / "docs").rglob("*.md")], ids=lambda page: page.name)
+def test_the_first_line_of_a_page_says_for_whom_it_is(page):
+    first_line = page.read_text().split("\n\n")[1]
+    kinds = "(Tutorial|How-to|Reference|Explanation).* for " if page.name != "index.md" else "For "
+    assert re.match(f"{kinds}(people|users)", first_line, re.S), first_line
+
+
+def test_command_lines_of_the_trainer_are_understood():
+    pattern = r"^(?:fastvit-train|torchrun .*-m fastvit\.training)\b([^#\n]*)"
+    commands = [line for page in PAGES for line in re.findall(pattern, page.read_text(), re.M)]
+    assert len(commands) >= 3
+    for command in commands:
+        parse_arguments(command.split())  # SystemExit for an option that does not exist
 
 
 def test_make_targets_and_ci_steps_that_are_named_exist():
