@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from harness import COMPILED
+from harness import COMPILED, markdown_table
 from quoting import Row, describe_conditions, format_ms, format_range, make_table, ratio, select_rows
 
 IN_PLACE, FUSED, APEX = "InPlaceABN", "BatchNormAct", "apex SyncBatchNorm"
@@ -20,12 +20,6 @@ OP_GROUPS = {  # a column of the table of ops -> its ops
     "normalising, forward and backward": ("bn_forward", "bn_backward"),
     "the same in place": ("bn_forward_inplace", "bn_backward from_output"),
 }
-GPU_LAYERS = (  # title, what, the contender, shape
-    ("BatchNorm, LeakyReLU", "batch norm", IN_PLACE, "128x256x56x56 channels_last"),
-    ("BatchNorm, LeakyReLU", "batch norm", IN_PLACE, "16x256x28x28 channels_last"),
-    ("LayerNorm", "layer_norm", "fastvit", "50432x768"),
-    ("SwiGLU", "swiglu", "fastvit", "50432x768"),
-)
 
 
 def layers() -> str:
@@ -45,7 +39,7 @@ def layers() -> str:
         )
         lines.append((title, other, *_compare(fastvit_rows, torch_rows, compiled_rows)))
     header = ["layer", "in place of", "a step", "of torch's time", "of torch.compile's", "keeps"]
-    return make_table(header, lines, "layers_cpu")
+    return "\n".join(markdown_table(header, lines))
 
 
 def _compare(fastvit_rows: list[Row], torch_rows: list[Row], compiled_rows: list[Row]) -> Sequence[str]:
@@ -152,10 +146,27 @@ def gpu_layers() -> str:
     """Layers on a GPU, beside torch's and torch.compile's."""
     rows = select_rows("layers_cuda", keys=("what", "shape", "contender"), direction="both")
     lines = []
-    for title, what, contender, shape in GPU_LAYERS:
+    for what, shape in dict.fromkeys(key[:2] for key in rows):
+        contender = IN_PLACE if what == "batch norm" else "fastvit"
         times = (rows[what, shape, name]["p50_us"] for name in ("torch", COMPILED, contender))
-        lines.append((f"{title}, {shape}", *(f"{float(us):.0f} us" for us in times)))
-    return make_table(["a step in bf16", "torch", COMPILED, "fastvit"], lines, "layers_cuda")
+        lines.append((what, shape, *(f"{float(us):.0f} us" for us in times)))
+    return make_table(["a step in bf16", "shape", "torch", COMPILED, "fastvit"], lines, "layers_cuda")
+
+
+def gpu_summary() -> str:
+    """The sentence of README on a GPU."""
+    rows = select_rows("layers_cuda", keys=("what", "contender", "shape"), direction="both")
+    titles = {"batch norm": "BatchNorm and LeakyReLU", "layer_norm": "LayerNorm", "swiglu": "SwiGLU"}
+    phrases = []
+    for what, title in titles.items():
+        shapes = [shape for case, name, shape in rows if (case, name) == (what, COMPILED)]
+        contender = IN_PLACE if what == "batch norm" else "fastvit"
+        ratios = [ratio(rows[what, contender, shape], rows[what, COMPILED, shape]) for shape in shapes]
+        phrases.append(f"{format_range(ratios)} for {title}")
+    return (
+        f"In bf16 a layer's step takes, of torch.compile's time, {', '.join(phrases)}, over all shapes. "
+        f"{describe_conditions('layers_cuda')}"
+    )
 
 
 def gpu_ops() -> str:
@@ -204,5 +215,5 @@ def tiny_tensors() -> str:
     return (
         f"On tiny tensors a converted ViT's step takes {times['cpu'][vit]:.2f}x the time, and a layer's "
         f"{format_range(layer_times, '{:.1f}')}; beside a GPU the ViT's step costs its host "
-        f"{times['cuda'][vit]:.1f}x. {describe_conditions('host_cpu')}"
+        f"{times['cuda'][vit]:.1f}x."
     )

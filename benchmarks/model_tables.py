@@ -39,7 +39,7 @@ def models() -> str:
         savings = (format_saving(rows[model, name], eager) for name in HEADLINE)
         lines.append((f"{title}, batch {batch}", f"{peak:.0f} MiB, {ms:.0f} ms", *savings))
     header = ["bf16", "original", "`convert`", "`budget=0.5`", '`budget="least"`', "checkpoint", "compile"]
-    return make_table(header, lines, "curve_cpu")
+    return "\n".join(markdown_table(header, lines))
 
 
 def _choices(dtype: str) -> str:
@@ -121,8 +121,12 @@ def wants() -> str:
             "[from apex](docs/migrating-from-apex.md)",
         ),
     ]
-    conditions = describe_conditions("batches_cpu", "curve_cpu", "sync_cpu")
-    return "\n".join([*markdown_table(["I", "type", "and get", "read"], lines), "", conditions])
+    return "\n".join(markdown_table(["I", "type", "and get", "read"], lines))
+
+
+def cpu_conditions() -> str:
+    """The machine and the commit of README's results on a CPU."""
+    return describe_conditions("batches_cpu", "curve_cpu", "layers_cpu", "sync_cpu", "host_cpu")
 
 
 def gpu_models() -> str:

@@ -36,9 +36,11 @@ def find_function(name: str) -> Callable[[], str]:
 def fill_place(match: re.Match) -> str:
     """Returns a place with the results of today."""
     indent, name = match[1], match[2]
-    table, _, text = f"\n{find_function(name)()}".rpartition("\n\n")
-    text = textwrap.fill(text, COLUMNS - len(indent), break_long_words=False, break_on_hyphens=False)
-    result = f"{table}\n\n{text}" if table else text
+    options = {"width": COLUMNS - len(indent), "break_long_words": False, "break_on_hyphens": False}
+    blocks = find_function(name)().split("\n\n")
+    blocks = [block if block.startswith("|") else textwrap.fill(block, **options) for block in blocks]
+    # Some renderers find a table only behind an empty line.
+    result = "\n" * blocks[0].startswith("|") + "\n\n".join(blocks)
     return textwrap.indent(f"<!-- {name} -->\n{result}\n<!-- /{name} -->", indent)
 
 
