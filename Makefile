@@ -57,7 +57,8 @@ wheel: install  ## A wheel for any Linux in dist/, tried in bare environments
 		--wheel-dir dist build/wheel/*.whl
 	$(RUN) tools/wheel_matrix.py dist/*.whl $(or $(ARGS),--torch '$(TORCH)')
 
-results: install  ## Measure everything on this CPU into benchmarks/results; hours, and resumes
+results:  ## Measure everything on this CPU into benchmarks/results; hours, and resumes
+	$(MAKE) install FASTVIT_CPU=all  # ops_cpu_avx2 measures the kernels for AVX2 too
 	$(PIP) timm transformers torchvision '$(TORCH)'
 	$(RUN) benchmarks/run_benchmarks.py $(ARGS)
 

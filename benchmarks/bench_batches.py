@@ -9,6 +9,7 @@ not fit. The program writes batches_cpu.csv and its table. It needs timm (`pip i
 """
 
 import copy
+import sys
 from collections.abc import Callable
 
 import torch
@@ -55,10 +56,11 @@ def find_largest_batch(measure_peak: Callable[[int], int], memory: int, guess: i
     to `memory`. Raises RuntimeError if MAX_PEAKS peaks do not enclose the batch.
     """
     peaks: dict[int, int] = {}
+    guess = max(1, guess)
     for _ in range(MAX_PEAKS):
         peaks[guess] = measure_peak(guess)
         fits = max((batch for batch, peak in peaks.items() if peak <= memory), default=0)
-        exceeds = min((batch for batch, peak in peaks.items() if peak > memory), default=2 * guess + 2)
+        exceeds = min((batch for batch, peak in peaks.items() if peak > memory), default=sys.maxsize)
         if exceeds == fits + 1:
             return fits, peaks.get(fits, 0)
         near, *further = sorted(peaks, key=lambda batch: abs(peaks[batch] - memory))

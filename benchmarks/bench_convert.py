@@ -48,9 +48,9 @@ import time
 
 import torch
 from budget_curve import BUDGETS, check_curve, draw_curve, is_budget
-from conditions import checksum_sources, provenance
+from conditions import identify_measurement, provenance
 from convert_contenders import (
-    COMPILED,
+    COMPILED_CONTENDERS,
     CONTENDER_FACTORIES,
     MIB,
     NUM_PARTS,
@@ -104,10 +104,10 @@ def select_contenders(name: str, precision: str, arguments) -> list[str]:
         return arguments.contenders.split(",")
     if arguments.curve:
         uncompiled = [name for name in CONTENDER_FACTORIES if name not in ("fuse", "weight_casts")]
-        return [*uncompiled, *BUDGETS, *(COMPILED if name in COMPILED_MODELS else ())]
+        return [*uncompiled, *BUDGETS, *(COMPILED_CONTENDERS if name in COMPILED_MODELS else ())]
     extra = ["fuse"] if name in MODELS["convert"] else []
     extra += ["weight_casts"] if precision == "bf16" else []
-    return ["convert", "products", *extra, "sac", "sac_half", "checkpoint"]
+    return ["convert", "matmuls", *extra, "sac", "sac_half", "checkpoint"]
 
 
 def _strip_wrapper_prefixes(name: str) -> str:
@@ -182,11 +182,12 @@ def _print_weight_share(name: str, model, peak_mib: float) -> None:
 
 
 def is_measured(rows: list[dict], name: str, precision: str, arguments) -> bool:
-    """Returns whether the rows of a model were measured with this code, by these options."""
-    sources = checksum_sources("curve" if arguments.curve else "convert")
-    expected = (sources, str(arguments.threads), str(select_batch(name, precision, arguments)))
+    """Returns whether the rows of a model were measured by these options, on this machine with this code."""
+    result = "curve" if arguments.curve else "convert" if name in MODELS["convert"] else "convert_vits"
+    batch = str(select_batch(name, precision, arguments))
+    expected = (*identify_measurement(result, arguments.device), str(arguments.threads), batch)
     measured = [
-        (row["sources"], row["threads"], row["shape"].split("x")[0])
+        (row["device"], row["torch"], row["sources"], row["threads"], row["shape"].split("x")[0])
         for row in rows
         if (row["what"], row["dtype"]) == (name, precision)
     ]
@@ -219,6 +220,10 @@ def parse_arguments():
     precisions = (arguments.precision or ("fp32,bf16" if arguments.curve else "fp32")).split(",")
     if not set(precisions) <= set(PRECISIONS):
         parser.error(f"--precision takes fp32, bf16 or fp32,bf16, got {arguments.precision}")
+    contender_names = {*CONTENDER_FACTORIES, *COMPILED_CONTENDERS, *BUDGETS}
+    contenders = (arguments.contenders or "convert").split(",")
+    if unknown := [name for name in contenders if name not in contender_names and not is_budget(name)]:
+        parser.error(f"--contenders takes {', '.join(sorted(contender_names))}, got {', '.join(unknown)}")
     arguments.precisions = precisions
     arguments.repeats = arguments.repeats or (7 if arguments.curve else 5)
     return arguments

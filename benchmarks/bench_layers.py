@@ -23,6 +23,7 @@ import torch
 from bench_ops import warmup_slice
 from conditions import provenance
 from harness import (
+    APEX,
     COMPILED,
     DTYPES,
     Timer,
@@ -42,7 +43,6 @@ import fastvit
 from fastvit import functional
 from fastvit.memory import live_bytes
 
-APEX = "apex SyncBatchNorm"
 CAST = "fp32 to bf16"  # the dtype of a case in which a norm takes fp32 and returns bf16, as under autocast
 POINTWISE = {
     "gelu": lambda x: F.gelu(x),

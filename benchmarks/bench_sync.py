@@ -41,6 +41,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from conditions import provenance
 from harness import (
+    APEX,
     make_parser,
     percentiles,
     restart_with_reused_memory,
@@ -182,7 +183,7 @@ def make_layers(channels: int, groups: dict, device: torch.device) -> dict[str, 
     layers |= {name: fastvit.SyncBatchNorm(channels, process_group=g) for name, g in groups.items()}
     if device.type == "cuda":
         layers["torch SyncBatchNorm"] = nn.SyncBatchNorm(channels)
-    layers |= third_party_layers(channels, ["apex SyncBatchNorm"])
+    layers |= third_party_layers(channels, [APEX])
     return {name: layer.to(device) for name, layer in layers.items()}
 
 
@@ -282,7 +283,6 @@ def main() -> None:
     parser.add_argument(
         "--delay", type=float, default=1.0, help="milliseconds that a packet takes between hosts"
     )
-    parser.add_argument("--name", help="results/NAME.csv (default: sync_DEVICE, or sync_hosts_DEVICE)")
     options = parser.parse_args()
     restart_with_reused_memory()  # This returns only in the restarted process.
     if folder := os.environ.get(FOLDER_VARIABLE):
@@ -296,7 +296,7 @@ def main() -> None:
                 mp.spawn(rank_main, (world, folder, options), nprocs=world)
             rows += json.loads((Path(folder) / ROWS_FILE).read_text())
     device = "cuda" if rows[0]["driver"] else "cpu"  # Only rows of a GPU have a driver.
-    name = options.name or f"sync_{'hosts_' if options.hosts else ''}{device}"
+    name = f"sync_{'hosts_' if options.hosts else ''}{device}"
     print(write_table(write_csv(name, rows, options.out)).with_suffix(".md").read_text())
 
 

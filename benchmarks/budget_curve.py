@@ -117,7 +117,7 @@ def find_faults(points: Iterable[CurvePoint]) -> list[CurveFault]:
     """Returns the faults of the curve of one model in one precision."""
     points = list(points)
     curve = select_curve(points)
-    rivals = [point for point in points if point.contender in RIVALS]
+    rivals = [point for point in points if point not in curve and point.contender != "accumulate"]
     budgets = sorted(
         (point for point in curve if is_budget(point.contender)),
         key=lambda point: get_budget_share(point.contender),
@@ -182,8 +182,7 @@ def _find_excess(budget: CurvePoint) -> CurveFault | None:
 def check_curve(rows: Iterable[dict]) -> tuple[list[str], bool]:
     """Returns the lines of a table of faults, and whether one of them is more than a note.
 
-    Compiled contenders are not checked: for them a budget is torch's `activation_memory_budget`, which bounds
-    no peak.
+    Compiled contenders are not checked, and neither is accumulation, which computes with other batches.
     """
     groups = {key: points for key, points in group_points(rows).items() if not key.is_compiled}
     faults = [(key, fault) for key, points in groups.items() for fault in find_faults(points)]

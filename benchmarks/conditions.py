@@ -13,15 +13,27 @@ ROOT = Path(__file__).resolve().parents[1]
 # The beginning of a result's name -> the code that the result measures, as globs. A result on a CPU does not
 # measure csrc/cuda, and one on a GPU does not measure csrc/cpu.
 MEASURED_CODE = {
-    "batches": ("fastvit/recompute/*.py", "fastvit/conversion/*.py"),
-    "convert": ("fastvit/recompute/*.py", "fastvit/conversion/*.py"),
-    "curve": ("fastvit/recompute/*.py", "fastvit/conversion/*.py"),
-    "host": ("csrc/**/*", "fastvit/*.py", "fastvit/recompute/*.py", "fastvit/sync/*.py"),
+    "batches": ("fastvit/memory.py", "fastvit/recompute/*.py", "fastvit/conversion/*.py"),
+    "convert_vits": ("fastvit/memory.py", "fastvit/recompute/*.py", "fastvit/conversion/*.py"),
+    "convert": ("csrc/**/*", "fastvit/*.py", "fastvit/recompute/*.py", "fastvit/conversion/*.py"),
+    "curve": ("fastvit/memory.py", "fastvit/recompute/*.py", "fastvit/conversion/*.py"),
+    "host": ("csrc/**/*", "fastvit/*.py", "fastvit/recompute/*.py", "fastvit/conversion/*.py"),
     "layers": ("csrc/**/*", "fastvit/*.py"),
     "ops": ("csrc/**/*", "fastvit/ops.py"),
     "sync": ("csrc/**/*", "fastvit/*.py", "fastvit/sync/*.py"),
-    "train": ("csrc/**/*", *(f"fastvit/{folder}*.py" for folder in ("", "sync/", "models/", "training/"))),
+    "train": ("csrc/**/*", "fastvit/**/*.py"),
 }
+
+
+def checksum_sources(name: str) -> str:
+    """Returns a checksum of the code that the result of this name measures."""
+    globs = next((globs for prefix, globs in MEASURED_CODE.items() if name.startswith(prefix)), None)
+    if globs is None:
+        raise ValueError(f"a result's name begins with {', '.join(MEASURED_CODE)}, got {name}")
+    other_kernels = ROOT / "csrc" / ("cpu" if "cuda" in name else "cuda")
+    paths = {path for pattern in globs for path in ROOT.glob(pattern) if other_kernels not in path.parents}
+    sources = b"".join(path.read_bytes() for path in sorted(paths) if path.is_file())
+    return hashlib.sha256(sources).hexdigest()[:8]
 
 
 def run_command(*command: str) -> str:
@@ -41,13 +53,9 @@ def device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def checksum_sources(name: str) -> str:
-    """Returns a checksum of the code that the result of this name measures."""
-    globs = next(globs for prefix, globs in MEASURED_CODE.items() if name.startswith(prefix))
-    other_kernels = ROOT / "csrc" / ("cpu" if "cuda" in name else "cuda")
-    paths = {path for pattern in globs for path in ROOT.glob(pattern) if other_kernels not in path.parents}
-    sources = b"".join(path.read_bytes() for path in sorted(paths) if path.is_file())
-    return hashlib.sha256(sources).hexdigest()[:8]
+def identify_measurement(name: str, device: str) -> tuple[str, str, str]:
+    """Returns device, torch and checksum of the sources: rows with these are not measured again."""
+    return device_name(device), torch.__version__, checksum_sources(name)
 
 
 def current_commit() -> str:

@@ -23,7 +23,7 @@ MIB = 2**20
 class Contender:
     """A model, with the autocast context of its forward and the times of its steps in microseconds.
 
-    A step takes `num_parts` equal parts of the batch one after the other, and adds their gradients.
+    A step takes `num_parts` parts of the batch one after the other, and adds their gradients.
     """
 
     def __init__(self, model, autocast, num_parts=1):
@@ -37,7 +37,7 @@ class Contender:
 
     def step(self, x) -> None:
         for chunk in x.chunk(self.num_parts):
-            (self.forward(chunk).float().square().mean() / self.num_parts).backward()
+            (self.forward(chunk).float().square().mean() * (len(chunk) / len(x))).backward()
 
     def zero_grad(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -133,7 +133,7 @@ CONTENDER_FACTORIES = {  # a contender's name -> a function that converts a copy
     "accumulate": lambda model: model,
 }
 CHECKPOINTING = ("sac", "sac_half", "checkpoint")
-COMPILED = ("compiled_eager", "compiled_convert")
+COMPILED_CONTENDERS = ("compiled_eager", "compiled_convert")
 NUM_PARTS = {"accumulate": 2}  # a contender -> the parts of its batch
 
 
@@ -149,7 +149,7 @@ def make_contender(contender: str, eager, x):
         model = fastvit.convert(model, recompute_weight_casts=has_casts, budget=budget, example_inputs=x)
     elif name != "eager":
         model = CONTENDER_FACTORIES[name](model)
-    return torch.compile(model) if contender in COMPILED else model
+    return torch.compile(model) if contender in COMPILED_CONTENDERS else model
 
 
 def select_autocast(contender: str, precision: str, arguments):

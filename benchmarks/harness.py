@@ -221,8 +221,9 @@ def measure_in_turns(
     return rows
 
 
+APEX = "apex SyncBatchNorm"
 THIRD_PARTY: dict[str, Callable[[int], torch.nn.Module]] = {
-    "apex SyncBatchNorm": lambda channels: import_apex("parallel").SyncBatchNorm(channels),
+    APEX: lambda channels: import_apex("parallel").SyncBatchNorm(channels),
     "inplace_abn": lambda channels: import_module("inplace_abn").InPlaceABN(channels),
 }
 """Functions that make layers of other libraries, over (N, C, *), or raise ImportError without the library."""

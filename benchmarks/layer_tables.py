@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from harness import COMPILED, markdown_table
+from harness import APEX, COMPILED, markdown_table
 from quoting import Row, describe_conditions, format_ms, format_range, make_table, ratio, select_rows
 
-IN_PLACE, FUSED, APEX = "InPlaceABN", "BatchNormAct", "apex SyncBatchNorm"
+IN_PLACE, FUSED = "InPlaceABN", "BatchNormAct"
 FUNCTIONS = {  # a case of bench_layers.py -> the call
     "layer_norm": "`LayerNorm`",
     "gelu": '`act(x, "gelu")`',
@@ -111,9 +111,9 @@ def instruction_sets() -> str:
     ranges = []
     for dtype in ("fp32", "bf16"):
         shares = sorted(ratio(wide[key], narrow[key], "share_of_copy") for key in wide if key[0] == dtype)
-        ranges.append(f"{dtype} {shares[len(shares) // 2]:.2f}x ({shares[0]:.2f} to {shares[-1]:.2f})")
+        ranges.append(f"in {dtype} {shares[len(shares) // 2]:.2f}x ({shares[0]:.2f} to {shares[-1]:.2f})")
     name = next(iter(wide.values()))["instructions"]
-    return f"Of AVX2's bandwidth {name} has in {' and in '.join(ranges)}, medians over shapes and ops."
+    return f"{name} has {' and '.join(ranges)} AVX2's bandwidth (medians and ranges over shapes and ops)."
 
 
 def synchronised_layers() -> str:

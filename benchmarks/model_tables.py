@@ -1,7 +1,6 @@
 """The tables of models that pages quote; page_results.py calls these functions."""
 
-from harness import markdown_table
-from layer_tables import APEX
+from harness import APEX, markdown_table
 from quoting import Rows, describe_conditions, format_range, format_saving, make_table, ratio, select_rows
 
 MODELS = {  # a model of the curve -> its title

@@ -1,5 +1,6 @@
 """Selects rows of results, and formats them for the pages that quote results (page_results.py)."""
 
+import sys
 from collections.abc import Iterable, Sequence
 
 from conditions import describe_changes, format_conditions
@@ -9,12 +10,19 @@ Row = dict[str, str]
 Rows = dict[tuple[str, ...], Row]
 
 
+def read_result(name: str) -> list[Row]:
+    """Returns the rows of a result. Raises SystemExit if it was not measured."""
+    return read_csv(name) or sys.exit(
+        f"results/{name}.csv is missing; `make results ARGS={name}` measures it"
+    )
+
+
 def select_rows(*names: str, keys: tuple[str, ...], **conditions: str) -> Rows:
     """Returns the rows of some results that meet the conditions, by their values of `keys`."""
     return {
         tuple(row[key] for key in keys): row
         for name in names
-        for row in read_csv(name)
+        for row in read_result(name)
         if all(row[column] == value for column, value in conditions.items())
     }
 
@@ -45,7 +53,7 @@ def make_table(header: Sequence[str], rows: Iterable[Sequence[object]], *names: 
 
 def describe_conditions(*names: str) -> str:
     """Returns where results were measured, and whether the code has changed since."""
-    rows_by_name = {name: read_csv(name) for name in names}
+    rows_by_name = {name: read_result(name) for name in names}
     conditions = dict.fromkeys(format_conditions(row) for rows in rows_by_name.values() for row in rows)
     changes = dict.fromkeys(describe_changes(name, rows) for name, rows in rows_by_name.items())
     return " ".join([f"{'; '.join(conditions)}.", *filter(None, changes)])

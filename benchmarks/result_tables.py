@@ -1,15 +1,10 @@
-"""Writes results as tables in Markdown.
-
-    python benchmarks/result_tables.py [NAME ...]
-
-The program writes results/NAME.md from results/NAME.csv. The default is every CSV with a note in TABLE_NOTES.
-"""
+"""Formats results as tables in Markdown: results/NAME.md from results/NAME.csv."""
 
 from pathlib import Path
 
 from budget_curve import check_curve, order_contenders
 from conditions import describe_changes, format_conditions
-from harness import make_parser, markdown_table, read_csv
+from harness import markdown_table, read_csv
 
 # The columns of a CSV that identify a case, which is one line of the table.
 CASE_COLUMNS = ("world", "what", "shape", "dtype", "threads", "memory_MiB", "direction")
@@ -18,10 +13,11 @@ peak: of a whole step, above the model and without the gradients of weights. kep
 leaves allocated. x: the time of a step divided by torch's; on a CPU processor time. bf16 is autocast, with
 cache_enabled=False for weight_casts and for budgets, which include weight_casts then. sac: selective
 checkpointing of each block, which keeps matmuls, convolutions and attention; sac_half: every second matmul is
-repeated too; checkpoint: of whole blocks; accumulate: two halves of the batch, one after the other;
-compiled_eager: torch.compile; compiled_convert: torch.compile of a converted model."""
+repeated too; checkpoint: of whole blocks; accumulate: two halves of the batch, one after the other, without
+the gradients of weights that the second half has to hold; compiled_eager: torch.compile; compiled_convert:
+torch.compile of a converted model."""
 CURVE_NOTE = f"""\
-{CONVERT_NOTE} Under bf16 these three have cache_enabled=False too.
+{CONVERT_NOTE} Under bf16 the three kinds of checkpointing have cache_enabled=False too.
 A number at the head of a column is a budget, a share of the peak; an empty cell is one that cannot be met.
 
 ![peak against time](NAME.png)"""
@@ -106,18 +102,3 @@ def write_table(path: Path) -> Path:
     """Writes NAME.md beside NAME.csv."""
     path.with_suffix(".md").write_text(format_table(path.stem, read_csv(path.stem, path.parent)))
     return path
-
-
-def main() -> None:
-    parser = make_parser(__doc__, None)
-    parser.add_argument("names", nargs="*", help="names of results, as ops_cpu (default: all)")
-    options = parser.parse_args()
-    names = options.names or sorted(
-        path.stem for path in options.out.glob("*.csv") if path.stem.startswith(tuple(TABLE_NOTES))
-    )
-    for name in names:
-        print(write_table(options.out / f"{name}.csv").with_suffix(".md"))
-
-
-if __name__ == "__main__":
-    main()

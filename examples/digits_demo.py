@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -20,7 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from demo_page import Result, write_page
+import torch.nn.functional as F
+from demo_page import LAYERS, LayerCost, Result, write_page
+from torch import Tensor, nn
 
 import fastvit
 from fastvit.models import vit_digits
@@ -29,20 +32,62 @@ from fastvit.training.datasets import load_digits
 from fastvit.training.nvidia_apex import import_apex
 
 MAIN_NORM = "inplace-abn-sync"
-MEASURED_NORMS = ("torch", "fastvit-sync", "inplace-abn", MAIN_NORM)
 EPOCHS = 12
 BATCH_SIZE = 32  # images per rank
 MIN_ACCURACY = 0.97  # of the main run on test images
 MAX_RUN_SECONDS = 900  # A run that takes longer counts as hung.
+TIMING_SECONDS = 2.5  # for the training steps of all models together
+WARM_UP_ROUNDS, MIN_ROUNDS = 2, 5
 
 
-def kept_bytes(images: torch.Tensor) -> dict[str, int]:
-    """Returns the bytes that the model keeps for backward: with each norm, and converted."""
-    kept = {norm: fastvit.report(vit_digits(norm), images).kept_before for norm in MEASURED_NORMS}
-    for memory in ("convert", "products"):
-        model = fastvit.convert(vit_digits("torch"), matmuls=memory == "products")
-        kept[memory] = fastvit.report(model, images).kept_after
-    return kept
+def create_model(name: str) -> nn.Module:
+    """Returns the model with the layer of this name in LAYERS: a norm, or torch's in a converted model."""
+    if name not in ("convert", "matmuls"):
+        return vit_digits(name)
+    return fastvit.convert(vit_digits("torch"), matmuls=name == "matmuls")
+
+
+def measure_bytes(images: Tensor) -> tuple[dict[str, tuple[int, int]], dict[str, list[int]]]:
+    """Returns the kept bytes and the peak of a step for each of LAYERS, and timelines of torch's model."""
+    reports = {name: fastvit.report(create_model(name), images) for name in LAYERS if name != "convert"}
+    nbytes = {name: (report.kept_before, report.peak_before) for name, report in reports.items()}
+    # A report also measures the converted model. It converts torch's itself.
+    for name, source in (("convert", "torch"), ("matmuls", "matmuls")):
+        nbytes[name] = (reports[source].kept_after, reports[source].peak_after)
+    return nbytes, reports["torch"].timelines
+
+
+def measure_time_ratios(images: Tensor, labels: Tensor) -> dict[str, float]:
+    """Returns the time of a training step for each of LAYERS, as a ratio to the time of torch's model.
+
+    A round has one step of each model in turn; a ratio is the median over rounds. Steps run in this process,
+    on the CPU, in fp32. Their time is the processor's, which other programs hardly lengthen.
+    """
+    models = {name: create_model(name) for name in LAYERS}
+    optimizers = {name: torch.optim.AdamW(model.parameters(), fused=True) for name, model in models.items()}
+    rounds: list[dict[str, float]] = []
+    end = time.perf_counter() + TIMING_SECONDS
+    while len(rounds) < WARM_UP_ROUNDS + MIN_ROUNDS or time.perf_counter() < end:
+        seconds = {}
+        for name, model in models.items():
+            start = time.process_time()
+            F.cross_entropy(model(images), labels).backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            seconds[name] = time.process_time() - start
+        rounds.append(seconds)
+    timed = rounds[WARM_UP_ROUNDS:]
+    return {name: statistics.median(row[name] / row["torch"] for row in timed) for name in LAYERS}
+
+
+def measure_costs(images: Tensor, labels: Tensor) -> tuple[dict[str, LayerCost], dict[str, list[int]]]:
+    """Returns the cost of a training step for each of LAYERS, and the timelines of torch's model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # Several threads would wait for each other on a busy machine.
+    nbytes, timelines = measure_bytes(images)
+    ratios = measure_time_ratios(images, labels)
+    torch.set_num_threads(threads)
+    return {name: LayerCost(*nbytes[name], ratios[name]) for name in LAYERS}, timelines
 
 
 def find_apex_norm() -> str:
@@ -86,7 +131,7 @@ def train(norm: str, ranks: int, epochs: int, threads: int, out: Path) -> Result
 def remove_old_results(out: Path) -> None:
     """Removes the results of earlier calls of the demo, and nothing else from `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    for norm in ("apex-sync", *MEASURED_NORMS):
+    for norm in ("apex-sync", "fastvit-sync", MAIN_NORM):
         if (out / norm / "metrics.jsonl").is_file():
             shutil.rmtree(out / norm)
     (out / "index.html").unlink(missing_ok=True)
@@ -117,16 +162,18 @@ def main() -> None:
     ranks = gpus or 2
     place = "CUDA" if gpus else "the CPU: about a minute on two free cores"
     print(
-        f"digits_demo: measures what a ViT keeps for backward, then trains it with {MAIN_NORM} and with "
-        f"apex's SyncBatchNorm: {options.epochs} epochs each, {ranks} rank(s), {place}",
+        f"digits_demo: measures memory and time of a ViT's training step, then trains it with {MAIN_NORM} "
+        f"and with apex's SyncBatchNorm: {options.epochs} epochs each, {ranks} rank(s), {place}",
         flush=True,
     )
     remove_old_results(out)
-    kept = kept_bytes(load_digits(0).train.images[:BATCH_SIZE])
+    data = load_digits(0).train
+    costs, timelines = measure_costs(data.images[:BATCH_SIZE], data.labels[:BATCH_SIZE])
     results = train_both(out, options.epochs, ranks, options.quick)
-    for name, value in (("summary.json", [asdict(result) for result in results]), ("memory.json", kept)):
+    memory = {"layers": {name: asdict(cost) for name, cost in costs.items()}, "timelines": timelines}
+    for name, value in (("summary.json", [asdict(result) for result in results]), ("memory.json", memory)):
         (out / name).write_text(json.dumps(value, indent=2) + "\n")
-    page = write_page(out / "index.html", results, kept, BATCH_SIZE)
+    page = write_page(out / "index.html", results, costs, timelines, BATCH_SIZE)
     accuracy = results[0].accuracy
     if accuracy < MIN_ACCURACY and not options.quick:
         sys.exit(f"digits_demo: test accuracy {accuracy:.3f} of {MAIN_NORM} is below {MIN_ACCURACY}: {page}")

@@ -236,8 +236,7 @@ def main() -> int:
             print(f"| {owner} | {len(results)} | {kinds['there']} | {kinds['raises']} | {missing} |")
     sum_of_totals = totals["all"] = sum(totals.values(), Counter())
     rows = "\n".join(
-        f"| {package} | {kinds['there']} | {kinds['raises']} |"
-        for package, kinds in totals.items()
+        f"| {package} | {kinds['there']} | {kinds['raises']} |" for package, kinds in totals.items()
     )
     section = SECTION.format(total=sum_of_totals.total(), rows=rows, **sum_of_totals)
     print(section)
