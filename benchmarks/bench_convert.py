@@ -32,7 +32,7 @@ skips models whose rows are of this code, batch and number of threads.
 
 This measures budgets from 0.8 of the peak to "least", beside convert, matmuls and checkpointing. It
 writes curve_DEVICE.csv and its table, and draws peak against time to curve_DEVICE.png. The default is the
-models and batches of CURVE, both precisions, and 7 repeats: about an hour of one core. A budget that
+models and batches of CURVE, both precisions, and 7 repeats: one to two hours of one core. A budget that
 cannot be met is left out.
 
     python benchmarks/bench_convert.py --check-curve

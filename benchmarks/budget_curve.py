@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from harness import markdown_table
 
-BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "0.15", "0.1", "least")
+BUDGETS = ("0.8", "0.6", "0.5", "0.4", "0.3", "0.2", "least")
 RIVALS = {  # a contender -> its name in the picture, and its marker
     "matmuls": ("matmuls=True", "v"),
     "sac": ("selective checkpointing", "s"),

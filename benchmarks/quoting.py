@@ -53,7 +53,9 @@ def make_table(header: Sequence[str], rows: Iterable[Sequence[object]], *names: 
 
 def describe_conditions(*names: str) -> str:
     """Returns where results were measured, and whether the code has changed since."""
-    rows_by_name = {name: read_result(name) for name in names}
-    conditions = dict.fromkeys(format_conditions(row) for rows in rows_by_name.values() for row in rows)
-    changes = dict.fromkeys(describe_changes(name, rows) for name, rows in rows_by_name.items())
-    return " ".join([f"{'; '.join(conditions)}.", *filter(None, changes)])
+    sentences: dict[str, None] = {}
+    for name in names:
+        rows = read_result(name)
+        conditions = "; ".join(dict.fromkeys(map(format_conditions, rows)))
+        sentences[f"{conditions}. {describe_changes(name, rows)}".rstrip()] = None
+    return " ".join(sentences)

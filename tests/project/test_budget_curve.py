@@ -98,9 +98,15 @@ def test_a_budget_that_another_point_dominates_is_named_with_it():
     assert fault.endswith("| 1.19x: mix of 0.3 and 0.5 |")
 
 
+def test_accumulation_is_no_rival():
+    """It computes with other batches. A contender that is not listed is a rival."""
+    assert faults_of(accumulate=(40.0, 32.0, 1000.0)) == ([], False)
+    assert faults_of(fuse=(40.0, 32.0, 1000.0))[1]
+
+
 def test_models_precisions_and_compiled_code_are_apart():
     rows = [*curve_rows("a"), *curve_rows("a", "bf16", budget_4=(40.0, 32.0, 1300.0))]
-    rows += curve_rows("b", compiled_sac=(30.0, 20.0, 900.0), **{"compiled_0.4": (90.0, 20.0, 1900.0)})
+    rows += curve_rows("b", compiled_convert=(30.0, 20.0, 900.0), compiled_eager=(90.0, 20.0, 1900.0))
     lines, has_faults = check_curve(rows)
     assert has_faults and len(lines) == 3 and lines[2].startswith("| a | bf16 | not convex | 0.4 ")
     lines, has_faults = check_curve(curve_rows())
@@ -132,7 +138,7 @@ def test_the_table_has_the_peak_first_budgets_in_order_and_the_faults():
 def test_the_picture_has_a_panel_for_each_model(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [*curve_rows("a"), *curve_rows("a", "bf16"), *curve_rows("b", checkpoint=(10.0, 8.0, 1400.0))]
-    rows += curve_rows("c", **{"compiled_eager": (90.0, 70.0, 900.0), "compiled_0.4": (60.0, 50.0, 950.0)})
+    rows += curve_rows("c", compiled_eager=(90.0, 70.0, 900.0), compiled_convert=(60.0, 50.0, 950.0))
     draw_curve(rows, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 10_000
 
