@@ -37,7 +37,7 @@ install: $(STAMP)  ## Put torch, fastvit (editable) and the tools into .venv
 demo: install  ## Train a ViT on digits with 2 ranks; writes runs/demo/index.html
 	$(RUN) examples/digits_demo.py
 
-test: install  ## Tests of each op, layer, rank and look-alike
+test: install  ## Tests of each op, layer and rank
 	$(RUN) $(PYTEST) $(ARGS)
 
 test-cuda-model: install  ## Tests of the ops' CUDA sources on a model of a GPU

@@ -21,7 +21,7 @@ Contenders take turns, and the median counts.
 
     python benchmarks/bench_convert.py [--models vits|norms|vit_small_patch16_224,torchvision:vit_b_16]
                                        [--precision fp32|bf16|fp32,bf16] [--batch 4] [--threads 1]
-                                       [--repeats 5] [--contenders convert,matmuls] [--device cpu|cuda]
+                                       [--repeats 3] [--contenders convert,matmuls] [--device cpu|cuda]
                                        [--resume]
 
 This writes results/convert_vits_DEVICE.csv (of ViTs and two language models) and convert_DEVICE.csv (of
@@ -32,7 +32,7 @@ skips models whose rows are of this code, batch and number of threads.
 
 This measures budgets from 0.8 of the peak to "least", beside convert, matmuls and checkpointing. It
 writes curve_DEVICE.csv and its table, and draws peak against time to curve_DEVICE.png. The default is the
-models and batches of CURVE, both precisions, and 7 repeats: one to two hours of one core. A budget that
+models and batches of CURVE, both precisions, and 7 repeats: an hour of one core. A budget that
 cannot be met is left out.
 
     python benchmarks/bench_convert.py --check-curve
@@ -77,10 +77,6 @@ NORMS = """
 # weights take less than a quarter of the peak. A step takes at most about a second on one core.
 CURVE = {
     "vit_small_patch16_224": (2, 4),
-    "deit3_small_patch16_224": (2, 4),
-    "vit_relpos_small_patch16_224": (2, 3),
-    "xcit_nano_12_p16_224": (4, 8),
-    "resnet26": (2, 4),
     "resnet50": (2, 4),
     "convnext_tiny": (2, 3),
     "swin_tiny_patch4_window7_224": (2, 3),
@@ -208,7 +204,7 @@ def parse_arguments():
     parser.add_argument("--precision", help="fp32, bf16 or fp32,bf16 (default: fp32; with --curve both)")
     parser.add_argument("--batch", type=int, help="default: 4; with --curve by model and precision")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, help="default: 5; with --curve 7")
+    parser.add_argument("--repeats", type=int, help="default: 3; with --curve 7")
     parser.add_argument("--contenders", help="names from the list above, separated by commas")
     parser.add_argument("--curve", action="store_true", help="measure peak against time for each budget")
     parser.add_argument("--resume", action="store_true", help="skip models that were measured with this code")
@@ -225,7 +221,7 @@ def parse_arguments():
     if unknown := [name for name in contenders if name not in contender_names and not is_budget(name)]:
         parser.error(f"--contenders takes {', '.join(sorted(contender_names))}, got {', '.join(unknown)}")
     arguments.precisions = precisions
-    arguments.repeats = arguments.repeats or (7 if arguments.curve else 5)
+    arguments.repeats = arguments.repeats or (7 if arguments.curve else 3)
     return arguments
 
 
