@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from on_ranks import on_ranks
-from ops.inputs import TimmBatchNorm, describe_model
+from ops.inputs import OtherActivation, TimmBatchNorm, describe_model
 from packages import import_or_skip
 from torch import nn
 
@@ -165,7 +165,7 @@ def make_layers_with_activations():
         "subclass": (OwnConstructor(3), fastvit.BatchNormActSync),
         "synchronised_by_timm": (synchronised, fastvit.BatchNormActSync),
         "mapillarys_abn": (inplace_abn.ABN(3), fastvit.BatchNormActSync),
-        "mish": (TimmBatchNorm(3, act=nn.Mish()), SyncBatchNormAct),
+        "other": (TimmBatchNorm(3, act=OtherActivation()), SyncBatchNormAct),
         "drop": (TimmBatchNorm(3, drop=nn.Dropout(0.5)), SyncBatchNormAct),
         "hook": (hooked, SyncBatchNormAct),
     }
@@ -198,8 +198,8 @@ def test_layers_with_an_activation_are_synchronised_with_it(name):
 
 
 def test_the_converter_of_torch_drops_no_activation_of_timm():
-    model = convert_syncbn_model(nn.Sequential(TimmBatchNorm(3, act=nn.Mish())))
-    with pytest.raises(TypeError, match=r"lacks act=Mish\(\) of SyncBatchNormAct"):
+    model = convert_syncbn_model(nn.Sequential(TimmBatchNorm(3, act=OtherActivation())))
+    with pytest.raises(TypeError, match=r"lacks act=OtherActivation\(\) of SyncBatchNormAct"):
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 

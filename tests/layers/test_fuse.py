@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from on_ranks import on_ranks
-from ops.inputs import TimmBatchNorm, describe_model
+from ops.inputs import OtherActivation, TimmBatchNorm, describe_model
 from ops.tolerances import assert_close_enough
 from packages import import_or_skip
 from torch import nn
@@ -54,7 +54,7 @@ class EveryLayer(nn.Module):
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Identity(), nn.ReLU(inplace=True))
         self.alone = nn.BatchNorm2d(8, momentum=None)
         self.timm = TimmBatchNorm(8, eps=1e-3)
-        self.mish = TimmBatchNorm(8, act=nn.Mish())
+        self.other = TimmBatchNorm(8, act=OtherActivation())
         self.inner = OwnSequential(
             nn.Conv2d(8, 8, 1), OwnInit(), nn.Hardswish(), nn.BatchNorm2d(8, affine=False), nn.ReLU()
         )
@@ -66,7 +66,7 @@ class EveryLayer(nn.Module):
 
     def forward(self, x):
         x = F.relu_(self.alone(self.stem(x)))
-        x = x + self.mish(self.timm(x))
+        x = x + self.other(self.timm(x))
         return self.head(self.flat(self.inner(x)))
 
 
@@ -100,7 +100,7 @@ def test_fused_models_give_torchs_results(mode):
     model = fastvit.fuse(copy.deepcopy(plain))
     assert {n: m.activation for n, m in model.named_modules() if isinstance(m, BatchNormAct)} == FUSED
     assert [type(model.get_submodule(n)) for n in ("flat.3", "head.2")] == [TorchDtypeLayerNorm] * 2
-    assert type(model.head[1]) is TanhGELU and type(model.mish) is TimmBatchNorm
+    assert type(model.head[1]) is TanhGELU and type(model.other) is TimmBatchNorm
     memory_format = torch.channels_last if mode == "channels_last" else torch.preserve_format
     for one in (plain, model):
         if mode in ("evaluation", "frozen"):
@@ -206,7 +206,7 @@ def test_activations_between_which_others_read_are_not_fused():
         nn.Sequential(shared, nn.SiLU()),
         nn.Sequential(nn.BatchNorm2d(4), watched),
         nn.Sequential(nn.BatchNorm2d(4), nn.Dropout(0.5), nn.ReLU()),
-        nn.Sequential(nn.BatchNorm2d(4), nn.Mish()),
+        nn.Sequential(nn.BatchNorm2d(4), OtherActivation()),
         nn.Sequential(nn.BatchNorm2d(4), nn.LeakyReLU(float("nan"))),
         SequentialWithMethod(nn.BatchNorm2d(4), nn.ReLU()),
         hooked,

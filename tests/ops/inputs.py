@@ -122,6 +122,13 @@ def describe_model(model):
     )
 
 
+class OtherActivation(nn.Module):
+    """An activation that no layer of fastvit has."""
+
+    def forward(self, x):
+        return torch.nn.functional.mish(x)
+
+
 class TimmBatchNorm(nn.BatchNorm2d):
     """Does what timm's BatchNormAct2d does, and has its name."""
 
