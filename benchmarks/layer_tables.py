@@ -162,11 +162,9 @@ def gpu_summary() -> str:
         shapes = [shape for case, name, shape in rows if (case, name) == (what, COMPILED)]
         contender = IN_PLACE if what == "batch norm" else "fastvit"
         ratios = [ratio(rows[what, contender, shape], rows[what, COMPILED, shape]) for shape in shapes]
-        phrases.append(f"{format_range(ratios)} for {title}")
-    return (
-        f"In bf16 a layer's step takes, of torch.compile's time, {', '.join(phrases)}, over all shapes. "
-        f"{describe_conditions('layers_cuda')}"
-    )
+        phrases.append(f"{title} {format_range(ratios)}")
+    text = f"The time of a step in bf16, of torch.compile's: {'; '.join(phrases)}."
+    return f"{text} {describe_conditions('layers_cuda', 'convert_vits_cuda')}"
 
 
 def gpu_ops() -> str:
@@ -201,19 +199,4 @@ def host_time() -> str:
         ]
     return make_table(
         ["model or layer", "contender", "host", "of torch's time"], lines, "host_cpu", "host_cuda"
-    )
-
-
-def tiny_tensors() -> str:
-    """The sentence of README on tiny tensors."""
-    times = {}
-    for device in ("cpu", "cuda"):
-        rows = select_rows(f"host_{device}", keys=("what", "contender"), direction="both")
-        times[device] = {key: 1 / float(row["times"]) for key, row in rows.items()}
-    vit = ("vit_tiny, 32 pixels, fp32", "convert")
-    layer_times = [value for (_, name), value in times["cpu"].items() if name == "fastvit"]
-    return (
-        f"On tiny tensors a converted ViT's step takes {times['cpu'][vit]:.2f}x the time, and a layer's "
-        f"{format_range(layer_times, '{:.1f}')}; beside a GPU the ViT's step costs its host "
-        f"{times['cuda'][vit]:.1f}x."
     )

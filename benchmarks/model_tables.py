@@ -1,6 +1,6 @@
 """The tables of models that pages quote; page_results.py calls these functions."""
 
-from harness import APEX, markdown_table
+from harness import markdown_table
 from quoting import Rows, describe_conditions, format_range, format_saving, make_table, ratio, select_rows
 
 MODELS = {  # a model of the curve -> its title
@@ -29,16 +29,23 @@ def select_curve(dtype: str) -> Rows:
 
 
 def models() -> str:
-    """The peak and the time of a step in bf16, beside checkpointing and torch.compile."""
+    """The peak and the time of a step in bf16, beside checkpointing and torch.compile; then on a GPU."""
     rows, lines = select_curve("bf16"), []
-    for model, title in MODELS.items():
-        eager = rows[model, "torch"]
-        batch = eager["shape"].split("x")[0]
-        peak, ms = float(eager["peak_MiB"]), float(eager["p50_us"]) / 1e3
-        savings = (format_saving(rows[model, name], eager) for name in HEADLINE)
-        lines.append((f"{title}, batch {batch}", f"{peak:.0f} MiB, {ms:.0f} ms", *savings))
-    header = ["bf16", "original", "`convert`", "`budget=0.5`", '`budget="least"`', "checkpoint", "compile"]
-    return "\n".join(markdown_table(header, lines))
+    lines = [_model_line(f"CPU, {title}", rows, model) for model, title in MODELS.items()]
+    gpu_rows = select_rows("convert_vits_cuda", "convert_cuda", keys=("what", "contender"), dtype="bf16")
+    gpu_models = dict.fromkeys(model for model, _ in gpu_rows)
+    lines += [_model_line(f"H200, {MODELS[model]}", gpu_rows, model) for model in gpu_models]
+    header = ["bf16", "original", "`convert`", "`budget=0.5`", '`budget="least"`']
+    return "\n".join(markdown_table([*header, "checkpoint each block", "`torch.compile`"], lines))
+
+
+def _model_line(title: str, rows: Rows, model: str) -> list[str]:
+    """Returns the cells of a model; a contender that was not measured has none."""
+    eager = rows[model, "torch"]
+    batch, peak, ms = eager["shape"].split("x")[0], float(eager["peak_MiB"]), float(eager["p50_us"]) / 1e3
+    size = f"{peak:.0f} MiB" if peak < 1024 else f"{peak / 1024:.1f} GiB"
+    found = ((model, name) in rows and format_saving(rows[model, name], eager) for name in HEADLINE)
+    return [f"{title}, batch {batch}", f"{size}, {ms:.0f} ms", *(saving or "" for saving in found)]
 
 
 def _choices(dtype: str) -> str:
@@ -90,37 +97,35 @@ def wants() -> str:
     sync = select_rows("sync_cpu", keys=("shape", "contender"), world="2", what="step", direction="both")
     shapes = dict.fromkeys(shape for shape, _ in sync)
     of_local = [ratio(sync[shape, "SharedMemory"], sync[shape, "local"]) for shape in shapes]
-    of_apex = [ratio(sync[shape, "SharedMemory"], sync[shape, APEX]) for shape in shapes]
     lines = [
         (
-            "am out of memory with a convolutional or hybrid model",
+            "out of memory with a convolutional or hybrid model",
             "`fastvit.convert(model)`",
-            f"MobileViT-S trains {hybrid['batch']} images, not {batches['mobilevit_s', 'torch']['batch']}, "
-            f"in {memory / 1024:g} GiB",
+            f"MobileViT-S trains with batch {hybrid['batch']}, not "
+            f"{batches['mobilevit_s', 'torch']['batch']}, in {memory / 1024:g} GiB (AdamW, bf16, CPU)",
             "[choosing](docs/choosing.md)",
         ),
         (
-            "am out of memory with a ViT",
+            "out of memory with a ViT",
             "`fastvit.convert(vit, budget=0.5)`",
-            f"a step of ViT-S/16 has {ratio(half, eager, 'peak_MiB'):.0%} of the peak and takes "
-            f"{ratio(half, eager):.2f}x the time",
+            f"ViT-S/16 has {ratio(half, eager, 'peak_MiB'):.0%} of the peak at {ratio(half, eager):.2f}x the "
+            "time of a step (bf16, CPU)",
             "[converting](docs/converting.md)",
         ),
         (
-            "need fast synchronised BatchNorm",
+            "a small batch per device",
             "`model = fastvit.convert_syncbn_model(model)`",
-            f"over 2 CPU ranks a layer's step takes {format_range(of_local)} the time of one without "
-            f"exchange, and {format_range(of_apex)} that of apex's, which is Python over gloo there",
+            f"a layer's step takes {format_range(of_local)} that of BatchNorm without exchange (2 CPU ranks)",
             "[statistics](docs/sharing-statistics.md)",
         ),
         (
-            "have a script with `from apex import amp`",
+            "a script with `from apex import amp`",
             "`python -m fastvit.compat train.py`",
-            "the script runs unchanged, with or without a GPU",
+            "O0 to O3, DDP, SyncBatchNorm and fused optimizers run unchanged, over torch's",
             "[from apex](docs/migrating-from-apex.md)",
         ),
     ]
-    return "\n".join(markdown_table(["I", "type", "and get", "read"], lines))
+    return "\n".join(markdown_table(["problem", "use", "result", "read"], lines))
 
 
 def cpu_conditions() -> str:

@@ -46,8 +46,7 @@ def fill_place(match: re.Match) -> str:
     options = {"width": COLUMNS - len(indent), "break_long_words": False, "break_on_hyphens": False}
     blocks = make_result(name).split("\n\n")
     blocks = [block if block.startswith("|") else textwrap.fill(block, **options) for block in blocks]
-    # Some renderers find a table only behind an empty line.
-    result = "\n" * blocks[0].startswith("|") + "\n\n".join(blocks)
+    result = "\n\n".join(blocks)
     return textwrap.indent(f"<!-- {name} -->\n{result}\n<!-- /{name} -->", indent)
 
 

@@ -60,7 +60,7 @@ def test_a_page_with_old_results_fails_the_check_and_is_written(page, monkeypatc
     message = run_page_results(monkeypatch, "--check")
     assert "-old" in message and "+| new |" in message and "python benchmarks/page_results.py" in message
     assert run_page_results(monkeypatch) is None  # The exit status is 0.
-    assert page.read_text().endswith("<!-- models -->\n\n| new |\n|---|\n\nOn a machine.\n<!-- /models -->\n")
+    assert page.read_text().endswith("<!-- models -->\n| new |\n|---|\n\nOn a machine.\n<!-- /models -->\n")
     assert run_page_results(monkeypatch, "--check") is None
     page.write_text(page.read_text() + "It takes 2.00x.\n")
     assert "README.md has numbers in no place: 2.00x" in run_page_results(monkeypatch, "--check")
