@@ -44,8 +44,8 @@ def _model_line(title: str, rows: Rows, model: str) -> list[str]:
     eager = rows[model, "torch"]
     batch, peak, ms = eager["shape"].split("x")[0], float(eager["peak_MiB"]), float(eager["p50_us"]) / 1e3
     size = f"{peak:.0f} MiB" if peak < 1024 else f"{peak / 1024:.1f} GiB"
-    found = ((model, name) in rows and format_saving(rows[model, name], eager) for name in HEADLINE)
-    return [f"{title}, batch {batch}", f"{size}, {ms:.0f} ms", *(saving or "" for saving in found)]
+    savings = ((model, name) in rows and format_saving(rows[model, name], eager) for name in HEADLINE)
+    return [f"{title}, batch {batch}", f"{size}, {ms:.0f} ms", *(saving or "" for saving in savings)]
 
 
 def _choices(dtype: str) -> str:
