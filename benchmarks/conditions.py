@@ -96,5 +96,6 @@ def format_conditions(row: dict[str, str], *details: str) -> str:
 
 def describe_changes(name: str, rows: list[dict[str, str]]) -> str:
     """Returns a sentence if the code that a result measures has changed since, or else an empty string."""
-    is_current = all(row.get("sources") == checksum_sources(name) for row in rows)
+    checksum = checksum_sources(name)
+    is_current = all(row.get("sources") == checksum for row in rows)
     return "" if is_current else "The code that this measures has changed since."

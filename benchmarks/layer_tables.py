@@ -38,7 +38,7 @@ def layers() -> str:
             [rows[(what, name, *case)] for case in cases] for name in (contender, "torch", COMPILED)
         )
         lines.append((title, other, *_compare(fastvit_rows, torch_rows, compiled_rows)))
-    header = ["layer", "in place of", "a step", "of torch's time", "of torch.compile's", "keeps"]
+    header = ["layer", "in place of", "step", "relative to torch", "to torch.compile", "keeps"]
     return "\n".join(markdown_table(header, lines))
 
 
@@ -163,7 +163,7 @@ def gpu_summary() -> str:
         contender = IN_PLACE if what == "batch norm" else "fastvit"
         ratios = [ratio(rows[what, contender, shape], rows[what, COMPILED, shape]) for shape in shapes]
         phrases.append(f"{title} {format_range(ratios)}")
-    text = f"The time of a step in bf16, of torch.compile's: {'; '.join(phrases)}."
+    text = f"A layer's step in bf16 relative to torch.compile's: {'; '.join(phrases)}."
     return f"{text} {describe_conditions('layers_cuda', 'convert_vits_cuda')}"
 
 

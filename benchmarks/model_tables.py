@@ -45,7 +45,7 @@ def _model_line(title: str, rows: Rows, model: str) -> list[str]:
     batch, peak, ms = eager["shape"].split("x")[0], float(eager["peak_MiB"]), float(eager["p50_us"]) / 1e3
     size = f"{peak:.0f} MiB" if peak < 1024 else f"{peak / 1024:.1f} GiB"
     savings = ((model, name) in rows and format_saving(rows[model, name], eager) for name in HEADLINE)
-    return [f"{title}, batch {batch}", f"{size}, {ms:.0f} ms", *(saving or "" for saving in savings)]
+    return [f"{title}, batch {batch}", f"{size}, {ms:.0f} ms", *(saving or "not run" for saving in savings)]
 
 
 def _choices(dtype: str) -> str:
@@ -115,7 +115,7 @@ def wants() -> str:
         (
             "a small batch per device",
             "`model = fastvit.convert_syncbn_model(model)`",
-            f"a layer's step takes {format_range(of_local)} that of BatchNorm without exchange (2 CPU ranks)",
+            f"a synchronised layer's step takes {format_range(of_local)} that of a local one (2 CPU ranks)",
             "[statistics](docs/sharing-statistics.md)",
         ),
         (

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Sequence
 
-from conditions import describe_changes, format_conditions
+from conditions import describe_changes
 from harness import markdown_table, read_csv
 
 Row = dict[str, str]
@@ -52,10 +52,19 @@ def make_table(header: Sequence[str], rows: Iterable[Sequence[object]], *names: 
 
 
 def describe_conditions(*names: str) -> str:
-    """Returns where results were measured, and whether the code has changed since."""
-    sentences: dict[str, None] = {}
+    """Returns a sentence on each machine that measured the results, and whether the code has changed."""
+    facts: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
     for name in names:
         rows = read_result(name)
-        conditions = "; ".join(dict.fromkeys(map(format_conditions, rows)))
-        sentences[f"{conditions}. {describe_changes(name, rows)}".rstrip()] = None
-    return " ".join(sentences)
+        change = describe_changes(name, rows)
+        for row in rows:
+            machine = facts.setdefault(
+                (row["device"], row["torch"]), {"commit": {}, "date": {}, "change": {}}
+            )
+            machine["commit"][row["commit"]] = machine["date"][row["date"]] = None
+            machine["change"][change] = None
+    return " ".join(
+        f"{device}, torch {torch}, commit {', '.join(fact['commit'])}, {', '.join(fact['date'])}. "
+        f"{' '.join(fact['change'])}".rstrip()
+        for (device, torch), fact in facts.items()
+    )
