@@ -197,7 +197,7 @@ def test_a_curve_is_measured_in_both_precisions_and_resumed(run, tmp_path, monke
     again, printed = run(*options, "--models", "resnet26,xcit", "--resume")
     assert "1/4 resnet26 fp32: measured before" in printed and "2/4 xcit fp32, " in printed
     assert [row for row in again if row["what"] == "resnet26"] == [r for r in rows if r["what"] == "resnet26"]
-    monkeypatch.setattr(bench_convert, "checksum_sources", lambda name: "0ther")
+    monkeypatch.setattr(bench_convert, "identify_measurement", lambda *_: ("CPU", "2.0", "0ther"))
     command = ("--curve", "--models", "resnet26", "--precision", "fp32", "--contenders", "convert")
     assert "1/1 resnet26 fp32, " in run(*command, "--batch", "2", "--resume")[1]
 
