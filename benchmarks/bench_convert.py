@@ -177,11 +177,10 @@ def _print_weight_share(name: str, model, peak_mib: float) -> None:
         print(f"{name}: copies of weights take {copies_mib / peak_mib:.0%} of the peak")
 
 
-def is_measured(rows: list[dict], name: str, precision: str, arguments) -> bool:
+def is_measured(rows: list[dict], results: str, name: str, precision: str, arguments) -> bool:
     """Returns whether the rows of a model were measured by these options, on this machine with this code."""
-    result = "curve" if arguments.curve else "convert" if name in MODELS["convert"] else "convert_vits"
     batch = str(select_batch(name, precision, arguments))
-    expected = (*identify_measurement(result, arguments.device), str(arguments.threads), batch)
+    expected = (*identify_measurement(results, arguments.device), str(arguments.threads), batch)
     measured = [
         (row["device"], row["torch"], row["sources"], row["threads"], row["shape"].split("x")[0])
         for row in rows
@@ -257,7 +256,7 @@ def main() -> None:
         group = "curve" if arguments.curve else "convert" if name in MODELS["convert"] else "convert_vits"
         results = f"{group}_{arguments.device}"
         rows = read_csv(results, arguments.out)
-        if arguments.resume and is_measured(rows, name, precision, arguments):
+        if arguments.resume and is_measured(rows, results, name, precision, arguments):
             print(f"{i}/{len(runs)} {name} {precision}: measured before", flush=True)
             continue
         rows = merge_rows(rows, measure_model(name, precision, arguments), MODELS[group])

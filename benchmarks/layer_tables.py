@@ -142,13 +142,16 @@ def hosts() -> str:
     return make_table(["channels", "fastvit", "all_gather, all_reduce", "of these"], lines, "sync_hosts_cpu")
 
 
+def _fastvit_contender(what: str) -> str:
+    return IN_PLACE if what == "batch norm" else "fastvit"
+
+
 def gpu_layers() -> str:
     """Layers on a GPU, beside torch's and torch.compile's."""
     rows = select_rows("layers_cuda", keys=("what", "shape", "contender"), direction="both")
     lines = []
     for what, shape in dict.fromkeys(key[:2] for key in rows):
-        contender = IN_PLACE if what == "batch norm" else "fastvit"
-        times = (rows[what, shape, name]["p50_us"] for name in ("torch", COMPILED, contender))
+        times = (rows[what, shape, name]["p50_us"] for name in ("torch", COMPILED, _fastvit_contender(what)))
         lines.append((what, shape, *(f"{float(us):.0f} us" for us in times)))
     return make_table(["a step in bf16", "shape", "torch", COMPILED, "fastvit"], lines, "layers_cuda")
 
@@ -160,7 +163,7 @@ def gpu_summary() -> str:
     phrases = []
     for what, title in titles.items():
         shapes = [shape for case, name, shape in rows if (case, name) == (what, COMPILED)]
-        contender = IN_PLACE if what == "batch norm" else "fastvit"
+        contender = _fastvit_contender(what)
         ratios = [ratio(rows[what, contender, shape], rows[what, COMPILED, shape]) for shape in shapes]
         phrases.append(f"{title} {format_range(ratios)}")
     text = f"A layer's step in bf16 relative to torch.compile's: {'; '.join(phrases)}."

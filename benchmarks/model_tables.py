@@ -1,7 +1,10 @@
 """The tables of models that pages quote; page_results.py calls these functions."""
 
+from collections.abc import Iterable
+
 from harness import markdown_table
 from quoting import Rows, describe_conditions, format_range, format_saving, make_table, ratio, select_rows
+from result_tables import format_cell
 
 MODELS = {  # a model of the curve -> its title
     "vit_small_patch16_224": "ViT-S/16",
@@ -9,6 +12,7 @@ MODELS = {  # a model of the curve -> its title
     "mobilevit_s": "MobileViT-S",
     "transformers:llama": "a Llama of 8 blocks",
 }
+GPU_MODELS = ("vit_small_patch16_224", "resnet50")  # which were measured on a GPU
 CONTENDERS = {  # a contender -> its title
     "convert": "`convert(model)`",
     "0.5": "`convert(model, budget=0.5)`",
@@ -28,35 +32,44 @@ def select_curve(dtype: str) -> Rows:
     return select_rows("curve_cpu", keys=("what", "contender"), dtype=dtype)
 
 
+def select_gpu_models() -> Rows:
+    return select_rows("convert_vits_cuda", "convert_cuda", keys=("what", "contender"), dtype="bf16")
+
+
 def models() -> str:
     """The peak and the time of a step in bf16, beside checkpointing and torch.compile; then on a GPU."""
-    rows, lines = select_curve("bf16"), []
-    lines = [_model_line(f"CPU, {title}", rows, model) for model, title in MODELS.items()]
-    gpu_rows = select_rows("convert_vits_cuda", "convert_cuda", keys=("what", "contender"), dtype="bf16")
-    gpu_models = dict.fromkeys(model for model, _ in gpu_rows)
-    lines += [_model_line(f"H200, {MODELS[model]}", gpu_rows, model) for model in gpu_models]
+    lines = []
+    for place, rows, names in (
+        ("CPU", select_curve("bf16"), MODELS),
+        ("H200", select_gpu_models(), GPU_MODELS),
+    ):
+        for model in names:
+            batch = rows[model, "torch"]["shape"].split("x")[0]
+            title = f"{place}, {MODELS[model]}, batch {batch}"
+            lines.append([title, *_model_cells(rows, model, HEADLINE)])
     header = ["bf16", "original", "`convert`", "`budget=0.5`", '`budget="least"`']
     return "\n".join(markdown_table([*header, "checkpoint each block", "`torch.compile`"], lines))
 
 
-def _model_line(title: str, rows: Rows, model: str) -> list[str]:
-    """Returns the cells of a model; a contender that was not measured has none."""
+def _model_cells(rows: Rows, model: str, contenders: Iterable[str]) -> list[str]:
+    """Returns the peak and time of a model, and the savings of contenders."""
     eager = rows[model, "torch"]
-    batch, peak, ms = eager["shape"].split("x")[0], float(eager["peak_MiB"]), float(eager["p50_us"]) / 1e3
+    peak, ms = float(eager["peak_MiB"]), float(eager["p50_us"]) / 1e3
     size = f"{peak:.0f} MiB" if peak < 1024 else f"{peak / 1024:.1f} GiB"
-    savings = ((model, name) in rows and format_saving(rows[model, name], eager) for name in HEADLINE)
-    return [f"{title}, batch {batch}", f"{size}, {ms:.0f} ms", *(saving or "not run" for saving in savings)]
+    return [f"{size}, {ms:.0f} ms", *(_format_cell(rows, model, name, "not run") for name in contenders)]
+
+
+def _format_cell(rows: Rows, model: str, contender: str, missing: str) -> str:
+    """Returns the saving of a contender, or `missing` if the contender was not measured."""
+    row = rows.get((model, contender))
+    return format_saving(row, rows[model, "torch"]) if row else missing
 
 
 def _choices(dtype: str) -> str:
     """Every contender of the curve, with a column for each model."""
     rows, lines = select_curve(dtype), []
     for contender, title in CONTENDERS.items():
-        cells = [
-            format_saving(rows[model, contender], rows[model, "torch"]) if (model, contender) in rows else ""
-            for model in MODELS
-        ]
-        lines.append((title, *cells))
+        lines.append((title, *(_format_cell(rows, model, contender, "") for model in MODELS)))
     return make_table(["", *MODELS.values()], lines, "curve_cpu")
 
 
@@ -81,9 +94,7 @@ def largest_batches() -> str:
     }
     lines = []
     for model in dict.fromkeys(model for model, _ in rows):
-        cells = (rows[model, name] for name in titles)
-        batches = (row["batch"] + (f" ({row['reported']})" if row["reported"] else "") for row in cells)
-        lines.append((MODELS[model], *batches))
+        lines.append((MODELS[model], *(format_cell(rows[model, name], {}) for name in titles)))
     memory = next(iter(rows.values()))["memory_MiB"]
     return make_table([f"images in {int(memory) / 1024:g} GiB, bf16", *titles.values()], lines, "batches_cpu")
 
@@ -135,14 +146,9 @@ def cpu_conditions() -> str:
 
 def gpu_models() -> str:
     """Converted models on a GPU."""
-    rows = select_rows("convert_vits_cuda", "convert_cuda", keys=("what", "contender"), dtype="bf16")
+    rows, contenders = select_gpu_models(), ("convert", "matmuls", "checkpoint")
     header = ["a step in bf16, 512 images", "original", "`convert`", "`matmuls=True`", "checkpoint"]
-    lines = []
-    for model in ("vit_small_patch16_224", "resnet50"):
-        eager = rows[model, "torch"]
-        peak, ms = float(eager["peak_MiB"]) / 1024, float(eager["p50_us"]) / 1e3
-        savings = (format_saving(rows[model, name], eager) for name in ("convert", "matmuls", "checkpoint"))
-        lines.append((MODELS[model], f"{peak:.1f} GiB, {ms:.0f} ms", *savings))
+    lines = [[MODELS[model], *_model_cells(rows, model, contenders)] for model in GPU_MODELS]
     return make_table(header, lines, "convert_vits_cuda", "convert_cuda")
 
 

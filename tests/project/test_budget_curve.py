@@ -1,6 +1,7 @@
 """The budget curve's faults are found, its picture is drawn, and bench_convert measures and resumes it."""
 
 import sys
+from types import SimpleNamespace
 
 import bench_convert
 import harness
@@ -200,6 +201,15 @@ def test_a_curve_is_measured_in_both_precisions_and_resumed(run, tmp_path, monke
     monkeypatch.setattr(bench_convert, "identify_measurement", lambda *_: ("CPU", "2.0", "0ther"))
     command = ("--curve", "--models", "resnet26", "--precision", "fp32", "--contenders", "convert")
     assert "1/1 resnet26 fp32, " in run(*command, "--batch", "2", "--resume")[1]
+
+
+def test_resuming_compares_with_the_code_that_the_result_measures(monkeypatch):
+    """A result on a GPU measures other kernels than one on a CPU."""
+    names = []
+    monkeypatch.setattr(bench_convert, "identify_measurement", lambda *args: names.append(args) or args)
+    options = SimpleNamespace(device="cuda", threads=1, batch=4, curve=False)
+    assert not bench_convert.is_measured([], "convert_cuda", "resnet50", "bf16", options)
+    assert names == [("convert_cuda", "cuda")]
 
 
 def test_other_options_are_measured_again(run):
